@@ -115,5 +115,5 @@ tune:  ## Choose the kernels' configurations on this machine's GPU
 protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 	$(BIN)/python protos/generate.py
 
-chart: $(STAMP) helm  ## Lint the chart and the Dockerfile, render them, refuse wrong values
+chart: $(STAMP) helm  ## Lint the chart and the Dockerfile, render them, reject wrong values
 	$(BIN)/python -m pytest tests/helm $(ARGS)

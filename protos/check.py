@@ -1,7 +1,7 @@
 """Checks the contract; `make lint` runs it: stubs fit their .proto files, style, compatibility.
 
 `baseline.binpb` is the contract of the last release. A change that would break a deployed peer is
-refused. At a release the new contract becomes the baseline:
+rejected. At a release the new contract becomes the baseline:
 `buf build protos --exclude-source-info -o protos/baseline.binpb`.
 """
 

@@ -14,7 +14,7 @@ _PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 
 
 class GenerationError(RuntimeError):
-    """The compiler refused a .proto file or is not installed; the message says which."""
+    """The compiler rejected a .proto file or is not installed; the message says which."""
 
 
 def main() -> int:

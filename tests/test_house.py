@@ -11,12 +11,12 @@ ROOT = Path(__file__).parent.parent
 _IMPORT_WITHOUT_TORCH = """
 import sys
 
-class Refuse:
+class Reject:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "triton", "safetensors"}:
             raise ModuleNotFoundError(f"{name} is not in the control plane's image", name=name)
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path.insert(0, Reject())
 import pkgutil, importlib
 import equipoise.cli.main, equipoise.cli.live.status
 PACKAGES = "planning wire policy formats telemetry trust pool balancer gateway".split()

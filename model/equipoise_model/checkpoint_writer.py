@@ -1,7 +1,7 @@
 """`save`: write a model as a checkpoint; `write`: write one from any source of tensors.
 
 Assigns tensors to shards and replaces files atomically, the index last: after a crash there is the
-old checkpoint, or one that readers refuse. Holds one tensor at a time plus the source.
+old checkpoint, or one that readers reject. Holds one tensor at a time plus the source.
 """
 
 import dataclasses

@@ -115,7 +115,7 @@ class ModelConfig:
         """Read a `config.json`.
 
         Raises:
-            UnsupportedConfigError: the file is not a JSON object, or `from_dict` refuses it.
+            UnsupportedConfigError: the file is not a JSON object, or `from_dict` rejects it.
             OSError: the file cannot be read.
         """
         try:

@@ -158,7 +158,7 @@ def _require(name: str, value: object, condition: bool, wanted: str) -> None:
 
 
 def check_type(name: str, value: object, hint: Any) -> None:
-    """Refuse a JSON value of the wrong type for its field; an integer is accepted for a float."""
+    """Reject a JSON value of the wrong type for its field; an integer is accepted for a float."""
     allowed = get_args(hint) or (hint,)
     good = type(value) in allowed or (type(value) is int and float in allowed)
     if isinstance(value, float) and not math.isfinite(value):

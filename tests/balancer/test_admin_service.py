@@ -16,7 +16,7 @@ def admin(channel):
     return admin_pb2_grpc.AdminStub(channel)
 
 
-async def refusal(call):
+async def rejection(call):
     """Code and words of a call that fails."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -65,7 +65,7 @@ async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
         answers = [answer for asked in (every, some) async for answer in admin.RebalanceAll(asked)]
         listed = await admin.ListAudit(admin_pb2.ListAuditRequest())
         nobody = admin_pb2.RebalanceAllRequest(pools=["tiny", "gone"])
-        code, words = await refusal(admin.RebalanceAll(nobody).read())
+        code, words = await rejection(admin.RebalanceAll(nobody).read())
     assert [answer.pool for answer in answers] == ["tiny"] * 3
     assert all("no window" in answer.outcome.reason for answer in answers), answers
     assert [(entry.what, entry.sequence) for entry in listed.entries] == [
@@ -81,7 +81,7 @@ async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
 async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admin, harness, skewed):
     async with served(channel, harness) as links:
         await until(status, is_serving)
-        code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest()))
+        code, words = await rejection(admin.Rollback(admin_pb2.RollbackRequest()))
         assert code is grpc.StatusCode.NOT_FOUND
         assert "has adopted no plan yet" in words
         async with reporting(links, skewed(1)):
@@ -92,7 +92,7 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
             for link in links:
                 await link.send(link.worker.switch())
             await until(status, lambda pool: pool.generation == 2)
-        code, words = await refusal(admin.Rollback(admin_pb2.RollbackRequest(generation=9)))
+        code, words = await rejection(admin.Rollback(admin_pb2.RollbackRequest(generation=9)))
         assert code is grpc.StatusCode.NOT_FOUND
         assert "no committed generation 9; those kept are: 1, 2" in words
         preview = await admin.Preview(
@@ -149,13 +149,13 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
         ),
     ],
 )
-async def test_orders_that_make_no_sense_are_refused_in_words(
+async def test_orders_that_make_no_sense_are_rejected_in_words(
     channel, status, admin, harness, order, code, words
 ):
     async with served(channel, harness):
         await until(status, is_serving)
-        assert (await refusal(order(admin)))[0] is grpc.StatusCode[code]
-        assert words in (await refusal(order(admin)))[1]
+        assert (await rejection(order(admin)))[0] is grpc.StatusCode[code]
+        assert words in (await rejection(order(admin)))[1]
 
 
 async def test_what_operators_ordered_outlives_the_balancer(tmp_path, harness):

@@ -18,11 +18,11 @@ from equipoise.balancer.pools import MAX_POOLS
 from equipoise.balancer.service.status import loads_response, pool_status
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError
-from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.wire import checks
 from equipoise.wire.convert import from_worker, to_balancer
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import GroupLost, Hello, Leaving, Refused, Report
+from equipoise.wire.messages import GroupLost, Hello, LayoutRejected, Leaving, Report
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from equipoise_api.v1 import worker_link_pb2 as pb
 from tests.support.mutations import Mutator
@@ -71,9 +71,9 @@ class FuzzedPool:
             is_first = broken.WhichOneof("message") == "hello"
             try:
                 heard = from_worker(broken, hello=None if is_first else worker.hello)
-            except InvalidMessageError as refusal:
-                self._check_refusal(refusal.kind, str(refusal))
-                self.outcomes["refused"] += 1
+            except InvalidMessageError as rejection:
+                self._check_rejection(rejection.kind, str(rejection))
+                self.outcomes["rejected"] += 1
             else:
                 assert_sane(heard, worker.hello)
                 self.outcomes["accepted"] += 1
@@ -91,18 +91,18 @@ class FuzzedPool:
             heard = from_worker(message, hello=None if is_first else worker.hello)
             assert_sane(heard, worker.hello)
             self._hear(worker, heard)
-        except (InvalidMessageError, InvalidReportError, RefusedWorkerError) as refusal:
-            self._refuse(worker, kind=refusal.kind, reason=str(refusal))
+        except (InvalidMessageError, InvalidReportError, RejectedWorkerError) as rejection:
+            self._reject(worker, kind=rejection.kind, reason=str(rejection))
         else:
             self.outcomes["accepted"] += 1
 
-    def _refuse(self, worker, *, kind, reason):
-        self._check_refusal(kind, reason)
+    def _reject(self, worker, *, kind, reason):
+        self._check_rejection(kind, reason)
         name, now = worker.hello.worker, self._bench.now
-        self._bench.perform(self._bench.controller.refuse(name, kind=kind, reason=reason, now=now))
-        self.outcomes["refused"] += 1
+        self._bench.perform(self._bench.controller.reject(name, kind=kind, reason=reason, now=now))
+        self.outcomes["rejected"] += 1
 
-    def _check_refusal(self, kind, reason):
+    def _check_rejection(self, kind, reason):
         assert len(reason) < 1500
         assert kind.replace("_", "").isalpha(), kind
 
@@ -134,7 +134,7 @@ class FuzzedPool:
             case 2:
                 return worker.serving()
             case 3:
-                return Refused(**seat, generation=generation, reason="it differs")
+                return LayoutRejected(**seat, generation=generation, reason="it differs")
             case 4:
                 held = worker.own(worker.layout.expert_of_slot)
                 return GroupLost(epoch=worker.epoch, reason="a rank died", expert_of_slot=held)
@@ -245,7 +245,7 @@ def test_no_fuzzed_message_is_decoded_to_nonsense(make_harness, skewed, capsys):
     for begun in range(0, NUM_DECODED, 50_000):
         pool.decode(min(50_000, NUM_DECODED - begun))
     _tell(capsys, f"decoded: {dict(pool.outcomes)}")
-    assert min(pool.outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
+    assert min(pool.outcomes[what] for what in ("unreadable", "rejected", "accepted")) > 50
 
 
 def test_a_decoding_that_takes_any_number_would_be_noticed(make_harness, skewed, monkeypatch):
@@ -260,7 +260,7 @@ def test_no_fuzzed_message_breaks_a_pool_or_passes_as_nonsense(make_harness, ske
     for _ in range(NUM_HEARD // ROUND):
         pool.round(ROUND)
     _tell(capsys, f"heard by a pool: {dict(pool.outcomes)}")
-    assert min(pool.outcomes[what] for what in ("unreadable", "refused", "accepted")) > 50
+    assert min(pool.outcomes[what] for what in ("unreadable", "rejected", "accepted")) > 50
 
 
 async def test_no_raw_peer_brings_a_balancer_down_or_makes_it_grow(tmp_path, hello_of, capsys):

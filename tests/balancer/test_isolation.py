@@ -136,7 +136,7 @@ async def test_a_plan_that_hangs_or_breaks_down_is_told_tried_again_and_delays_n
     async with pools_of(tmp_path, worker_of, hello_of, names) as pools:
         await until(pools["stuck"], lambda pool: reached(pool, "plan").reached >= 3)
         assert "timed out after 0.05 s" in reached(pools["stuck"].pool, "plan").latest
-        await until(pools["broken"], lambda pool: pool.counters.refusals.of("plan") >= 2)
+        await until(pools["broken"], lambda pool: pool.counters.rejections.of("plan") >= 2)
         before = pools["stuck"].pool.windows.num_closed
         await until(pools["stuck"], lambda pool: pool.windows.num_closed >= before + 3)
         await until(pools["steady"], lambda pool: decided(pool, times=3))
@@ -153,15 +153,15 @@ async def test_a_worker_that_floods_its_pool_delays_no_other(tmp_path, worker_of
         async def flood():
             while True:
                 for _ in range(50):
-                    flooded.refuse("worker-0", kind="report_shape", reason="nonsense " * 50)
+                    flooded.reject("worker-0", kind="report_shape", reason="nonsense " * 50)
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(flood())
         known = pools["steady"].pool.windows.num_closed
         await until(pools["steady"], lambda pool: pool.windows.num_closed >= known + 5)
         await until(pools["steady"], lambda pool: decided(pool, times=3))
-        assert flooded.pool.counters.refusals.of("report_shape") > 1000
-        assert not pools["steady"].pool.counters.refusals.all()
+        assert flooded.pool.counters.rejections.of("report_shape") > 1000
+        assert not pools["steady"].pool.counters.rejections.all()
         task.cancel()
 
 

@@ -1,4 +1,4 @@
-"""A Warning event of the pod, made by an API server that may refuse or hang."""
+"""A Warning event of the pod, made by an API server that may reject or hang."""
 
 import pytest
 from aiohttp import web
@@ -42,7 +42,7 @@ async def events(server, monkeypatch):
     await opened.close()
 
 
-async def test_a_refusal_is_an_event_of_the_pod(server, events):
+async def test_a_rejection_is_an_event_of_the_pod(server, events):
     await events.warn("PolicyRejected", "line 3: " + "x" * 5000)
     (event,) = server.made
     assert (event["type"], event["reason"]) == ("Warning", "PolicyRejected")
@@ -52,7 +52,7 @@ async def test_a_refusal_is_an_event_of_the_pod(server, events):
 
 
 @pytest.mark.parametrize("status", [403, 500])
-async def test_a_cluster_that_refuses_is_logged_and_no_more(server, events, status, caplog):
+async def test_a_cluster_that_rejects_is_logged_and_no_more(server, events, status, caplog):
     server.status = status
     await events.warn("PolicyRejected", "x")
     assert "no Kubernetes event" in caplog.text

@@ -324,7 +324,7 @@ def test_in_any_turmoil_there_is_one_leader_at_most_and_terms_are_never_used_twi
         {"duration_s": float("nan")},
     ],
 )
-def test_timings_that_could_let_two_lead_are_refused(wrong):
+def test_timings_that_could_let_two_lead_are_rejected(wrong):
     with pytest.raises(ValueError, match="a lease needs"):
         LeaseTiming(**wrong)
 

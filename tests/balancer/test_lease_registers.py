@@ -20,12 +20,12 @@ RECORD = LeaseRecord(holder="a", address="a:7070", term=4, renewals=0, duration_
 
 
 class LeaseServer:
-    """What a Kubernetes API server does with Leases: versions, conflicts, and refusals at will."""
+    """What a Kubernetes API server does with Leases: versions, conflicts, rejections at will."""
 
     def __init__(self) -> None:
         self.lease = None
         self.version = 0
-        self.refusal = 0
+        self.rejection = 0
         self.answering = asyncio.Event()
         self.answering.set()
         application = web.Application()
@@ -53,7 +53,7 @@ class LeaseServer:
         return await self.take(lease, fits=fits, status=200)
 
     async def take(self, lease, *, fits, status):
-        if fits and not self.refusal:
+        if fits and not self.rejection:
             self.version += 1
             lease["metadata"]["resourceVersion"] = str(self.version)
             self.lease = lease
@@ -61,7 +61,7 @@ class LeaseServer:
 
     async def answer(self, status):
         await self.answering.wait()
-        status = self.refusal or status
+        status = self.rejection or status
         body = self.lease if status < 300 else {"kind": "Status", "code": status}
         return web.json_response(body, status=status)
 
@@ -166,7 +166,7 @@ async def test_a_senseless_lease_in_redis_is_nobodys(redis_url, open_redis, text
         await open_redis().read()
 
 
-async def test_a_lease_in_redis_that_would_never_end_is_refused(open_redis):
+async def test_a_lease_in_redis_that_would_never_end_is_rejected(open_redis):
     register = open_redis()
     await register.write(replace(RECORD, duration_s=float("inf")), replacing=None)
     with pytest.raises(RegisterError, match="invalid lease"):
@@ -174,7 +174,7 @@ async def test_a_lease_in_redis_that_would_never_end_is_refused(open_redis):
 
 
 async def test_a_missing_right_in_the_cluster_is_named(open_kubernetes, lease_server):
-    lease_server.refusal = 403
+    lease_server.rejection = 403
     with pytest.raises(RegisterError, match="needs get, create and update on leases"):
         await open_kubernetes().read()
     with pytest.raises(RegisterError, match="lease moe/eq"):
@@ -187,13 +187,13 @@ async def test_an_api_server_in_trouble_is_no_register_without_a_lease(
 ):
     register = open_kubernetes()
     held = await register.write(RECORD, replacing=None)
-    lease_server.refusal = status
+    lease_server.rejection = status
     for call in (register.read(), register.write(RECORD, replacing=held.version)):
         with pytest.raises(
             RegisterError, match=f"rejects the request \\({status} .*: check its API server"
         ):
             await call
-    lease_server.refusal = 0
+    lease_server.rejection = 0
     assert await register.read() == held
 
 

@@ -160,7 +160,7 @@ def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
         ({"lease_duration_s": float("nan")}, "lease_duration_s must be from 1 to 60"),
     ],
 )
-def test_settings_that_could_not_work_are_refused_with_the_range(wrong, words):
+def test_settings_that_could_not_work_are_rejected_with_the_range(wrong, words):
     with pytest.raises(InvalidSettingsError, match=words):
         BalancerSettings(**wrong)
 

@@ -128,7 +128,7 @@ async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
 
 
 def test_a_large_pool_has_at_most_2000_series(hello_of, policy):
-    # 61 layers x 320 ranks, and every kind of refusal and of bound that there can be.
+    # 61 layers x 320 ranks, and every kind of rejection and of bound that there can be.
     series = _series_of_a_pool(hello_of, policy, num_layers=61, num_ranks=320)
     assert 640 < series <= 2000
 
@@ -160,7 +160,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
     harness.run_traffic(skewed(1), seconds=50)
-    harness.pool.counters.refusals.count("report_shape", "worker worker-0: ...")
+    harness.pool.counters.rejections.count("report_shape", "worker worker-0: ...")
     told = {**ours(families), **ours(told_of(harness.pool, now=harness.now))}
     assert told == documented("Balancer")
 
@@ -218,5 +218,5 @@ def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
     rank_load = np.random.default_rng(0).gamma(9.0, size=(num_layers, num_ranks))
     pool.windows._closed.append(replace(window, rank_load=rank_load, assignments=rank_load.sum()))
     for kind in range(2 * MAX_KINDS):
-        pool.counters.refusals.count(f"kind_{kind}", "text")
+        pool.counters.rejections.count(f"kind_{kind}", "text")
     return sum(len(family.samples) for family in told_of(pool, now=10.0).values())

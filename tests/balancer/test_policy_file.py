@@ -58,7 +58,7 @@ def file(mount, book, heard):
         heard.append(reason)
 
     return PolicyFile(
-        mount.path, book=book, readiness=Readiness(), clock=lambda: 77.0, on_refusal=hear
+        mount.path, book=book, readiness=Readiness(), clock=lambda: 77.0, on_rejection=hear
     )
 
 
@@ -79,14 +79,14 @@ async def test_the_same_contents_are_offered_once(mount, book, file):
     assert book.revision == revision
 
 
-async def test_a_wrong_file_is_refused_once_and_told(mount, book, file, heard):
+async def test_a_wrong_file_is_rejected_once_and_told(mount, book, file, heard):
     mount.put("11s")
     await file.look()
     mount.put("11")
     await file.look()
     await file.look()
     assert book.of("any").values.interval_s == 11
-    assert book.num_refused == len(heard) == 1
+    assert book.num_rejected == len(heard) == 1
     assert "line 3: defaults.interval: a duration needs a unit" in heard[0]
 
 
@@ -96,19 +96,19 @@ async def test_a_file_that_goes_away_leaves_the_last_good_policy(mount, book, fi
     mount.path.unlink()
     await file.look()
     assert book.of("any").values.interval_s == 11
-    assert "cannot be read: No such file" in book.latest_refusal.reason
+    assert "cannot be read: No such file" in book.latest_rejection.reason
     mount.put("12s")
     await file.look()
     assert book.of("any").values.interval_s == 12
-    assert book.latest_refusal is None
+    assert book.latest_rejection is None
 
 
 @pytest.mark.parametrize("contents", [b"\xff\xfe", b"", b"#" * (MAX_BYTES + 5)])
-async def test_what_is_no_text_is_refused(mount, book, file, contents):
+async def test_what_is_no_text_is_rejected(mount, book, file, contents):
     mount.path.write_bytes(contents)
     await file.look()
-    assert book.num_refused == 1
-    assert book.missing == book.latest_refusal.reason, "there was no good one before"
+    assert book.num_rejected == 1
+    assert book.missing == book.latest_rejection.reason, "there was no good one before"
 
 
 async def test_it_follows_by_itself(mount, book, file, monkeypatch):

@@ -71,10 +71,10 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
     ):
         assert await ready(channel) == HEALTH.NOT_SERVING
         assert "compiling the planner" in await missing(channel)
-        refusal = await first_word_to(channel, worker)
-        assert isinstance(refusal, Rejection)
-        assert refusal.not_leading
-        assert "compiling the planner" in refusal.reason
+        rejection = await first_word_to(channel, worker)
+        assert isinstance(rejection, Rejection)
+        assert rejection.not_leading
+        assert "compiling the planner" in rejection.reason
         compiled.set()
         await until_ready(channel)
         assert await missing(channel) == ""
@@ -102,7 +102,7 @@ async def test_a_balancer_without_a_good_policy_does_not_guess_one(store, tmp_pa
             policies=PolicyBook(Policy(), needs_file=True),
             stop_grace_s=0.0,
             policy_file=path,
-            on_refusal=hear,
+            on_rejection=hear,
         ) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):

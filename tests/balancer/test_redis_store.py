@@ -181,7 +181,7 @@ async def test_a_user_without_the_right_to_write_is_denied(redis_server, open_at
     assert error.fault is StoreFault.DENIED
 
 
-async def test_a_replica_is_refused_by_name(redis_server, tmp_path, open_at):
+async def test_a_replica_is_rejected_by_name(redis_server, tmp_path, open_at):
     await open_at(redis_server.url).pools()
     with RedisServer(tmp_path / "replica") as replica, Redis.from_url(replica.url) as operator:
         operator.replicaof("127.0.0.1", redis_server.port)
@@ -190,7 +190,7 @@ async def test_a_replica_is_refused_by_name(redis_server, tmp_path, open_at):
     assert "use the primary" in str(error)
 
 
-async def test_another_schema_version_is_refused_and_left_alone(redis_url, open_at):
+async def test_another_schema_version_is_rejected_and_left_alone(redis_url, open_at):
     await open_at(redis_url).put_proposed("p", layout_of(1), term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:meta", "schema", 4)
@@ -211,7 +211,7 @@ async def test_records_of_the_first_version_are_read_and_marked(redis_url, open_
         assert operator.hget(f"{HASH_TAG}:meta", "schema") == b"3"
 
 
-async def test_keys_of_another_program_are_refused_and_left_alone(redis_url, open_at):
+async def test_keys_of_another_program_are_rejected_and_left_alone(redis_url, open_at):
     with Redis.from_url(redis_url) as operator:
         operator.set(f"{HASH_TAG}:meta", "theirs")
         error = await fault_of(open_at(redis_url).fence(term=1))

@@ -74,7 +74,7 @@ def test_another_programs_database_is_left_alone(tmp_path):
     assert path.read_bytes() == before
 
 
-async def test_another_schema_version_is_refused_with_the_remedy(tmp_path):
+async def test_another_schema_version_is_rejected_with_the_remedy(tmp_path):
     await SqliteStore(tmp_path / "state").close()
     poke(tmp_path / "state", f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     with pytest.raises(StoreError, match="has schema version 5, this release reads 4: use the"):

@@ -204,7 +204,7 @@ async def test_tls_where_plain_text_is_spoken_is_said_in_words(tmp_path, authori
     assert "it uses plain text but this process uses TLS" in words
 
 
-async def test_a_host_that_is_not_in_the_certificate_is_refused(tmp_path, authority):
+async def test_a_host_that_is_not_in_the_certificate_is_rejected(tmp_path, authority):
     tls = authority.issue("balancer", hosts=("elsewhere.example",))
     async with opened(tmp_path, tls=tls) as address:
         code, words = await ask(address, Credentials(authority.issue("reader")))

@@ -34,8 +34,8 @@ async def test_a_worker_that_differs_is_turned_away_and_the_pool_goes_on(
             assert theirs in rejection.reason
             assert ours in rejection.reason
             assert await link.receive() is None
-        pool = await until(status, lambda pool: pool.refusals)
-        assert [(each.kind, each.count) for each in pool.refusals] == [(kind, 1)]
+        pool = await until(status, lambda pool: pool.rejections)
+        assert [(each.kind, each.count) for each in pool.rejections] == [(kind, 1)]
         assert is_serving(pool)
 
 
@@ -53,7 +53,7 @@ async def test_a_bad_report_is_answered_and_counted_and_the_stream_lives_on(
         assert link.worker.hello.worker in rejection.reason
         await link.send(link.worker.heartbeat(sequence=5))
         assert (await link.receive_until(HeartbeatAck)).sequence == 5
-        pool = await until(status, lambda pool: pool.refusals)
+        pool = await until(status, lambda pool: pool.rejections)
         assert is_serving(pool)
 
 
@@ -109,7 +109,7 @@ async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, harnes
             await until(status, is_serving)
 
 
-async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refused(
+async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_rejected(
     channel, status, worker_of, hello_of
 ):
     async with linked(channel, [worker_of(hello_of("worker-0"))]) as (link,):
@@ -118,7 +118,7 @@ async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_refuse
         beat = worker_link_pb2.Heartbeat(sequence=1)
         for _ in range(3000):
             await link.call.write(worker_link_pb2.ConnectRequest(heartbeat=beat))
-        kinds = await until_refused(status, {"link_rate", "link_size"})
+        kinds = await until_rejected(status, {"link_rate", "link_size"})
         assert not link.call.done(), "the stream lives on"
     assert "messages per second" in kinds["link_rate"].latest
     assert "at most" in kinds["link_size"].latest
@@ -140,16 +140,16 @@ async def test_bytes_that_are_not_a_message_end_the_stream_and_are_counted(
     async with asyncio.timeout(WAIT_S):
         while await worker.read() is not grpc.aio.EOF:
             pass
-    kinds = await until_refused(status, {"link_bytes"})
+    kinds = await until_rejected(status, {"link_bytes"})
     assert "2 bytes are not a valid WorkerLink message" in kinds["link_bytes"].latest
 
 
-async def until_refused(status, kinds):
-    """The pool's refusals by kind, once all of these are among them."""
+async def until_rejected(status, kinds):
+    """The pool's rejections by kind, once all of these are among them."""
     async with asyncio.timeout(WAIT_S):
         while True:
             answer = await status.GetStatus(status_pb2.GetStatusRequest())
-            found = {refusal.kind: refusal for refusal in answer.status.refusals}
+            found = {rejection.kind: rejection for rejection in answer.status.rejections}
             if kinds <= set(found):
                 return found
             await asyncio.sleep(0.01)

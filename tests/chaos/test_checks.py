@@ -11,9 +11,9 @@ WHOLE = Answer(prompt="code: def", tokens=(7, 8, 9), expected=(7, 8, 9), took_s=
 
 
 def well() -> History:
-    """A run in which everything held, a refusal and a broken epoch included."""
+    """A run in which everything held, a rejection and a broken epoch included."""
     return History(
-        answers=[WHOLE, replace(WHOLE, tokens=(), refusal="the pool is down")],
+        answers=[WHOLE, replace(WHOLE, tokens=(), rejection="the pool is down")],
         steps=[
             StepSeen(1, 5, 2, "worker-0"),
             StepSeen(1, 5, 2, "worker-1"),

@@ -128,16 +128,16 @@ async def test_each_worker_has_its_own_faults(relayed):
         assert (await read(two)).heartbeat_ack.sequence == 2
 
 
-async def test_one_bit_of_an_expert_is_flipped_and_refusals_pass(relayed):
+async def test_one_bit_of_an_expert_is_flipped_and_rejections_pass(relayed):
     relay, channel, _ = relayed
     stub = worker_pb2_grpc.ExpertTransferStub(channel)
     relay.weather.corrupted = 1.0
     (piece,) = [piece.data async for piece in stub.Fetch(worker_pb2.FetchRequest())]
     assert sum(byte.bit_count() for byte in piece) == 1
-    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+    with pytest.raises(grpc.aio.AioRpcError) as rejection:
         _ = [piece async for piece in stub.Fetch(worker_pb2.FetchRequest(expert=1))]
-    assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
-    assert refusal.value.details() == "not here"
+    assert rejection.value.code() is grpc.StatusCode.NOT_FOUND
+    assert rejection.value.details() == "not here"
 
 
 async def test_tokens_are_recorded_with_their_step(relayed):

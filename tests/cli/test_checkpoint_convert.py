@@ -60,12 +60,12 @@ def test_back_in_bf16_readers_get_the_numbers_that_fp8_had_from_more_files(in_fp
         (["--checkpoint", TINY, "--out", TINY / "config.json"], "cannot write .*: File exists"),
     ],
 )
-def test_invalid_options_are_refused(arguments, words):
+def test_invalid_options_are_rejected(arguments, words):
     with pytest.raises(InvalidSettingsError, match=words):
         convert(*arguments)
 
 
-def test_unsuitable_checkpoints_are_refused(in_fp8, tmp_path):
+def test_unsuitable_checkpoints_are_rejected(in_fp8, tmp_path):
     path, _ = in_fp8
     with pytest.raises(InvalidSettingsError, match="is in FP8 already"):
         convert("--checkpoint", path, "--out", tmp_path / "again")

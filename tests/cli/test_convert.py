@@ -84,7 +84,7 @@ def test_missing_facts_for_the_target_format_are_named(tmp_path):
         (["--format", "vllm"], FormatError, "vllm has no file for loads; there are equipoise"),
     ],
 )
-def test_files_that_cannot_be_converted_are_refused(tmp_path, arguments, fault, words):
+def test_files_that_cannot_be_converted_are_rejected(tmp_path, arguments, fault, words):
     files = ["--file", LOADS, "--out", tmp_path / "x"]
     with pytest.raises(fault, match=words):
         equipoise(*files, *arguments)

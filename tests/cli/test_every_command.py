@@ -32,7 +32,7 @@ SERVICES = {
 
 LOADS = ["--loads", str(TINY / "loads.json")]
 POOL = [*LOADS, "--nodes", "2", "--ranks", "4", "--slots", "40"]
-DONE, DONE_OR_REFUSED = {0}, {0, 3}
+DONE, DONE_OR_REJECTED = {0}, {0, 3}
 GOOD = {
     "status": (["--json"], DONE),
     "decisions": ([], DONE),
@@ -41,14 +41,14 @@ GOOD = {
     "layout show": (["--layer", "1"], DONE),
     "layout diff": (["1", "2"], {3}),
     "layout export": (["{folder}/exported.json"], DONE),
-    "layout import": (["{layout}"], DONE_OR_REFUSED),
-    "rebalance": (["--reason", "test"], DONE_OR_REFUSED),
-    "pause": ([], DONE_OR_REFUSED),
-    "resume": ([], DONE_OR_REFUSED),
-    "rollback": (["--generation", "1"], DONE_OR_REFUSED),
-    "pin": ([], DONE_OR_REFUSED),
-    "unpin": ([], DONE_OR_REFUSED),
-    "preview": (["--set", "min_gain=0.01"], DONE_OR_REFUSED),
+    "layout import": (["{layout}"], DONE_OR_REJECTED),
+    "rebalance": (["--reason", "test"], DONE_OR_REJECTED),
+    "pause": ([], DONE_OR_REJECTED),
+    "resume": ([], DONE_OR_REJECTED),
+    "rollback": (["--generation", "1"], DONE_OR_REJECTED),
+    "pin": ([], DONE_OR_REJECTED),
+    "unpin": ([], DONE_OR_REJECTED),
+    "preview": (["--set", "min_gain=0.01"], DONE_OR_REJECTED),
     "policy validate": (["{policy}"], DONE),
     "policy show": (["{policy}"], DONE),
     "policy diff": (["{policy}", "{other_policy}"], {3}),

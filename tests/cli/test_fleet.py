@@ -109,7 +109,7 @@ def test_an_address_in_use_gives_way_to_a_free_one():
     assert free_address(used) == used
 
 
-def test_an_address_of_another_machine_is_refused():
+def test_an_address_of_another_machine_is_rejected():
     with pytest.raises(FleetError, match=r"no free port on 192\.0\.2\.1"):
         free_address("192.0.2.1:7070")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from equipoise.cli.live import decisions, layouts, loads
-from equipoise.cli.live.client import BalancerRefusedError
+from equipoise.cli.live.client import BalancerRejectedError
 from equipoise.cli.live.settings import (
     BalancerClientSettings,
     DecisionsSettings,
@@ -202,7 +202,7 @@ def test_loads_are_written_as_a_picture(address, balancer, tmp_path, capsys):
 
 
 def test_a_pool_without_a_window_has_no_loads_yet(address):
-    with pytest.raises(BalancerRefusedError, match="has closed no window yet"):
+    with pytest.raises(BalancerRejectedError, match="has closed no window yet"):
         loads.run(LoadsSettings(address=address))
 
 

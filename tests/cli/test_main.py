@@ -9,12 +9,12 @@ BOUND_S = 60.0
 WITHOUT_TORCH = """
 import sys
 
-class Refuse:
+class Reject:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "safetensors"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path.insert(0, Reject())
 """
 RUN = """
 from equipoise.cli.main import main

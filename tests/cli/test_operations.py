@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from equipoise.cli.live import operations
-from equipoise.cli.live.client import LEADER_METADATA, BalancerRefusedError
+from equipoise.cli.live.client import LEADER_METADATA, BalancerRejectedError
 from equipoise.cli.live.settings import (
     Access,
     OperationSettings,
@@ -119,10 +119,10 @@ def test_the_default_timeout_exceeds_the_longest_operation():
     assert answer_timeout_s(Policy(plan_timeout_s=1000.0)) == 3020.0
 
 
-def test_a_refusal_is_exit_status_3(capsys):
+def test_a_rejection_is_exit_status_3(capsys):
     with listening(Answering(accepted=False)) as address:
         assert operations.pause(OperationSettings(address=address)) == 3
-    assert capsys.readouterr().out == "refused: as you wish\n"
+    assert capsys.readouterr().out == "rejected: as you wish\n"
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -134,7 +134,7 @@ def test_all_pools_are_planned_in_one_call_and_each_answer_is_printed(accepted, 
         assert operations.rebalance(replace(asked, json=True)) == (0 if accepted else 3)
     assert servicer.asked[0] == admin_pb2.RebalanceAllRequest(reason="because", force=True)
     *lines, shown = capsys.readouterr().out.split("\n", 3)
-    word = "done" if accepted else "refused"
+    word = "done" if accepted else "rejected"
     assert lines == [
         f"decode: {word}: as you wish",
         f"prefill: {word}: as you wish",
@@ -182,7 +182,7 @@ def test_the_token_is_sent(tmp_path):
 
 
 def test_an_unreachable_balancer_is_one_sentence():
-    with pytest.raises(BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start"):
+    with pytest.raises(BalancerRejectedError, match=r"no balancer answers at 127.0.0.1:9: start"):
         operations.pause(OperationSettings(address="127.0.0.1:9"))
 
 
@@ -195,7 +195,7 @@ def test_a_timeout_warns_that_the_operation_may_complete():
             return super()._answer(request, context)
 
     with listening(Slow()) as address:
-        with pytest.raises(BalancerRefusedError, match=r"within 0.5 s and may still carry"):
+        with pytest.raises(BalancerRejectedError, match=r"within 0.5 s and may still carry"):
             operations.pause(OperationSettings(address=address, timeout_s=0.5))
         released.set()
 
@@ -210,6 +210,6 @@ def test_a_timeout_warns_that_the_operation_may_complete():
         (PreviewSettings, {"set": ("min_gain",)}, "set must be NAME=NUMBER"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, fields, words):
+def test_settings_that_make_no_sense_are_rejected(settings, fields, words):
     with pytest.raises(InvalidSettingsError, match=words):
         settings(**fields)

@@ -213,12 +213,12 @@ def test_the_text_output_has_the_same_figures(tmp_path):
         ([*POOL, "--exclude-ranks", "0"], "30 slots in total cannot hold 32 experts"),
     ],
 )
-def test_contradictory_options_are_refused(arguments, words):
+def test_contradictory_options_are_rejected(arguments, words):
     with pytest.raises(InvalidSettingsError, match=words):
         equipoise(*arguments)
 
 
-def test_a_layout_of_another_pool_is_refused(tmp_path):
+def test_a_layout_of_another_pool_is_rejected(tmp_path):
     path = tmp_path / "other.json"
     rows = [[i % 32 for i in range(40)]] * 4
     path.write_text(json.dumps({"num_experts": 32, "num_ranks": 8, "expert_of_slot": rows}))
@@ -228,7 +228,7 @@ def test_a_layout_of_another_pool_is_refused(tmp_path):
         equipoise(*POOL, "--slots", "44", "--current", str(path))
 
 
-def test_ambiguous_layer_numbers_are_refused(tmp_path):
+def test_ambiguous_layer_numbers_are_rejected(tmp_path):
     with pytest.raises(FormatError, match=r"eplb\.yaml: TensorRT-LLM numbers .* --first-moe-layer"):
         equipoise(*POOL, "--out", str(tmp_path / "eplb.yaml"), "--format", "tensorrt-llm")
     counted = tmp_path / "sglang.json"
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, arguments)
 
 
 def test_the_tools_need_no_torch_safetensors_or_matplotlib():
-    refuse = """
+    reject = """
 import sys
 for name in ("torch", "safetensors", "matplotlib"):
     sys.modules[name] = None
@@ -265,7 +265,7 @@ main()
         ["whatif", "--loads", LOADS, "--ranks", "4"],
     ):
         done = subprocess.run(
-            [sys.executable, "-c", refuse, *command],
+            [sys.executable, "-c", reject, *command],
             capture_output=True,
             text=True,
             timeout=100,
@@ -315,7 +315,7 @@ def test_a_shared_expert_is_shown_only_if_planned():
         (["--slots-of-rank", "1xx40"], "not '1xx40'"),
     ],
 )
-def test_contradictions_about_slots_are_refused(arguments, words):
+def test_contradictions_about_slots_are_rejected(arguments, words):
     with pytest.raises(InvalidSettingsError, match=re.escape(words)):
         equipoise("--loads", LOADS, "--ranks", "40", "--experts-per-token", "4", *arguments)
 
@@ -351,7 +351,7 @@ def test_shares_are_written_and_match_the_figures(tmp_path):
     assert "uneven shares" in equipoise(*sparse, "--weighted")
 
 
-def test_weights_are_refused_for_engines_that_know_none():
+def test_weights_are_rejected_for_engines_that_know_none():
     with pytest.raises(
         InvalidSettingsError,
         match="--weighted works with --format equipoise only: vllm",

@@ -44,7 +44,7 @@ def test_a_file_is_a_policy_by_its_name(tmp_path, name, text):
         (["nowhere.toml"], "--policy nowhere.toml: No such file"),
     ],
 )
-def test_an_invalid_policy_is_refused(specs, words):
+def test_an_invalid_policy_is_rejected(specs, words):
     with pytest.raises(InvalidSettingsError, match=words):
         policies_of(specs)
 

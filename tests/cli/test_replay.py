@@ -75,7 +75,7 @@ def test_a_switch_pays_on_the_next_window():
 def test_without_a_policy_nothing_moves():
     still = run([skewed((0, 1)), skewed((5, 6))], None)
     assert [step.accepted for step in still.windows] == [None, None]
-    assert (still.moves, still.switches, still.refusals) == (0, 0, 0)
+    assert (still.moves, still.switches, still.rejections) == (0, 0, 0)
 
 
 def test_a_policy_decides_when_its_interval_has_passed():
@@ -111,7 +111,7 @@ def test_a_shift_of_traffic_is_noticed_and_answered():
     assert steps[4].next_taken > steps[4].next_kept
 
 
-def test_too_few_assignments_are_refused_with_that_reason():
+def test_too_few_assignments_are_rejected_with_that_reason():
     (step, _) = run([skewed((0, 1), assignments=100.0)] * 2, Policy()).windows
     assert step.accepted is False
     assert "100 assignments per layer, a decision needs 2000" in step.reason
@@ -124,7 +124,7 @@ def test_the_models_own_recording_is_balanced_better_than_by_never_moving():
     assert policies["default"]["policy"]["interval_s"] == 10.0
     assert policies["default"]["balancedness_mean"] > policies["never"]["balancedness_mean"]
     assert policies["lazy"]["balancedness_mean"] == policies["never"]["balancedness_mean"]
-    assert policies["lazy"]["refusals"] == 12
+    assert policies["lazy"]["rejections"] == 12
     windows = policies["default"]["windows"]
     assert [window["window"] for window in windows[:5]] == [
         "code/0", "code/1", "code/2", "code/3", "english/0",
@@ -208,12 +208,12 @@ def test_a_png_is_drawn_too(tmp_path):
         ([*POOL, "--policy", "x"], "--policy x must be name=option=value"),
     ],
 )
-def test_invalid_options_are_refused(arguments, words):
+def test_invalid_options_are_rejected(arguments, words):
     with pytest.raises(InvalidSettingsError, match=words):
         equipoise(*arguments)
 
 
-def test_without_matplotlib_a_picture_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
+def test_without_matplotlib_a_picture_is_rejected_before_the_work(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.setattr(
         "sys.argv", ["equipoise", "replay", *POOL, "--plot", str(tmp_path / "x.svg")]

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from equipoise.cli.live.client import LEADER_METADATA, BalancerRefusedError
+from equipoise.cli.live.client import LEADER_METADATA, BalancerRejectedError
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.status import EXIT_NOT_ALL_SERVE, Picture, run
 from equipoise.settings.errors import InvalidSettingsError
@@ -193,15 +193,15 @@ def test_json_keeps_nested_values_and_has_no_nan():
 
 async def test_an_unknown_pool_shows_the_balancers_message(balancer, address):
     await balancer.tell(a_pool())
-    with pytest.raises(BalancerRefusedError, match="no pool 'other', only: decode"):
+    with pytest.raises(BalancerRejectedError, match="no pool 'other', only: decode"):
         await look(address, pool="other")
-    with pytest.raises(BalancerRefusedError, match="no pool 'other'"):
+    with pytest.raises(BalancerRejectedError, match="no pool 'other'"):
         await look(address, pool="other", watch=True)
 
 
 async def test_a_missing_balancer_is_reported_with_the_remedy():
     with pytest.raises(
-        BalancerRefusedError, match=r"no balancer answers at 127.0.0.1:9: start one with"
+        BalancerRejectedError, match=r"no balancer answers at 127.0.0.1:9: start one with"
     ):
         await look("127.0.0.1:9")
 
@@ -212,7 +212,7 @@ async def test_a_balancer_that_never_answers_is_not_waited_for_longer_than_asked
             await asyncio.Event().wait()
 
     server, hung = await start(Hung())
-    with pytest.raises(BalancerRefusedError, match="no balancer answers"):
+    with pytest.raises(BalancerRejectedError, match="no balancer answers"):
         await look(hung, timeout_s=0.05)
     await server.stop(None)
 
@@ -285,6 +285,6 @@ def printed(renderable):
 @pytest.mark.parametrize(
     "wrong", [{"address": "h"}, {"address": "h:0"}, {"address": ":1"}, {"timeout_s": 0.0}]
 )
-def test_settings_outside_their_range_are_refused(wrong):
+def test_settings_outside_their_range_are_rejected(wrong):
     with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):
         StatusSettings(**wrong)

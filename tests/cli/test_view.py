@@ -98,7 +98,7 @@ def test_a_pool_fits_the_terminal(width):
     assert "worker-0 node-0" in "".join(" ".join(line.split()) for line in lines)
 
 
-def test_rollout_decisions_switches_and_refusals_are_shown():
+def test_rollout_decisions_switches_and_rejections_are_shown():
     status = a_pool()
     status.ranks[1].staged_generation = 8
     status.ranks[2].state = "silent"
@@ -120,7 +120,7 @@ def test_rollout_decisions_switches_and_refusals_are_shown():
     status.switches.add(
         generation=7, step=1234, max_stall_us=800, median_step_us=12_100, moves=12, staging_s=0.31
     )
-    status.refusals.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
+    status.rejections.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
     status.promises.add(generation=7, outcome="kept", reason="kept, as expected: 0.91")
     status.bounds.add(name="switch", bound_s=5.0)
     status.bounds.add(name="pull", bound_s=5.0, reached=2, latest="worker-1: expert 3 from rank 0")
@@ -159,7 +159,7 @@ def test_text_from_messages_is_never_markup():
     status.pool = "[red]p"
     status.health_reason = "[/] [bold]!"
     status.ranks[0].worker = "[link=x]w"
-    status.refusals.add(kind="k", count=1, latest="[/nothing]")
+    status.rejections.add(kind="k", count=1, latest="[/nothing]")
     text = printed(pool_view(status))
     for words in ("[red]p", "[/] [bold]!", "[link=x]w", "[/nothing]"):
         assert words in text

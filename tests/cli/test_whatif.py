@@ -156,6 +156,6 @@ def test_moves_are_given_per_hour():
         ([*MODEL, "--policy", "x"], "--policy x must be"),
     ],
 )
-def test_invalid_options_are_refused(arguments, words):
+def test_invalid_options_are_rejected(arguments, words):
     with pytest.raises(InvalidSettingsError, match=words):
         equipoise(*arguments)

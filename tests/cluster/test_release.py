@@ -226,17 +226,17 @@ def test_a_policy_edit_takes_effect_within_seconds_and_a_wrong_one_is_rejected(
         lambda status: status["policy"]["hash"] != before["hash"], what="the edited policy"
     )
     took_s = time.monotonic() - started
-    assert (after["interval_s"], after["policy"]["refusal"]) == (4.0, "")
+    assert (after["interval_s"], after["policy"]["rejection"]) == (4.0, "")
     if cluster.is_mini:  # A kubelet takes up to two minutes to bring it to the pod.
         assert took_s < 5.0 * SLOWNESS, f"{took_s:.1f} s"
 
     edit_policy(cluster, edited.replace("interval: 4s", "intervall: 9s"))
-    refused = release.until(
-        lambda status: status["policy"]["refusal"], what="the refusal of a wrong policy"
+    rejected = release.until(
+        lambda status: status["policy"]["rejection"], what="the rejection of a wrong policy"
     )
-    assert "interval" in refused["policy"]["refusal"]
-    assert refused["policy"]["hash"] == after["policy"]["hash"]
-    assert refused["interval_s"] == 4.0
+    assert "interval" in rejected["policy"]["rejection"]
+    assert rejected["policy"]["hash"] == after["policy"]["hash"]
+    assert rejected["interval_s"] == 4.0
     until(
         lambda: [
             event["message"]

@@ -53,7 +53,7 @@ def test_the_order_of_an_experts_slots_and_the_width_of_the_padding_are_free(sav
         ({"weight": [[1, 2]]}, "It is loads of deepseek"),
     ],
 )
-def test_a_faulty_layout_is_refused(save, tensors, words):
+def test_a_faulty_layout_is_rejected(save, tensors, words):
     with pytest.raises(FormatError, match=words):
         read_placement(save(**{name: np.array(value) for name, value in tensors.items()}))
 
@@ -68,6 +68,6 @@ def test_loads_are_its_argument(tmp_path, recording, save):
 @pytest.mark.parametrize(
     "value", [np.array(["a"]), np.array([[1j]]), np.array([[None]], dtype=object), np.ones(3)]
 )
-def test_what_is_no_matrix_of_numbers_is_refused(save, value):
+def test_what_is_no_matrix_of_numbers_is_rejected(save, value):
     with pytest.raises(FormatError, match="numbers"):
         read_recording(save(weight=value))

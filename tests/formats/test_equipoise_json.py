@@ -47,7 +47,7 @@ def test_a_format_without_shares_does_not_drop_them(write, tmp_path, form):
         ("even", "share_of_slot: "),
     ],
 )
-def test_faulty_shares_are_refused(write, shares, words):
+def test_faulty_shares_are_rejected(write, shares, words):
     with pytest.raises(FormatError, match=words):
         read_placement(write(json.dumps({**SHARED, "share_of_slot": shares})))
 
@@ -64,7 +64,7 @@ def test_faulty_shares_are_refused(write, shares, words):
         ({"expert_of_slot": [[0, 0]], "num_experts": 1, "num_ranks": 0}, "num_ranks must be"),
     ],
 )  # fmt: skip
-def test_a_faulty_layout_is_refused(write, document, words):
+def test_a_faulty_layout_is_rejected(write, document, words):
     with pytest.raises(FormatError, match=words):
         read_placement(write(json.dumps(document)))
 
@@ -79,6 +79,6 @@ def test_a_faulty_layout_is_refused(write, document, words):
         ({"domains": {"a": [[[1]]]}, "top_k": 0}, "top_k must be a whole number of 1 or more"),
     ],
 )
-def test_faulty_loads_are_refused(write, document, words):
+def test_faulty_loads_are_rejected(write, document, words):
     with pytest.raises(FormatError, match=words):
         read_recording(write(json.dumps(document)))

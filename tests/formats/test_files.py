@@ -170,13 +170,13 @@ def test_a_forced_format_is_not_guessed(write):
         (b"PK\x03\x04", "it is a damaged zip file"),
     ],
 )
-def test_what_is_no_such_file_is_refused_by_name(write, content, words):
+def test_what_is_no_such_file_is_rejected_by_name(write, content, words):
     path = write(content)
     with pytest.raises(FormatError, match=f"^{path}: .*{words}"):
         read_recording(path)
 
 
-def test_a_file_without_an_end_is_refused(monkeypatch):
+def test_a_file_without_an_end_is_rejected(monkeypatch):
     monkeypatch.setattr(archive, "MAX_BYTES", 1000)
     with pytest.raises(FormatError, match="/dev/zero: it has more than 1000 bytes"):
         read_recording(Path("/dev/zero"))
@@ -197,7 +197,7 @@ def test_statistics_are_not_mixed_with_older_ones(tmp_path, recording):
         write_recording(recording, tmp_path / "statistics", form=Format.TENSORRT_LLM)
 
 
-def test_a_wrong_number_of_experts_is_refused():
+def test_a_wrong_number_of_experts_is_rejected():
     with pytest.raises(FormatError, match="it has 32 experts, expected 256"):
         read_recording(OWN_LOADS, num_experts=256)
 

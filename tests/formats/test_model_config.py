@@ -65,12 +65,12 @@ def test_mixtrals_names_are_known(config_of):
         ({"quantization_config": None, "torch_dtype": "int3"}, "type 'int3' are not supported"),
     ],
 )
-def test_a_config_that_does_not_say_is_refused(config_of, change, words):
+def test_a_config_that_does_not_say_is_rejected(config_of, change, words):
     with pytest.raises(FormatError, match=rf"config\.json: .*{words}"):
         config_of({**DEEPSEEK_V3, **change})
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "3"])
-def test_what_is_no_config_is_refused(write, text):
+def test_what_is_no_config_is_rejected(write, text):
     with pytest.raises(FormatError):
         read_model_config(write(text))

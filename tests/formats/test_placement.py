@@ -23,7 +23,7 @@ def placed(rows, **facts):
         ([[]], {}, r"there are no slots: the table has the shape \[1, 0\]"),
     ],
 )
-def test_a_table_that_no_pool_could_run_is_refused(rows, facts, words):
+def test_a_table_that_no_pool_could_run_is_rejected(rows, facts, words):
     with pytest.raises(FormatError, match=words):
         placed(rows, **facts)
 
@@ -41,7 +41,7 @@ def test_an_expert_twice_on_a_rank_is_the_peers_business():
         (Expected(first_moe_layer=1), "first MoE layer is layer 3 of the model, expected layer 1"),
     ],
 )
-def test_a_file_that_disagrees_is_refused(expected, words):
+def test_a_file_that_disagrees_is_rejected(expected, words):
     table = np.array([[0, 1]], dtype=np.int32)
     with pytest.raises(FormatError, match=words):
         expected.placement(table, num_experts=2, num_ranks=2, first_moe_layer=3)

@@ -25,7 +25,7 @@ def test_a_load_that_is_none_is_named_with_its_layer_of_the_model(value, words):
         recorded(windows[1:])
 
 
-def test_a_recording_of_nothing_is_refused():
+def test_a_recording_of_nothing_is_rejected():
     with pytest.raises(FormatError, match=r"all loads are 0 in 2 window\(s\) of 3 layers x 4"):
         recorded(np.zeros((2, 3, 4)))
     with pytest.raises(FormatError, match=r"nothing was recorded: .* \[0, 3, 4\]"):

@@ -48,7 +48,7 @@ def test_dense_layers_can_be_said_instead_of_guessed(write):
                        first_moe_layer=3)  # fmt: skip
 
 
-def test_a_recording_of_zeros_is_refused(tmp_path):
+def test_a_recording_of_zeros_is_rejected(tmp_path):
     with pytest.raises(
         FormatError, match=r"rec\.pt: all loads are 0 in 1 window\(s\) of 61 layers"
     ):
@@ -69,7 +69,7 @@ def test_a_recording_of_zeros_is_refused(tmp_path):
         ('{"records": []}', "recordings of single passes are not supported: record in mode stat"),
     ],
 )
-def test_a_faulty_recording_is_refused_with_the_layer_and_the_value(write, text, words):
+def test_a_faulty_recording_is_rejected_with_the_layer_and_the_value(write, text, words):
     path = write(text, "rec.json")
     with pytest.raises(FormatError, match=rf"rec\.json: .*{words}"):
         read_recording(path)

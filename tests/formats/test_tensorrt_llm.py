@@ -69,7 +69,7 @@ def test_yaml_is_read_however_it_is_laid_out(write, flow):
          "names a layer twice"),
     ],
 )  # fmt: skip
-def test_a_faulty_layout_is_refused_with_the_layer_and_the_value(write, document, words):
+def test_a_faulty_layout_is_rejected_with_the_layer_and_the_value(write, document, words):
     with pytest.raises(FormatError, match=words):
         read_placement(write(yaml.dump(document)))
 
@@ -98,7 +98,7 @@ def test_statistics_are_summed_over_ranks_and_an_iteration_is_a_window(tmp_path)
         ([{"0_3": [1, 2]}, {"0_3": [1, -3]}], "layer 3, expert 1 has load -1"),
     ],
 )
-def test_faulty_statistics_are_refused(tmp_path, ranks, words):
+def test_faulty_statistics_are_rejected(tmp_path, ranks, words):
     with pytest.raises(FormatError, match=words):
         read_recording(statistics(tmp_path / "statistics", *ranks))
 

@@ -59,7 +59,7 @@ def test_views_and_empty_tensors_keep_their_values():
         assert np.array_equal(array, views[key].numpy())
 
 
-def test_a_view_that_is_larger_than_its_memory_is_refused():
+def test_a_view_that_is_larger_than_its_memory_is_rejected():
     with pytest.raises(FormatError, match=r"a tensor of shape \[1000\] has 1 numbers only"):
         torch_file.load(saved(torch.zeros(1).expand(1000)))
 
@@ -95,7 +95,7 @@ def test_a_file_cannot_change_the_parts_of_a_tensor_for_those_after_it():
     assert np.array_equal(torch_file.load(saved(tensor)), tensor.numpy())
 
 
-def test_values_nested_deeper_than_python_can_print_are_refused(write):
+def test_values_nested_deeper_than_python_can_print_are_rejected(write):
     tuples, frozensets = b")" + b"\x85" * 5000, b"(" * 5000 + b"\x91" * 5000
     for nested in (tuples, frozensets):
         pickled = b"\x80\x04}X\x0d\x00\x00\x00logical_count" + nested + b"s."
@@ -110,26 +110,26 @@ def test_a_long_pickle_is_a_recording_of_single_passes():
         torch_file.load(saved(list(range(20_000))))
 
 
-def test_other_tensors_are_refused_by_their_type():
+def test_other_tensors_are_rejected_by_their_type():
     with pytest.raises(FormatError, match=r"it names 'torch\.BFloat16Storage'"):
         torch_file.load(saved(torch.zeros(3, dtype=torch.bfloat16)))
 
 
-def test_a_file_without_a_tensors_bytes_is_refused():
+def test_a_file_without_a_tensors_bytes_is_rejected():
     members = archive.unpacked(saved(torch.arange(3)))
     without = {name: data for name, data in members.items() if "/data/" not in name}
     with pytest.raises(FormatError, match="the bytes of tensor '0' are missing"):
         torch_file.load(archive.packed(without))
 
 
-def test_a_big_endian_file_is_refused():
+def test_a_big_endian_file_is_rejected():
     members = archive.unpacked(saved(torch.arange(3)))
     (name,) = [name for name in members if name.endswith("byteorder")]
     with pytest.raises(FormatError, match="big-endian"):
         torch_file.load(archive.packed({**members, name: b"big"}))
 
 
-def test_a_zip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(monkeypatch):
+def test_a_zip_that_unpacks_to_too_much_is_rejected_before_it_is_unpacked(monkeypatch):
     monkeypatch.setattr(archive, "MAX_BYTES", 1000)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as bomb:
@@ -138,7 +138,7 @@ def test_a_zip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(monkeyp
         torch_file.load(file.getvalue())
 
 
-def test_an_oddly_compressed_zip_is_refused():
+def test_an_oddly_compressed_zip_is_rejected():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_BZIP2) as odd:
         odd.writestr("archive/data.pkl", b"N.")

@@ -37,6 +37,6 @@ def test_a_flat_list_holds_for_every_layer(write):
         ("[[0], 1]", "layer 1 must be a row of expert ids, not 1"),
     ],
 )
-def test_a_faulty_map_is_refused_with_the_layer_and_the_value(write, text, words):
+def test_a_faulty_map_is_rejected_with_the_layer_and_the_value(write, text, words):
     with pytest.raises(FormatError, match=words):
         read_placement(write(text), form=Format.VLLM)

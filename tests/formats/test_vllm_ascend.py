@@ -54,12 +54,12 @@ def test_layers_and_devices_may_come_in_any_order(write):
         ([layer(0, ["a", "b"])], "layer 0, slot 0: the expert must be a whole number, not 'a'"),
     ],
 )
-def test_a_faulty_map_is_refused_with_the_layer_and_the_value(write, layers, words):
+def test_a_faulty_map_is_rejected_with_the_layer_and_the_value(write, layers, words):
     with pytest.raises(FormatError, match=words):
         read_placement(write(expert_map(*layers)))
 
 
-def test_a_wrong_count_of_layers_is_refused(write):
+def test_a_wrong_count_of_layers_is_rejected(write):
     document = {"moe_layer_count": 2, "layer_list": [layer(0, [0])]}
     with pytest.raises(FormatError, match="moe_layer_count is 2, but 1 layers are listed"):
         read_placement(write(json.dumps(document)))

@@ -72,7 +72,7 @@ def test_a_checkpoint_without_a_template_has_none(template_of, tmp_path):
     ],
 )
 def test_a_forbidden_operation_in_a_template_rejects_the_request(template_of, source):
-    with pytest.raises(InvalidRequestError, match="the model's chat template refuses"):
+    with pytest.raises(InvalidRequestError, match="the model's chat template rejects"):
         template_of(chat_template=source).render(MESSAGES)
 
 

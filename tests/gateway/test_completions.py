@@ -152,21 +152,21 @@ async def test_a_client_that_hangs_up_frees_the_rank(gateway, fleet, stream):
 async def test_a_client_that_hangs_up_leaves_the_queue(run_gateway):
     async with run_gateway(balancer=("127.0.0.1:1",), max_queued_requests=1) as gateway:
         requests = {asyncio.create_task(gateway.post(prompt=PROMPT)) for _ in range(2)}
-        # Whichever arrives first takes the only place; the refusal of the other shows that it has.
-        (refused,), (queued,) = await asyncio.wait(
+        # Whichever arrives first takes the only place; the rejection of the other shows it.
+        (rejected,), (queued,) = await asyncio.wait(
             requests, timeout=BOUND_S, return_when=asyncio.FIRST_COMPLETED
         )
-        assert refused.result().json()["error"]["code"] == "queue_full"
+        assert rejected.result().json()["error"]["code"] == "queue_full"
         queued.cancel()
         await asyncio.gather(queued, return_exceptions=True)
-        # The place is free again as soon as a request is not refused.
+        # The place is free again as soon as a request is not rejected.
         async with asyncio.timeout(BOUND_S):
-            while await is_refused(gateway):
+            while await is_rejected(gateway):
                 pass
 
 
-async def is_refused(gateway):
-    """Whether a request is refused at once; it is cancelled when it is queued."""
+async def is_rejected(gateway):
+    """Whether a request is rejected at once; it is cancelled when it is queued."""
     request = asyncio.create_task(gateway.post(prompt=PROMPT))
     done, _ = await asyncio.wait({request}, timeout=0.1)
     request.cancel()
@@ -261,7 +261,7 @@ async def test_a_body_that_is_not_a_json_object_is_rejected(gateway, body):
     assert "the body" in response.json()["error"]["message"]
 
 
-async def test_a_body_above_the_limit_is_refused(run_gateway, fleet):
+async def test_a_body_above_the_limit_is_rejected(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses), max_body_bytes=100) as gateway:
         assert (await gateway.post(prompt="a" * 100)).status_code == 413
         assert (await gateway.post(prompt="a" * 10)).status_code == 200
@@ -299,7 +299,7 @@ async def test_the_one_model_is_listed(gateway):
     assert entry["object"] == "model"
 
 
-async def test_a_workers_refusal_reaches_the_client(gateway, fleet):
+async def test_a_workers_rejection_reaches_the_client(gateway, fleet):
     fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
     async with gateway.stream(prompt=PROMPT) as response:
         assert response.status_code == 400

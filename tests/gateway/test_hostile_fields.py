@@ -191,16 +191,16 @@ async def test_no_sampling_value_over_grpc_ends_the_rank(address):
             call = stub.Generate(
                 pb.GenerateRequest(prompt=PROMPT, max_tokens=2, sampling=sampling), timeout=BOUND_S
             )
-            tokens, refusal = await tokens_or_refusal(call)
-            if refusal is None:
+            tokens, rejection = await tokens_or_rejection(call)
+            if rejection is None:
                 assert len(tokens) == 2, (name, value)
                 continue
-            assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, value, refusal)
-            assert f"sampling.{name} = " in refusal.details()
-            assert "it must be" in refusal.details()
+            assert rejection.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, value, rejection)
+            assert f"sampling.{name} = " in rejection.details()
+            assert "it must be" in rejection.details()
 
 
-async def tokens_or_refusal(call):
+async def tokens_or_rejection(call):
     try:
         return [token async for response in call for token in response.tokens], None
     except grpc.aio.AioRpcError as error:

@@ -87,7 +87,7 @@ async def test_the_queue_is_served_in_order_with_retries_first(ranks, clock):
     assert "".join(order) == "ABCD"
 
 
-async def test_a_full_queue_refuses_new_requests_but_no_retries(ranks):
+async def test_a_full_queue_rejects_new_requests_but_no_retries(ranks):
     waiting = [await in_line(ranks, 1), await in_line(ranks, 2)]
     with pytest.raises(TooManyQueuedError, match="2 requests already wait for a rank"):
         await place(ranks)
@@ -141,19 +141,19 @@ async def test_a_failed_rank_backs_off_and_is_then_tried_with_one_request(ranks,
     await asyncio.gather(second, third)
 
 
-async def test_serving_other_requests_does_not_end_the_backoff_of_a_refusing_rank(ranks, clock):
+async def test_serving_other_requests_does_not_end_the_backoff_of_a_rejecting_rank(ranks, clock):
     ranks.update(told("a"))
     served = await place(ranks)
     served.accepted()
     for _ in range(2):
-        with await place(ranks) as refused:
-            refused.lost("it is draining")
+        with await place(ranks) as rejected:
+            rejected.lost("it is draining")
         served.generated(1)
         clock.now_s = load(ranks, "a").resting_until_s
     # It is asked by one at a time, and rests for longer each time.
-    with await place(ranks) as refused:
+    with await place(ranks) as rejected:
         waiting = await in_line(ranks, 1)
-        refused.lost("it is draining")
+        rejected.lost("it is draining")
     assert load(ranks, "a").resting_until_s - clock.now_s == pytest.approx(4 * FIRST_REST_S)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)

@@ -139,7 +139,7 @@ async def test_a_rank_that_does_not_accept_a_request_is_left_after_the_timeout(r
     assert fleet.num_requests == 2
 
 
-async def test_refusals_by_ranks_cost_no_attempt(run_gateway, fleet):
+async def test_rejections_by_ranks_cost_no_attempt(run_gateway, fleet):
     away = Fault(code=UNAVAILABLE, accept=False)
     full = Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False)
     fleet.fail(away, full, away)
@@ -171,16 +171,16 @@ async def test_a_request_fails_after_the_last_attempt(run_gateway, fleet):
     assert fleet.num_requests == 3
 
 
-async def refusal_of(gateway, **fields):
+async def rejection_of(gateway, **fields):
     async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS, **fields) as response:
         assert response.status_code == 422, await response.aread()
         await response.aread()
         return response.json()["error"]
 
 
-async def test_a_request_that_two_ranks_blame_is_refused_by_name(gateway, fleet):
+async def test_a_request_that_two_ranks_blame_is_rejected_by_name(gateway, fleet):
     fleet.fail(Fault(code=grpc.StatusCode.INTERNAL, blame=Blame.REQUEST))
-    error = await refusal_of(gateway)
+    error = await rejection_of(gateway)
     assert error["code"] == "poison_request"
     assert "2 ranks blamed it for their failure" in error["message"]
     assert "INTERNAL: as the script says" in error["message"]
@@ -194,17 +194,17 @@ async def test_a_request_that_only_one_rank_blames_is_served_by_another(gateway,
     assert await streamed(gateway) == EXPECTED
 
 
-async def test_a_request_under_which_three_ranks_die_in_a_row_is_refused(run_gateway, fleet):
+async def test_a_request_under_which_three_ranks_die_in_a_row_is_rejected(run_gateway, fleet):
     # A death that overtakes the rank's acceptance does not count.
     fleet.fail(*[Fault(code=UNAVAILABLE)] * 20)
     async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
-        error = await refusal_of(gateway)
+        error = await rejection_of(gateway)
         assert error["code"] == "poison_request"
         assert "3 consecutive ranks failed" in error["message"]
         assert fleet.num_requests >= 3
 
 
-async def test_explained_breaks_and_progress_keep_a_request_from_refusal(run_gateway, fleet):
+async def test_explained_breaks_and_progress_keep_a_request_from_rejection(run_gateway, fleet):
     explained = Fault(code=UNAVAILABLE, blame=Blame.NONE)
     fleet.fail(explained, explained, Fault(after=1, code=UNAVAILABLE), explained)
     async with run_gateway(workers=tuple(fleet.addresses), max_attempts=99) as gateway:
@@ -236,7 +236,7 @@ async def test_requests_beside_one_that_kills_ranks_are_all_served(run_gateway, 
     await fleet.until_idle()
 
 
-async def test_a_refusal_of_a_new_request_is_final(gateway, fleet):
+async def test_a_rejection_of_a_new_request_is_final(gateway, fleet):
     fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
     response = await gateway.post(prompt="hello")
     assert response.status_code == 400
@@ -244,17 +244,17 @@ async def test_a_refusal_of_a_new_request_is_final(gateway, fleet):
     assert fleet.num_requests == 1
 
 
-async def test_a_refusal_of_a_retry_is_a_break_of_that_rank(gateway, fleet):
+async def test_a_rejection_of_a_retry_is_a_break_of_that_rank(gateway, fleet):
     first = Fault(after=4, code=UNAVAILABLE)
-    refuses = Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False)
+    rejects = Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False)
     fleet.fail(first)
     for rank in fleet.ranks:
         rank.faults[0] = first
-        rank.faults.append(refuses)
+        rank.faults.append(rejects)
     assert await streamed(gateway) == EXPECTED
 
 
-async def test_refusals_of_a_retry_count_as_attempts(gateway, fleet):
+async def test_rejections_of_a_retry_count_as_attempts(gateway, fleet):
     for rank in fleet.ranks:
         rank.faults.append(Fault(after=4, code=UNAVAILABLE))
         rank.faults.extend(
@@ -357,7 +357,7 @@ async def test_many_streams_with_many_breaks_keep_their_own_tokens(gateway, flee
 async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet, seed):
     dice = random.Random(seed)
     kinds = [
-        # These ranks explain themselves: unexplained deaths in a row get a request refused.
+        # These ranks explain themselves: unexplained deaths in a row get a request rejected.
         *(
             lambda after, kind=kind: replace(kind(after), blame=Blame.NONE)
             for kind in BREAKS.values()

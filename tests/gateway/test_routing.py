@@ -5,7 +5,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.gateway.routing import NoRankChoice, RankChoice, RankLoad, RankState, choose, refusal
+from equipoise.gateway.routing import (
+    NoRankChoice,
+    RankChoice,
+    RankLoad,
+    RankState,
+    choose,
+    rejection,
+)
 
 NOW_S = 100.0
 
@@ -46,7 +53,7 @@ def chosen(ranks, **more):
 
 
 def usable(ranks):
-    return [rank for rank in ranks if not refusal(rank, now=NOW_S)]
+    return [rank for rank in ranks if not rejection(rank, now=NOW_S)]
 
 
 @settings(deadline=None)
@@ -106,7 +113,7 @@ def test_without_a_choice_every_rank_has_a_reason(ranks):
         assert nothing.reason
         return
     for rank in ranks:
-        assert f"{rank.name}: {refusal(rank, now=NOW_S)}" in nothing.reason
+        assert f"{rank.name}: {rejection(rank, now=NOW_S)}" in nothing.reason
     resting = [
         rank.resting_until_s
         for rank in ranks

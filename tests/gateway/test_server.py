@@ -31,7 +31,7 @@ async def test_it_is_alive_but_not_ready_before_it_knows_a_rank(run_gateway):
     assert response.json()["reason"] == "no rank is known"
 
 
-async def test_shutdown_finishes_open_streams_and_refuses_new_requests(run_gateway, fleet):
+async def test_shutdown_finishes_open_streams_and_rejects_new_requests(run_gateway, fleet):
     for rank in fleet.ranks:
         rank.gate.clear()
     async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=BOUND_S) as gateway:
@@ -42,10 +42,10 @@ async def test_shutdown_finishes_open_streams_and_refuses_new_requests(run_gatew
         async with asyncio.timeout(BOUND_S):
             while (await gateway.client.get("/readyz")).status_code == 200:
                 pass
-        refused = await gateway.post(prompt="hello")
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "gateway_stopping"
-        assert int(refused.headers["retry-after"]) >= 1
+        rejected = await gateway.post(prompt="hello")
+        assert rejected.status_code == 503
+        assert rejected.json()["error"]["code"] == "gateway_stopping"
+        assert int(rejected.headers["retry-after"]) >= 1
         for rank in fleet.ranks:
             rank.gate.set()
         assert tokens_of(await stream) == undisturbed(PROMPT, 12)
@@ -150,7 +150,7 @@ async def test_a_header_that_does_not_arrive_times_out(run_gateway, fleet, befor
     assert rest == b""
 
 
-async def test_a_header_that_is_too_long_is_refused(gateway):
+async def test_a_header_that_is_too_long_is_rejected(gateway):
     url = gateway.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     begun = b"GET /healthz HTTP/1.1\r\nx-long: "

@@ -1,4 +1,4 @@
-"""A request is refused for breaking ranks, not for being near a request that does."""
+"""A request is rejected for breaking ranks, not for being near a request that does."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def after(*events):
         ((TOKEN, STEP, NONE, STEP, NONE, STEP), "3 consecutive ranks failed"),
     ],
 )
-def test_a_request_that_breaks_ranks_is_refused_with_the_reason(events, words):
+def test_a_request_that_breaks_ranks_is_rejected_with_the_reason(events, words):
     assert words in after(*events).verdict
     assert after(*events[:-1]).verdict == ""
 
@@ -45,7 +45,7 @@ def test_explained_breaks_and_breaks_with_progress_between_them_do_not_count(eve
     assert after(*events).verdict == ""
 
 
-def test_a_suspect_is_one_break_away_from_refusal_and_cleared_by_a_token():
+def test_a_suspect_is_one_break_away_from_rejection_and_cleared_by_a_token():
     assert not after(STEP).is_strong
     assert after(STEP, STEP).is_strong
     assert not after(STEP, STEP, TOKEN).is_strong

@@ -56,9 +56,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("values", "words"), WRONG.values(), ids=WRONG)
 def test_an_invalid_value_is_rejected_with_its_path(values, words):
-    with pytest.raises(RenderError, match="values don't meet the specifications") as refused:
+    with pytest.raises(RenderError, match="values don't meet the specifications") as rejected:
         render(values)
-    assert words in str(refused.value)
+    assert words in str(rejected.value)
 
 
 def test_every_value_is_explained_above_it():

@@ -69,12 +69,12 @@ def test_values_are_codes_times_the_scale_of_their_group_or_block():
         (torch.zeros(2, 256).to(torch.float8_e4m3fn), torch.zeros(2, 3), r"\[2, 2\]"),
     ],
 )
-def test_codes_and_scales_that_do_not_belong_together_are_refused(codes, scales, named):
+def test_codes_and_scales_that_do_not_belong_together_are_rejected(codes, scales, named):
     with pytest.raises(KernelInputError, match=named):
         QuantizedRows(codes=codes, scales=scales)
 
 
-def test_weights_with_scales_of_another_shape_are_refused():
+def test_weights_with_scales_of_another_shape_are_rejected():
     with pytest.raises(KernelInputError, match=r"\[5, 2\]"):
         QuantizedWeight(
             codes=torch.zeros(576, 256).to(torch.float8_e4m3fn), scales=torch.zeros(4, 2)

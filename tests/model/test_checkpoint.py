@@ -160,7 +160,7 @@ def test_a_missing_file_is_named(saved, file):
         Checkpoint.open(path)
 
 
-def test_a_config_that_is_not_supported_is_refused(saved):
+def test_a_config_that_is_not_supported_is_rejected(saved):
     _, path = saved
     config = path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "gelu"}))
@@ -216,7 +216,7 @@ def test_copies_of_the_embedding_may_be_left_out_but_not_be_wrong(saved):
         ('{"weight_map": {"a": "other.safetensors"}}', r"other\.safetensors is missing"),
     ],
 )
-def test_an_index_that_leads_nowhere_is_refused(saved, index, complaint):
+def test_an_index_that_leads_nowhere_is_rejected(saved, index, complaint):
     _, path = saved
     (path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=complaint):

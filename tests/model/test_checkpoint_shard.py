@@ -26,7 +26,7 @@ def written(file, header, data=b""):
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def refused(file, complaint):
+def rejected(file, complaint):
     with pytest.raises(CheckpointError, match=complaint) as caught:
         Shard.open(file)
     assert str(file) in str(caught.value)
@@ -57,11 +57,11 @@ def test_a_tensor_can_be_read_again(file):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    refused(tmp_path / "none.safetensors", "is missing")
+    rejected(tmp_path / "none.safetensors", "is missing")
 
 
 def test_a_folder_is_not_a_file(tmp_path):
-    refused(tmp_path, "cannot be read")
+    rejected(tmp_path, "cannot be read")
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_named(file):
@@ -90,18 +90,18 @@ def test_a_file_may_be_larger_than_memory(tmp_path):
 @pytest.mark.parametrize("keep", [0, 4, 100])
 def test_a_file_without_its_whole_header_is_damaged(file, keep):
     file.write_bytes(file.read_bytes()[:keep])
-    refused(file, "is damaged.*header")
+    rejected(file, "is damaged.*header")
 
 
 def test_a_truncated_file_names_the_tensor_that_is_cut(file):
     last = max(Shard.open(file).tensors.items(), key=lambda item: item[1].end)[0]
     file.write_bytes(file.read_bytes()[:-1])
-    refused(file, f"is damaged.*{last} ends at byte")
+    rejected(file, f"is damaged.*{last} ends at byte")
 
 
-def test_bytes_after_the_last_tensor_are_refused(file):
+def test_bytes_after_the_last_tensor_are_rejected(file):
     file.write_bytes(file.read_bytes() + b"x")
-    refused(file, "is damaged.*its tensors end")
+    rejected(file, "is damaged.*its tensors end")
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_bytes_after_the_last_tensor_are_refused(file):
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "a starts at byte"),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(file, header, complaint):
+def test_a_header_that_makes_no_sense_is_rejected(file, header, complaint):
     written(file, header, b"0000")
-    refused(file, complaint)
+    rejected(file, complaint)
 
 
-def test_tensors_that_overlap_are_refused(file):
+def test_tensors_that_overlap_are_rejected(file):
     one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     written(file, {"a": one, "b": one}, b"0000")
-    refused(file, "b starts at byte")
+    rejected(file, "b starts at byte")

@@ -87,13 +87,13 @@ def test_published_quantization_is_understood_and_written_again(extra, scale_fmt
         ({"bits": 4}, "bits"),
     ],
 )
-def test_other_quantization_is_refused_by_name(change, named):
+def test_other_quantization_is_rejected_by_name(change, named):
     with pytest.raises(UnsupportedConfigError, match=f"quantization_config.*{named}"):
         ModelConfig.from_dict(TINY.to_dict() | {"quantization_config": FP8_FIELDS | change})
 
 
 @pytest.mark.parametrize("name", ["quant_method", "weight_block_size"])
-def test_incomplete_quantization_settings_are_refused(name):
+def test_incomplete_quantization_settings_are_rejected(name):
     fields = {k: v for k, v in FP8_FIELDS.items() if k != name}
     with pytest.raises(UnsupportedConfigError, match=f"quantization_config {name} is missing"):
         ModelConfig.from_dict(TINY.to_dict() | {"quantization_config": fields})
@@ -152,7 +152,7 @@ def test_an_expert_is_three_matrices_of_two_bytes_a_weight():
         ("rope", {"rope_theta": 10000.0}),
     ],
 )
-def test_a_value_that_the_model_does_not_compute_is_refused_by_name(name, value):
+def test_a_value_that_the_model_does_not_compute_is_rejected_by_name(name, value):
     with pytest.raises(UnsupportedConfigError, match=name):
         ModelConfig.from_dict(TINY.to_dict() | {name: value})
 
@@ -172,7 +172,7 @@ def test_a_value_that_the_model_does_not_compute_is_refused_by_name(name, value)
         ("yarn", "rope_parameters"),
     ],
 )
-def test_rope_fields_that_are_not_understood_are_refused_by_name(rope, named):
+def test_rope_fields_that_are_not_understood_are_rejected_by_name(rope, named):
     with pytest.raises(UnsupportedConfigError, match=named):
         ModelConfig.from_dict(TINY.to_dict() | {"rope_parameters": rope})
 
@@ -185,7 +185,7 @@ def test_a_missing_field_is_named(name):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
-def test_a_file_that_is_not_a_json_object_is_refused_by_name(tmp_path, text):
+def test_a_file_that_is_not_a_json_object_is_rejected_by_name(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedConfigError, match=r"config\.json"):
         ModelConfig.from_json(tmp_path / "config.json")

@@ -57,7 +57,7 @@ def test_a_read_payload_is_a_copy_of_its_own():
         torch.zeros(EXPERT_BYTES),
     ],
 )
-def test_a_payload_of_another_size_or_type_is_refused_by_both_numbers(payload):
+def test_a_payload_of_another_size_or_type_is_rejected_by_both_numbers(payload):
     with pytest.raises(PayloadError, match=f"{EXPERT_BYTES} bytes.*another model"):
         make_slots().write(0, payload)
 
@@ -90,7 +90,7 @@ def test_staged_experts_do_not_share_memory_with_the_received_payload():
     assert torch.equal(layers[0].read(1), wanted)
 
 
-def test_staging_refuses_a_payload_that_does_not_fit():
+def test_staging_rejects_a_payload_that_does_not_fit():
     with pytest.raises(PayloadError):
         StagedExperts.prepare({(0, 0): torch.zeros(8, dtype=torch.uint8)}, [make_slots()])
 

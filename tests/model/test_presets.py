@@ -117,6 +117,6 @@ def test_transformers_understands_the_largest_preset():
     assert theirs.quantization_config["weight_block_size"] == [128, 128]
 
 
-def test_an_unknown_preset_is_refused_with_the_known_ones():
+def test_an_unknown_preset_is_rejected_with_the_known_ones():
     with pytest.raises(UnsupportedConfigError, match=r"'huge'.*deepseek-v3"):
         preset("huge")

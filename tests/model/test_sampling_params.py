@@ -30,7 +30,7 @@ def test_the_defaults_are_the_models_own_distribution():
         ("logprobs", [None, 0, 20], [-1, 21, True, 1.0]),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(name, good, bad):
+def test_a_value_out_of_range_is_rejected_by_name(name, good, bad):
     for value in good:
         assert getattr(SamplingParams(**{name: value}), name) == value
     for value in bad:

@@ -105,14 +105,14 @@ def test_a_change_has_only_the_cells_that_differ():
     assert change.share_of_cell is None
 
 
-def test_a_change_of_another_layout_with_the_same_number_is_refused():
+def test_a_change_of_another_layout_with_the_same_number_is_rejected():
     base, target = swapped(BASE, layers=[0]), swapped(BASE, layers=[0, 1])
     change = LayoutChange.between(base, target)
     with pytest.raises(InvalidLayoutError, match="another layout than generation 6 here"):
         change.applied_to(BASE)
 
 
-def test_a_cell_that_does_not_exist_is_refused():
+def test_a_cell_that_does_not_exist_is_rejected():
     change = LayoutChange.between(BASE, replace(BASE, generation=7))
     beyond = replace(
         change, cells=np.array([36], dtype=np.uint32), expert_of_cell=np.zeros(1, dtype=np.int32)

@@ -29,10 +29,10 @@ def report(assignments, *, rank=1, generation=3, epoch=5, boot_id="boot", phase=
     )
 
 
-def refused_kind(counters, late, layout=LAYOUT, num_steps=None):
-    with pytest.raises(InvalidReportError) as refused:
+def rejected_kind(counters, late, layout=LAYOUT, num_steps=None):
+    with pytest.raises(InvalidReportError) as rejected:
         counters.accept(late, layout, num_steps=num_steps)
-    return refused.value.kind
+    return rejected.value.kind
 
 
 def test_own_slots_become_logical_experts():
@@ -87,10 +87,10 @@ def test_the_first_report_of_a_generation_that_began_earlier_is_only_a_baseline(
     assert second.expert_load.sum() == 1
 
 
-def test_a_shrinking_counter_is_refused_and_forgotten():
+def test_a_shrinking_counter_is_rejected_and_forgotten():
     counters = LoadCounters(epoch=5)
     counters.accept(report([[7, 2], [1, 4]]), LAYOUT)
-    assert refused_kind(counters, report([[9, 1], [1, 4]])) == "report_shrinking_counter"
+    assert rejected_kind(counters, report([[9, 1], [1, 4]])) == "report_shrinking_counter"
     delta = counters.accept(report([[8, 2], [1, 4]]), LAYOUT)
     np.testing.assert_array_equal(delta.slot_load.sum(axis=1), [1, 0])
 
@@ -99,7 +99,7 @@ def test_a_lower_count_with_later_steps_corrects_an_earlier_report():
     counters = LoadCounters(epoch=5)
     counters.accept(report([[1_000_000, 2], [1, 4]]), LAYOUT, num_steps=10)
     late = report([[6, 2], [1, 3]])
-    assert refused_kind(counters, late, num_steps=0) == "report_shrinking_counter"
+    assert rejected_kind(counters, late, num_steps=0) == "report_shrinking_counter"
     true = counters.accept(report([[9, 3], [1, 4]]), LAYOUT, num_steps=1)
     assert true.slot_load.sum() == 0
     delta = counters.accept(report([[10, 3], [1, 5]]), LAYOUT, num_steps=1)
@@ -118,8 +118,8 @@ def test_a_lower_count_with_later_steps_corrects_an_earlier_report():
         (report([[1, 1]]), "report_shape"),
     ],
 )
-def test_a_report_that_cannot_be_used_is_refused_by_kind(wrong, kind):
-    assert refused_kind(LoadCounters(epoch=5), wrong) == kind
+def test_a_report_that_cannot_be_used_is_rejected_by_kind(wrong, kind):
+    assert rejected_kind(LoadCounters(epoch=5), wrong) == kind
 
 
 def test_a_stray_report_of_an_earlier_boot_does_not_count_twice():
@@ -127,7 +127,7 @@ def test_a_stray_report_of_an_earlier_boot_does_not_count_twice():
     counters.accept(report([[7, 2], [1, 4]], boot_id="first"), LAYOUT)
     counters.accept(report([[0, 0], [0, 0]], boot_id="second"), LAYOUT)
     stray = report([[8, 2], [1, 4]], boot_id="first")
-    assert refused_kind(counters, stray) == "report_old_boot"
+    assert rejected_kind(counters, stray) == "report_old_boot"
 
 
 def test_only_a_few_generations_are_kept_and_a_dropped_one_does_not_count_twice():
@@ -136,4 +136,4 @@ def test_only_a_few_generations_are_kept_and_a_dropped_one_does_not_count_twice(
         layout = LAYOUT.with_placement(LAYOUT.expert_of_slot, generation=generation)
         counters.accept(report([[5, 5], [5, 5]], generation=generation), layout)
     assert len(counters._ranks[1].assignments) <= 4
-    assert refused_kind(counters, report([[5, 5], [5, 5]])) == "report_old_generation"
+    assert rejected_kind(counters, report([[5, 5], [5, 5]])) == "report_old_generation"

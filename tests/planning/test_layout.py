@@ -60,22 +60,22 @@ def test_a_twin_on_a_rank_with_more_slots_is_found():
 
 
 @pytest.mark.parametrize("slots_of_rank", [(1, 2), (0, 4), (4, 1)])
-def test_slots_of_rank_that_do_not_sum_to_the_table_are_refused(slots_of_rank):
+def test_slots_of_rank_that_do_not_sum_to_the_table_are_rejected(slots_of_rank):
     with pytest.raises(InvalidLayoutError, match="slots_of_rank"):
         unequal([0, 1, 2, 0], slots_of_rank)
 
 
-def test_a_table_without_an_expert_is_refused_by_layer_and_expert():
+def test_a_table_without_an_expert_is_rejected_by_layer_and_expert():
     with pytest.raises(InvalidLayoutError, match="layer 1 has no slot for expert 2"):
         layout_of([0, 1, 2], [0, 1, 1], num_experts=3, num_ranks=3)
 
 
-def test_an_expert_that_does_not_exist_is_refused_by_slot():
+def test_an_expert_that_does_not_exist_is_rejected_by_slot():
     with pytest.raises(InvalidLayoutError, match="layer 0, slot 2 holds expert 3"):
         layout_of([0, 1, 3], num_experts=3, num_ranks=3)
 
 
-def test_a_needless_twin_is_refused_by_rank():
+def test_a_needless_twin_is_rejected_by_rank():
     with pytest.raises(InvalidLayoutError, match="rank 1 holds expert 2"):
         layout_of([0, 1, 2, 2], num_experts=3, num_ranks=2)
 
@@ -84,13 +84,13 @@ def test_a_twin_is_allowed_where_a_rank_has_more_slots_than_there_are_experts():
     assert layout_of([0, 1, 0, 1, 1, 0], num_experts=2, num_ranks=2).slots_per_rank == 3
 
 
-def test_slots_that_do_not_divide_over_ranks_are_refused():
+def test_slots_that_do_not_divide_over_ranks_are_rejected():
     with pytest.raises(InvalidLayoutError, match="3 slots do not divide evenly over 2 ranks"):
         layout_of([0, 1, 2], num_experts=3, num_ranks=2)
 
 
 @pytest.mark.parametrize("table", [np.zeros(4, np.int32), np.zeros((0, 4), np.int32)])
-def test_a_table_that_is_not_layers_by_slots_is_refused(table):
+def test_a_table_that_is_not_layers_by_slots_is_rejected(table):
     with pytest.raises(InvalidLayoutError, match=r"\[layers, slots\]"):
         Layout(generation=1, num_experts=1, num_ranks=4, expert_of_slot=table)
 

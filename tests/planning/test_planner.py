@@ -201,7 +201,7 @@ def test_a_plan_counts_its_moves_and_has_an_upper_bound():
     assert made.balancedness <= made.bound <= 1.0
 
 
-def test_too_few_slots_are_refused_with_a_remedy():
+def test_too_few_slots_are_rejected_with_a_remedy():
     model, topology = pool(slots=3)
     with pytest.raises(InvalidLayoutError, match="give each rank at least 4 slots"):
         plan(

@@ -37,12 +37,12 @@ def test_the_defaults_are_valid_and_move_few_experts():
         ("payback_s", float("nan")),
     ],
 )
-def test_a_value_outside_its_range_is_refused_by_name(field, value):
+def test_a_value_outside_its_range_is_rejected_by_name(field, value):
     with pytest.raises(InvalidPolicyError, match=field):
         Policy(**{field: value})
 
 
-def test_a_refusal_names_the_range():
+def test_a_rejection_names_the_range():
     with pytest.raises(InvalidPolicyError, match=r"min_gain must be from 0 to 1, not 2\.0"):
         Policy(min_gain=2.0)
 

@@ -13,7 +13,7 @@ from equipoise.planning.rollout import (
     PersistCommitted,
     Persisted,
     RankLost,
-    RankRefused,
+    RankRejected,
     RankStaged,
     RankSwitched,
     SendAbort,
@@ -84,7 +84,7 @@ RANKS = st.integers(0, 1)
 EVENTS = st.one_of(
     st.builds(Persisted, generation=st.just(8)),
     st.builds(RankStaged, rank=RANKS, generation=st.just(8)),
-    st.builds(RankRefused, rank=RANKS, generation=st.just(8), reason=st.just("no")),
+    st.builds(RankRejected, rank=RANKS, generation=st.just(8), reason=st.just("no")),
     st.builds(
         RankSwitched,
         rank=RANKS,

@@ -23,7 +23,7 @@ from equipoise.planning.rollout import (
     Persisted,
     PersistProposed,
     RankLost,
-    RankRefused,
+    RankRejected,
     RankStaged,
     RankSwitched,
     SendAbort,
@@ -87,7 +87,7 @@ class _Fleet:
                     self._proposed = self._told.target
             case RankStaged(rank=rank, generation=generation):
                 self._staged[rank] = generation
-            case RankRefused(rank=rank):
+            case RankRejected(rank=rank):
                 self._staged.pop(rank, None)
             case RankSwitched(generation=generation):
                 self._switch(generation)
@@ -225,7 +225,7 @@ _PATTERNS = {
     r"rank (\d+) staged (\d+)": lambda rank, generation: RankStaged(
         rank=int(rank), generation=int(generation)
     ),
-    r"rank (\d+) refused (\d+): (.*)": lambda rank, generation, reason: RankRefused(
+    r"rank (\d+) rejected (\d+): (.*)": lambda rank, generation, reason: RankRejected(
         rank=int(rank), generation=int(generation), reason=reason
     ),
     r"rank (\d+) switched (\d+) at step (\d+) in (\d+) us": (

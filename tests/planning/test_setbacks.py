@@ -11,7 +11,7 @@ POLICY = Policy(interval_s=10.0, rollback_cooldown_s=60.0)
 def setbacks(count, *, at_s=100.0):
     result = Setbacks()
     for number in range(count):
-        result = result.one_more(f"refusal {number}", now=at_s)
+        result = result.one_more(f"rejection {number}", now=at_s)
     return result
 
 
@@ -35,5 +35,5 @@ def test_the_backoff_is_at_least_an_interval():
 
 def test_the_reason_names_the_failures_and_the_backoff():
     assert setbacks(3).wait(POLICY, now=112.0) == (
-        "the last 3 rollouts failed, 12.0 s ago (refusal 2); retrying 40 s after that"
+        "the last 3 rollouts failed, 12.0 s ago (rejection 2); retrying 40 s after that"
     )

@@ -78,7 +78,7 @@ def test_layouts_that_differ_in_shares_alone_are_not_the_same():
         ([WHOLE], r"shares have the shape \(1, 1\), slots \(1, 4\)"),
     ],
 )
-def test_shares_that_do_not_sum_to_the_whole_are_refused(shares, words):
+def test_shares_that_do_not_sum_to_the_whole_are_rejected(shares, words):
     with pytest.raises(InvalidLayoutError, match=words):
         layout_with(shares)
 

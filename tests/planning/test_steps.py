@@ -117,7 +117,7 @@ def test_a_late_report_corrects_nothing(generation, has_grown):
     assert ranks.window() == HONEST
 
 
-def test_counts_that_rise_faster_than_time_are_refused_and_named():
+def test_counts_that_rise_faster_than_time_are_rejected_and_named():
     ranks = Ranks()
     ranks.run(seconds=1)
     ranks.now += 10.0
@@ -135,11 +135,11 @@ def test_a_rank_whose_reports_were_delayed_for_long_is_accepted_again():
     """They come at once then, and tell of more time than passed since the first of them."""
     ranks = Ranks()
     ranks.tell(0, steps=1, busy_us=0)
-    busy_us, refused = 300_000_000, 0
+    busy_us, rejected = 300_000_000, 0
     for _ in range(100):
         ranks.now, busy_us = ranks.now + 10.0, busy_us + 10_000_000
         try:
             ranks.tell(0, steps=2, busy_us=busy_us)
         except InvalidReportError:
-            refused += 1
-    assert 0 < refused < 30
+            rejected += 1
+    assert 0 < rejected < 30

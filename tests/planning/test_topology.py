@@ -24,7 +24,7 @@ def test_some_ranks_of_a_topology_keep_their_nodes_and_slots():
 
 
 @pytest.mark.parametrize("slots_of_rank", [(2,), (2, 0), (2, 5)])
-def test_slots_of_ranks_that_do_not_fit_are_refused(slots_of_rank):
+def test_slots_of_ranks_that_do_not_fit_are_rejected(slots_of_rank):
     with pytest.raises(ValueError, match="slots_"):
         Topology(node_of_rank=("a", "a"), slots_per_rank=4, slots_of_rank=slots_of_rank)
 

@@ -111,7 +111,7 @@ def test_a_small_gain_is_not_worth_moving():
     assert "the minimum gain is 0.050" in verdict.reason
 
 
-def test_a_plan_that_is_worse_on_the_latest_window_is_refused_however_good_on_the_average():
+def test_a_plan_that_is_worse_on_the_latest_window_is_rejected_however_good_on_the_average():
     other_pair = np.array([[900.0, 100.0, 900.0, 100.0]])
     verdict = verdict_on(window=other_pair)
     assert not verdict.accepted
@@ -130,7 +130,7 @@ def test_a_plan_that_is_accepted_says_what_it_costs_and_when_it_pays():
     assert "cost 0.25 s of serving and pay back after 0.562 s" in verdict.reason
 
 
-def test_a_plan_that_pays_too_late_is_refused_with_its_price():
+def test_a_plan_that_pays_too_late_is_rejected_with_its_price():
     policy = dataclasses.replace(POLICY, payback_s=0.5)
     verdict = verdict_on(policy=policy)
     assert not verdict.accepted

@@ -13,10 +13,10 @@ HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
 
 
 def faults_of(body, *, head=HEAD):
-    with pytest.raises(PolicyError) as refused:
+    with pytest.raises(PolicyError) as rejected:
         read_policy(head + body, source="policy.yaml")
-    assert str(refused.value).startswith("policy policy.yaml: ")
-    return refused.value.faults
+    assert str(rejected.value).startswith("policy policy.yaml: ")
+    return rejected.value.faults
 
 
 def test_a_value_that_is_not_set_has_its_default():

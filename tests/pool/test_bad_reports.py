@@ -56,7 +56,7 @@ def test_reports_that_come_more_seldom_than_windows_may_miss_some(make_harness, 
 
 
 @pytest.mark.parametrize("assignments", [2**53, 10**12])
-def test_a_rank_that_counts_what_no_slot_can_receive_is_refused_and_named(
+def test_a_rank_that_counts_what_no_slot_can_receive_is_rejected_and_named(
     serving_harness, skewed, assignments
 ):
     harness = serving_harness
@@ -201,7 +201,7 @@ def foul(seed):
 WEATHERS = (fair, foul)
 
 
-def test_a_report_of_a_generation_with_other_ranks_is_refused_and_harms_no_other(harness, skewed):
+def test_a_report_of_a_generation_with_other_ranks_is_rejected_and_harms_no_other(harness, skewed):
     with_spare_slots(harness)
     harness.serve()
     die(harness, harness.ranks[0])

@@ -51,7 +51,7 @@ def test_a_bound_of_a_newer_release_is_named_and_makes_no_series(serving_harness
     unknown = WorkerBound(name="teleport", bound_s=1.0, reached=1)
     told = replace(report, stats=replace(report.stats, bounds=(unknown, *step(1))))
     harness.say(worker, told)
-    assert harness.pool.counters.refusals.of("report_bound") == 1
+    assert harness.pool.counters.rejections.of("report_bound") == 1
     shown = {one.name: one for one in pool_status(harness.pool, now=harness.now).bounds}
     assert "teleport" not in shown
     assert shown["step"].latest == f"{worker.hello.worker}: epoch 3 ended"
@@ -59,7 +59,7 @@ def test_a_bound_of_a_newer_release_is_named_and_makes_no_series(serving_harness
 
 def test_a_write_that_took_too_long_is_counted_and_one_that_failed_is_not(serving_harness):
     controller = serving_harness.controller
-    controller.write_failed(None, reason="refused", timed_out=False)
+    controller.write_failed(None, reason="rejected", timed_out=False)
     controller.write_failed(None, reason="no answer", timed_out=True)
     store = of(controller.pool.counters.bounds, "store")
     assert (store.bound_s, store.reached, store.latest) == (WRITE_TIMEOUT_S, 1, "no answer")

@@ -186,13 +186,13 @@ def staging(harness, skewed):
     assert harness.pool.rollouts.current is not None
 
 
-def test_a_refusal_aborts_on_all_ranks_and_the_next_window_tries_a_new_number(
+def test_a_rejection_aborts_on_all_ranks_and_the_next_window_tries_a_new_number(
     serving_harness, skewed
 ):
     harness = serving_harness
     staging(harness, skewed)
     harness.say(harness.ranks[0], harness.ranks[0].answer_staged())
-    harness.say(harness.ranks[1], harness.ranks[1].refuse("no memory for 3 experts"))
+    harness.say(harness.ranks[1], harness.ranks[1].reject("no memory for 3 experts"))
     for worker in harness.ranks:
         (abort,) = harness.sent_to(worker.hello.worker, Abort)
         assert abort.generation == 2
@@ -201,7 +201,7 @@ def test_a_refusal_aborts_on_all_ranks_and_the_next_window_tries_a_new_number(
     assert harness.pool.layouts.stored_generation == 1
     taken_back = harness.pool.journal.last_decision
     assert not taken_back.accepted
-    assert "generation 2 was aborted: rank 1 refused: no memory" in taken_back.reason
+    assert "generation 2 was aborted: rank 1 rejected it: no memory" in taken_back.reason
     harness.run_traffic(skewed(1), seconds=10)
     assert harness.pool.layouts.stored_generation == 3, "an aborted number is not used again"
 
@@ -252,7 +252,7 @@ def test_what_nobody_rolls_out_is_dropped_when_a_heartbeat_names_it(serving_harn
     harness = serving_harness
     staging(harness, skewed)
     stage = harness.ranks[0].staged
-    harness.say(harness.ranks[1], harness.ranks[1].refuse("no"))
+    harness.say(harness.ranks[1], harness.ranks[1].reject("no"))
     harness.ranks[0].staged = stage
     harness.sent.clear()
     harness.say(harness.ranks[0], harness.ranks[0].heartbeat())

@@ -115,4 +115,4 @@ def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_harness,
     assert {worker.layout.generation for worker in ranks} == {
         harness.pool.layouts.stored_generation
     }
-    assert harness.pool.counters.refusals.all() == ()
+    assert harness.pool.counters.rejections.all() == ()

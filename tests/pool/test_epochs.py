@@ -150,7 +150,7 @@ def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(se
     assert {worker.epoch for worker in harness.ranks} == {3}
     serve_all(harness)
     check(harness)
-    assert harness.pool.counters.refusals.all() == ()
+    assert harness.pool.counters.rejections.all() == ()
 
 
 def test_a_group_that_only_some_gave_up_is_reformed_without_the_others_at_the_bound(
@@ -239,7 +239,7 @@ def test_a_word_from_an_epoch_that_is_over_is_no_fault(serving_harness):
     serve_all(harness)
     check(harness)
     assert harness.pool.roster.epoch == 2
-    assert harness.pool.counters.refusals.all() == ()
+    assert harness.pool.counters.rejections.all() == ()
 
 
 def test_a_worker_that_leaves_is_not_waited_for(serving_harness):
@@ -264,7 +264,7 @@ def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_harness
     serve_all(harness)
     np.testing.assert_allclose(harness.pool.windows.average_load(MODEL), before)
     harness.run_traffic(skewed(1), seconds=20)
-    assert harness.pool.counters.refusals.all() == ()
+    assert harness.pool.counters.rejections.all() == ()
     assert harness.pool.windows.closed[-1].rank_load.shape == (3, 4 - 1)
     check(harness)
 

@@ -1,4 +1,4 @@
-"""Who may be in a pool, who comes back, and what is refused with which words."""
+"""Who may be in a pool, who comes back, and what is rejected with which words."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ import pytest
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
-from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Leaving, Rejection
 
 
-def refusal_of(harness, hello):
-    with pytest.raises(RefusedWorkerError) as caught:
+def rejection_of(harness, hello):
+    with pytest.raises(RejectedWorkerError) as caught:
         harness.hello(hello)
     return caught.value
 
@@ -35,11 +35,11 @@ def refusal_of(harness, hello):
         ("hello_checkpoint", {"checkpoint_fingerprint": "def"}, "def", "abc"),
     ],
 )
-def test_a_worker_that_differs_from_its_pool_is_refused_with_both_values(
+def test_a_worker_that_differs_from_its_pool_is_rejected_with_both_values(
     harness, hello_of, kind, changes, theirs, ours
 ):
     harness.hello(hello_of("worker-0"))
-    error = refusal_of(harness, hello_of("worker-9", **changes))
+    error = rejection_of(harness, hello_of("worker-9", **changes))
     assert error.kind == kind
     for word in ("worker-9", theirs, ours, "worker-0"):
         assert word in str(error)
@@ -58,13 +58,13 @@ AUTO = ("gemm=triton|reference", "permute=triton|reference")
         (("gemm=triton", "permute=reference"), "permute"),
     ],
 )
-def test_a_worker_whose_kernels_cannot_agree_with_those_present_is_refused(
+def test_a_worker_whose_kernels_cannot_agree_with_those_present_is_rejected(
     harness, hello_of, backends, operation
 ):
     harness.hello(hello_of("worker-0", backends=AUTO))
     harness.hello(hello_of("worker-1", backends=("gemm=triton", "permute=triton")))
     harness.hello(hello_of("worker-2"))
-    error = refusal_of(harness, hello_of("worker-9", kernels="odd", backends=backends))
+    error = rejection_of(harness, hello_of("worker-9", kernels="odd", backends=backends))
     assert error.kind == "hello_kernels"
     assert "worker-9: it computes with odd, but pool tiny with triton" in str(error)
     assert f"(worker worker-0), and no backend of {operation} is available to all" in str(error)
@@ -72,10 +72,10 @@ def test_a_worker_whose_kernels_cannot_agree_with_those_present_is_refused(
     assert sorted(harness.pool.roster.members) == [f"worker-{n}" for n in range(4)]
 
 
-def test_a_pool_that_cannot_hold_all_experts_is_refused_with_the_number_that_could(
+def test_a_pool_that_cannot_hold_all_experts_is_rejected_with_the_number_that_could(
     harness, hello_of
 ):
-    error = refusal_of(harness, hello_of(slots_per_rank=7))
+    error = rejection_of(harness, hello_of(slots_per_rank=7))
     assert error.kind == "hello_too_few_slots"
     assert "at least 8 slots" in str(error)
     assert harness.pool.roster.shape is None, "nothing changed"
@@ -88,10 +88,10 @@ def test_once_everybody_has_left_another_shape_may_come(harness, hello_of):
     assert harness.pool.roster.shape.slots_per_rank == 16
 
 
-def test_a_worker_of_another_epoch_is_refused(serving_harness, worker_of, hello_of):
+def test_a_worker_of_another_epoch_is_rejected(serving_harness, worker_of, hello_of):
     stray = serving_harness.ranks[3]
     hello = stray.reconnecting()
-    error = refusal_of(serving_harness, replace(hello, running=replace(hello.running, epoch=9)))
+    error = rejection_of(serving_harness, replace(hello, running=replace(hello.running, epoch=9)))
     assert error.kind == "hello_epoch"
     assert "epoch 9" in str(error)
     assert "epoch 1" in str(error)
@@ -101,7 +101,7 @@ def test_two_workers_cannot_run_as_one_rank(serving_harness):
     first, second = serving_harness.ranks[:2]
     serving_harness.lose(second)
     hello = second.reconnecting()
-    error = refusal_of(serving_harness, replace(hello, running=replace(hello.running, rank=0)))
+    error = rejection_of(serving_harness, replace(hello, running=replace(hello.running, rank=0)))
     assert error.kind == "hello_rank_taken"
     assert first.hello.worker in str(error)
 
@@ -111,7 +111,7 @@ def test_two_layouts_cannot_share_a_number(serving_harness):
     hello = stray.reconnecting()
     mirrored = stray.layout.expert_of_slot[:, ::-1]
     other = stray.layout.with_placement(mirrored, generation=1)
-    error = refusal_of(
+    error = rejection_of(
         serving_harness, replace(hello, running=replace(hello.running, layout=other))
     )
     assert error.kind == "hello_layout"
@@ -190,7 +190,7 @@ def test_a_restarted_fleet_gets_a_new_epoch_and_the_committed_layout(serving_har
         harness.say(worker, worker.serving())
     assert harness.pool.diagnosis().health is Health.SERVING
     harness.run_traffic(skewed(1), seconds=10)
-    assert harness.pool.counters.refusals.all() == (), (
+    assert harness.pool.counters.rejections.all() == (), (
         "counters of the new boots are no shrinking ones"
     )
 
@@ -227,7 +227,7 @@ def test_a_heartbeat_is_answered_with_its_number(serving_harness):
         ("staged_generation", {"generation": 99}),
     ],
 )
-def test_answers_for_another_epoch_rank_or_future_are_refused(
+def test_answers_for_another_epoch_rank_or_future_are_rejected(
     serving_harness, skewed, kind, changes
 ):
     harness = serving_harness
@@ -249,7 +249,7 @@ def test_answers_for_another_epoch_rank_or_future_are_refused(
         ("report_shape", {"assignments": np.zeros((3, 11), dtype=np.uint64)}),
     ],
 )
-def test_reports_that_cannot_be_true_are_refused_and_the_load_stays(
+def test_reports_that_cannot_be_true_are_rejected_and_the_load_stays(
     serving_harness, skewed, kind, changes
 ):
     harness = serving_harness
@@ -263,15 +263,15 @@ def test_reports_that_cannot_be_true_are_refused_and_the_load_stays(
     assert harness.pool.windows.closed[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
-def test_a_refused_message_is_counted_and_its_sender_told(serving_harness):
+def test_a_rejected_message_is_counted_and_its_sender_told(serving_harness):
     harness = serving_harness
-    chain = harness.controller.refuse(
+    chain = harness.controller.reject(
         "worker-1", kind="report_shape", reason="bad", now=harness.now
     )
     harness.perform(chain)
     assert harness.sent_to("worker-1", Rejection) == [Rejection(reason="bad", fatal=False)]
-    (refusal,) = harness.pool.counters.refusals.all()
-    assert (refusal.kind, refusal.count, refusal.latest) == ("report_shape", 1, "bad")
+    (rejection,) = harness.pool.counters.rejections.all()
+    assert (rejection.kind, rejection.count, rejection.latest) == ("report_shape", 1, "bad")
 
 
 def test_a_repeated_report_counts_once(serving_harness, skewed):
@@ -324,7 +324,7 @@ def test_one_word_cannot_use_up_the_numbers_of_a_pool(serving_harness, what):
         if what == "epoch"
         else replace(running, staged_generation=2**53)
     )
-    with pytest.raises(RefusedWorkerError, match=f"{what} {2**53}"):
+    with pytest.raises(RejectedWorkerError, match=f"{what} {2**53}"):
         serving_harness.hello(replace(hello, running=changed))
     serving_harness.hello(hello)
     assert serving_harness.pool.roster.complete

@@ -103,7 +103,7 @@ def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_harness, ope
         (Rebalance(), "no window with traffic has closed yet"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_recorded(operator, wish, words):
+def test_what_cannot_be_done_is_rejected_and_recorded(operator, wish, words):
     answer = operator.ask(wish)
     assert not answer.accepted
     assert words in answer.reason
@@ -150,7 +150,7 @@ def test_a_rollback_may_leave_planning_on(balanced, operator, skewed):
     assert not running(balanced).same_placement(start)
 
 
-def test_a_rollback_to_what_runs_or_while_something_rolls_is_refused(
+def test_a_rollback_to_what_runs_or_while_something_rolls_is_rejected(
     serving_harness, operator, skewed
 ):
     start = running(serving_harness)
@@ -163,7 +163,7 @@ def test_a_rollback_to_what_runs_or_while_something_rolls_is_refused(
     assert "generation 2 is being rolled out (staging)" in busy.reason
 
 
-def test_a_layout_of_other_ranks_is_refused(balanced, operator):
+def test_a_layout_of_other_ranks_is_rejected(balanced, operator):
     other = contiguous_layout(num_layers=3, num_experts=32, num_ranks=5, slots_per_rank=10)
     for wish in (RollBack(layout=other), Pin(layout=other)):
         answer = operator.ask(wish)
@@ -177,8 +177,8 @@ def test_a_pinned_pool_stays_whatever_traffic_says_until_it_is_unpinned(
     assert operator.ask(Pin()).accepted
     serving_harness.run_traffic(skewed(1), seconds=30)
     assert running(serving_harness).generation == 1
-    refused = operator.ask(Rebalance())
-    assert "pinned by ann: because" in refused.reason
+    rejected = operator.ask(Rebalance())
+    assert "pinned by ann: because" in rejected.reason
     assert operator.ask(Unpin()).accepted
     serving_harness.run_traffic(skewed(1), seconds=10)
     assert running(serving_harness).generation == 2
@@ -244,9 +244,9 @@ def test_a_forced_rebalance_adopts_what_gains_too_little(make_harness, skewed):
     harness.run_traffic(skewed(1), seconds=10)
     assert not harness.decisions()[-1].accepted
     operator = Operator(harness)
-    refused = operator.ask(Rebalance())
-    assert not refused.accepted
-    assert "gains too little" in refused.reason
+    rejected = operator.ask(Rebalance())
+    assert not rejected.accepted
+    assert "gains too little" in rejected.reason
     assert operator.ask(Rebalance(force=True)).accepted
 
 
@@ -318,7 +318,7 @@ def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_harness, po
     assert harness.pool.rollouts.current is not None
 
 
-def test_an_order_that_waited_too_long_for_a_plan_is_refused(make_harness, policy, skewed):
+def test_an_order_that_waited_too_long_for_a_plan_is_rejected(make_harness, policy, skewed):
     harness = make_harness(policy=replace(policy, min_gain=1.0))
     due = plan_in_the_making(harness, skewed(1))
     request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", operation=Rebalance())

@@ -141,7 +141,7 @@ def test_a_policy_that_changes_every_second_moves_things_no_more_often(make_harn
     assert 1 <= sum(one.accepted for one in plans) <= 4
 
 
-def test_a_refused_policy_changes_nothing_and_is_shown_until_a_good_one_comes(make_harness):
+def test_a_rejected_policy_changes_nothing_and_is_shown_until_a_good_one_comes(make_harness):
     harness = make_harness()
     harness.serve()
     offer(harness, "defaults: {interval: 7s}")
@@ -151,10 +151,10 @@ def test_a_refused_policy_changes_nothing_and_is_shown_until_a_good_one_comes(ma
     assert harness.pool.policy.in_force == before
     assert harness.pool.revision > revision, "watchers hear of it"
     shown = pool_status(harness.pool, now=harness.now).policy
-    assert (shown.hash, shown.num_refused) == (before.digest, 1)
-    assert "line 3: defaults.intervall" in shown.refusal
+    assert (shown.hash, shown.num_rejected) == (before.digest, 1)
+    assert "line 3: defaults.intervall" in shown.rejection
     offer(harness, "defaults: {interval: 5s}")
-    assert not pool_status(harness.pool, now=harness.now).policy.refusal
+    assert not pool_status(harness.pool, now=harness.now).policy.rejection
 
 
 def test_bounds_follow_the_policy_and_keep_their_counts(make_harness):

@@ -86,13 +86,13 @@ def test_the_same_load_is_not_tried_again_before_the_cooldown(harness, hot):
     be_lopsided(harness)
     harness.run_traffic(hot, seconds=60)
     generation = harness.pool.layouts.current.generation
-    refused = harness.decisions()[-1]
-    assert not refused.accepted
-    assert "a plan for this load was rolled back" in refused.reason
+    rejected = harness.decisions()[-1]
+    assert not rejected.accepted
+    assert "a plan for this load was rolled back" in rejected.reason
     assert harness.pool.layouts.current.generation == generation
     harness.run_traffic(hot, seconds=80)
     assert any(
-        one.accepted and one.time_unix_s > refused.time_unix_s for one in harness.decisions()
+        one.accepted and one.time_unix_s > rejected.time_unix_s for one in harness.decisions()
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from equipoise.planning.moves import RankSource
 from equipoise.pool.effects import WriteMembership
 from equipoise.pool.health import Health
-from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.records import PoolMemory
 from tests.support.deaths import check, come, die, lost, names, notice, serve_all, with_spare_slots
 
@@ -49,7 +49,7 @@ def test_a_balancer_without_memory_uses_no_number_again_that_a_rank_without_grou
     assert opened is not None
     assert after.pool.roster.epoch == 6
     leap = replace(lost(before.ranks[0]), generation=2**60)
-    with pytest.raises(RefusedWorkerError, match="reports generation"):
+    with pytest.raises(RejectedWorkerError, match="reports generation"):
         after.hello(replace(before.ranks[0].hello, group_lost=leap))
 
 

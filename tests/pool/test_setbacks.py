@@ -1,4 +1,4 @@
-"""A layout that ranks refuse is not sent to them again and again."""
+"""A layout that ranks reject is not sent to them again and again."""
 
 import pytest
 
@@ -16,28 +16,28 @@ def harness(make_harness):
     return harness
 
 
-def run_refusing(harness, load, *, windows):
-    """Rank 1 refuses whatever it is to stage; gives how often it was asked to."""
+def run_rejecting(harness, load, *, windows):
+    """Rank 1 rejects whatever it is to stage; gives how often it was asked to."""
     asked = len(harness.sent_to("worker-1", Stage))
     for _ in range(windows * WINDOW_S):
         harness.run_traffic(load, seconds=1, carry_out=False)
         if harness.ranks[1].staged is not None:
-            harness.say(harness.ranks[1], harness.ranks[1].refuse("no memory"))
+            harness.say(harness.ranks[1], harness.ranks[1].reject("no memory"))
     return len(harness.sent_to("worker-1", Stage)) - asked
 
 
-def test_each_refusal_doubles_the_wait_up_to_that_after_a_rollback(harness, skewed):
-    assert run_refusing(harness, skewed(1), windows=1) == 1
+def test_each_rejection_doubles_the_wait_up_to_that_after_a_rollback(harness, skewed):
+    assert run_rejecting(harness, skewed(1), windows=1) == 1
     # Tried again after 10, 20, 40, 80 and 80 seconds: five times in 23 windows.
-    assert run_refusing(harness, skewed(1), windows=23) == 5
+    assert run_rejecting(harness, skewed(1), windows=23) == 5
     waited = [one.reason for one in harness.decisions() if "failed" in one.reason]
     assert "the last 5 rollouts failed" in waited[-1]
-    assert "rank 1 refused: no memory" in waited[-1]
+    assert "rank 1 rejected it: no memory" in waited[-1]
     assert sum(one.accepted for one in harness.decisions()) == 6
 
 
 def test_a_rollout_that_succeeds_forgets_the_setbacks_before(harness, skewed):
-    run_refusing(harness, skewed(1), windows=4)
+    run_rejecting(harness, skewed(1), windows=4)
     assert harness.pool.rollouts._setbacks.count > 1
     harness.run_traffic(skewed(1), seconds=8 * WINDOW_S)
     assert harness.pool.rollouts.completed == 1
@@ -45,7 +45,7 @@ def test_a_rollout_that_succeeds_forgets_the_setbacks_before(harness, skewed):
 
 
 def test_ranks_that_form_anew_are_asked_at_once(harness, skewed):
-    run_refusing(harness, skewed(1), windows=4)
+    run_rejecting(harness, skewed(1), windows=4)
     harness.pool.rollouts.begin_epoch()
     assert harness.pool.rollouts._setbacks.count == 0
 

@@ -90,12 +90,12 @@ class Turmoil:
         for _ in range(8):
             self.stage_one()
 
-    def refuse_one(self):
+    def reject_one(self):
         worker = self.random.choice(self.workers)
         if worker.staged is not None and self.name(worker) not in self.verified:
-            refusal = worker.refuse("no memory")
+            rejection = worker.reject("no memory")
             worker.staged = None
-            self.say(worker, refusal)
+            self.say(worker, rejection)
 
     def take_a_step(self):
         """All switch if all have verified the same generation; nobody asks the balancer."""
@@ -212,7 +212,7 @@ def go_through(turmoil):
         turmoil.break_link,
         *[turmoil.mend_links] * 5,
         *[turmoil.stage_many] * 3,
-        turmoil.refuse_one,
+        turmoil.reject_one,
         *[turmoil.take_a_step] * 3,
         turmoil.restart_balancer,
         turmoil.fail_writes,

@@ -23,7 +23,7 @@ def require_chromium() -> str:
 
 
 class Page:
-    """One tab. `faults` are messages of exceptions, console errors and refused loads."""
+    """One tab. `faults` are messages of exceptions, console errors and rejected loads."""
 
     def __init__(self, send):
         self._send = send

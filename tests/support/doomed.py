@@ -1,7 +1,7 @@
 """Runs `equipoise`, and kills it with SIGKILL when a rollout reaches the state that a file names.
 
 `python doomed.py FILE ARGUMENTS...`: while FILE is empty or missing nothing changes. With
-"aborted" a rank's Staged is handled as a refusal, because nothing else aborts on demand.
+"aborted" a rank's Staged is handled as a rejection, because nothing else aborts on demand.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from equipoise.cli.main import main
-from equipoise.planning.rollout import RankRefused, RankStaged, State, Wave
+from equipoise.planning.rollout import RankRejected, RankStaged, State, Wave
 
 _ON_ENTERING = {State.ABORTED, State.SWITCHED, State.ACTIVE}
 """States on whose entry it dies, before their commands; in the others it dies at the next event."""
@@ -23,7 +23,7 @@ def doom(file: Path) -> None:
     def doomed_step(wave, event, *, now):
         state = file.read_text() if file.exists() else ""
         if state == State.ABORTED and isinstance(event, RankStaged):
-            event = RankRefused(rank=event.rank, generation=event.generation, reason="doomed")
+            event = RankRejected(rank=event.rank, generation=event.generation, reason="doomed")
         after, commands = step(wave, event, now=now)
         looked_at = after if state in _ON_ENTERING else wave
         if looked_at.state == state and (after is not wave or state not in _ON_ENTERING):

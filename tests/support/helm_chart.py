@@ -49,7 +49,7 @@ TLS = {
 
 
 class RenderError(Exception):
-    """Helm refused; the message is its own."""
+    """Helm rejected; the message is its own."""
 
 
 def helm():
@@ -74,7 +74,7 @@ def render(values=None, *, release="eq", namespace="moe"):
     """The objects of a release with these values.
 
     Raises:
-        RenderError: schema or templates refuse them.
+        RenderError: schema or templates reject them.
     """
     text = _rendered(json.dumps(values or {}), release, namespace)
     return [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if one]

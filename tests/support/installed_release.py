@@ -59,7 +59,7 @@ class Release:
         """Return the leader's answer to a caller.
 
         Raises:
-            grpc.RpcError, grpc.FutureTimeoutError: it does not speak with him, or refuses.
+            grpc.RpcError, grpc.FutureTimeoutError: it does not answer or rejects the call.
         """
         return reflected.call(
             self.leader_from_here, "equipoise_api.v1.Status/GetStatus", credentials=credentials

@@ -18,7 +18,7 @@ def call(address, method, *, timeout_s=5.0, credentials=None, **request):
     `credentials` say who asks, `Credentials()` in plain text unless given.
 
     Raises:
-        grpc.RpcError: the server does not answer, or refuses.
+        grpc.RpcError: the server does not answer, or rejects the call.
     """
     service_name, _, method_name = method.partition("/")
     with (credentials or Credentials(Tls(insecure=True))).blocking_channel(address) as channel:

@@ -13,8 +13,8 @@ from equipoise.wire.messages import (
     Heartbeat,
     Hello,
     JoinEpoch,
+    LayoutRejected,
     RankStats,
-    Refused,
     Report,
     RunningState,
     Serving,
@@ -160,8 +160,8 @@ class ScriptedWorker:
             duration_us=1,
         )
 
-    def refuse(self, reason: str) -> Refused:
-        return Refused(
+    def reject(self, reason: str) -> LayoutRejected:
+        return LayoutRejected(
             epoch=self.epoch,
             rank=self.rank,
             generation=self.staged.layout.generation,

@@ -20,7 +20,7 @@ def authority(tmp_path):
     return Authority(tmp_path)
 
 
-def refusal(tls):
+def rejection(tls):
     with pytest.raises(TrustError) as caught:
         Credentials(tls)
     (line,) = str(caught.value).splitlines()
@@ -35,36 +35,36 @@ def test_matching_files_are_accepted(authority):
 def test_a_missing_file_is_named_with_its_setting(authority):
     tls = authority.issue("balancer")
     Path(tls.tls_cert).unlink()
-    assert refusal(tls) == f"tls_cert {tls.tls_cert}: No such file or directory"
+    assert rejection(tls) == f"tls_cert {tls.tls_cert}: No such file or directory"
 
 
 def test_a_file_without_a_certificate_is_named(authority):
     tls = authority.issue("balancer")
     authority.ca_file.write_text("-----BEGIN nothing")
-    assert refusal(tls) == f"tls_ca {authority.ca_file} contains no PEM certificate"
+    assert rejection(tls) == f"tls_ca {authority.ca_file} contains no PEM certificate"
 
 
 def test_an_expired_certificate_is_named_with_its_date(authority):
     tls = authority.issue("balancer", expired=True)
-    assert refusal(tls) == f"tls_cert {tls.tls_cert} expired on 2020-02-01: renew it"
+    assert rejection(tls) == f"tls_cert {tls.tls_cert} expired on 2020-02-01: renew it"
 
 
 def test_a_key_of_another_certificate_is_an_error(authority):
     one, other = authority.issue("one"), authority.issue("other")
     mixed = Tls(tls_ca=one.tls_ca, tls_cert=one.tls_cert, tls_key=other.tls_key)
-    assert refusal(mixed) == f"tls_key {other.tls_key} is not the key of tls_cert {one.tls_cert}"
+    assert rejection(mixed) == f"tls_key {other.tls_key} is not the key of tls_cert {one.tls_cert}"
 
 
 def test_an_invalid_key_is_named(authority):
     tls = authority.issue("one")
     Path(tls.tls_key).write_text("secret")
-    assert "contains no unencrypted PEM private key" in refusal(tls)
+    assert "contains no unencrypted PEM private key" in rejection(tls)
 
 
 def test_a_certificate_of_another_authority_is_an_error(authority, tmp_path):
     other = Authority(tmp_path / "other").issue("balancer")
     mixed = Tls(tls_ca=str(authority.ca_file), tls_cert=other.tls_cert, tls_key=other.tls_key)
-    assert "is not signed by the authority in tls_ca" in refusal(mixed)
+    assert "is not signed by the authority in tls_ca" in rejection(mixed)
 
 
 def test_renewed_files_are_reloaded_and_invalid_ones_are_ignored(authority, caplog):

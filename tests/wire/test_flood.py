@@ -1,4 +1,4 @@
-"""Many corrupt messages: each is refused or valid, and none raises another exception."""
+"""Many corrupt messages: each is rejected or valid, and none raises another exception."""
 
 from dataclasses import fields, is_dataclass
 
@@ -72,11 +72,11 @@ def assert_sensible_part(part):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_corrupt_message_is_refused_or_valid(good, seed):
+def test_a_corrupt_message_is_rejected_or_valid(good, seed):
     random = np.random.default_rng(seed)
     sent = [(to_balancer(value), good.received_by_balancer) for value in good.from_workers]
     sent += [(to_worker(value), good.received_by_worker) for value in good.from_balancer]
-    outcomes = {"unreadable": 0, "refused": 0, "accepted": 0}
+    outcomes = {"unreadable": 0, "rejected": 0, "accepted": 0}
     for number in range(2_000):
         message, receive = sent[number % len(sent)]
         try:
@@ -87,13 +87,13 @@ def test_a_corrupt_message_is_refused_or_valid(good, seed):
         try:
             value = receive(damaged)
         except InvalidMessageError as error:
-            refusal = error
+            rejection = error
         else:
-            refusal = None
-        if refusal is not None:
-            assert refusal.kind.replace("_", "").isalpha()
-            assert len(str(refusal)) < 1000
-            outcomes["refused"] += 1
+            rejection = None
+        if rejection is not None:
+            assert rejection.kind.replace("_", "").isalpha()
+            assert len(str(rejection)) < 1000
+            outcomes["rejected"] += 1
             continue
         outcomes["accepted"] += 1
         if isinstance(value, Hello):
@@ -125,7 +125,7 @@ WIDE = st.one_of(NUMBERS, st.sampled_from([2**53, 2**53 + 1, 2**63, 2**64 - 1]))
     base_generation=WIDE,
     timeout_s=st.floats(),
 )
-def test_generated_layouts_are_refused_or_valid(good, layout, epoch, base_generation, timeout_s):
+def test_generated_layouts_are_rejected_or_valid(good, layout, epoch, base_generation, timeout_s):
     stage = pb.Stage(
         epoch=epoch, layout=layout, base_generation=base_generation, timeout_s=timeout_s
     )

@@ -12,9 +12,9 @@ from equipoise.wire.messages import (
     Abort,
     Heartbeat,
     Hello,
+    LayoutRejected,
     Leaving,
     RankStats,
-    Refused,
     Rejection,
     Report,
     Wait,
@@ -23,7 +23,7 @@ from equipoise.worker.agent import Outbox
 from equipoise.worker.waits import Waits
 from tests.support.agent_ranks import RecordingHandler, agent_of
 
-REFUSED = Refused(epoch=1, rank=0, generation=2, reason="no")
+REJECTED = LayoutRejected(epoch=1, rank=0, generation=2, reason="no")
 REPORT = Report(
     load=LoadReport(
         boot_id="boot-1",
@@ -100,9 +100,12 @@ async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
         link.say(abort)
         assert await rig.next() == abort
         for _ in range(100):
-            rig.outbox.send(REFUSED)
+            rig.outbox.send(REJECTED)
         await link.until(Heartbeat, lambda beat: beat.sequence == 2)
-        assert await link.until(Refused, lambda _: len(link.of(Refused)) == 100) == REFUSED
+        assert (
+            await link.until(LayoutRejected, lambda _: len(link.of(LayoutRejected)) == 100)
+            == REJECTED
+        )
 
 
 async def test_a_report_carries_the_heartbeat(balancer):
@@ -214,11 +217,11 @@ async def test_reconnects_are_spread_below_a_bound_that_doubles():
 
 async def test_messages_sent_without_a_stream_are_dropped(balancer):
     rig = Rig(balancer.address)
-    rig.outbox.send(REFUSED)
+    rig.outbox.send(REJECTED)
     async with running(rig):
         link = await balancer.link()
         await link.until(Heartbeat)
-    assert link.of(Refused) == []
+    assert link.of(LayoutRejected) == []
 
 
 async def test_an_invalid_message_is_dropped_and_the_stream_continues(

@@ -144,7 +144,7 @@ def test_the_switch_waits_for_the_last_rank(rank_of_one, staged_from_checkpoint,
     assert steps[:6] == [1, 1, 1, 1, 1, 2]
 
 
-def test_a_peer_that_staged_another_layout_under_the_number_is_refused_and_serving_continues(
+def test_a_peer_that_staged_another_layout_under_the_number_is_rejected_and_serving_continues(
     rank_of_one, staged_from_checkpoint, random_layout
 ):
     core, held = rank_of_one()
@@ -159,9 +159,9 @@ def test_a_peer_that_staged_another_layout_under_the_number_is_refused_and_servi
     engine.run()
     assert engine.generation == 1
     assert engine.staged_generation == 0
-    refused = client.results[0].refused
-    assert (refused.epoch, refused.rank, refused.generation) == (1, 0, 2)
-    assert "b: 0000000000000007" in refused.reason
+    rejected = client.results[0].rejected
+    assert (rejected.epoch, rejected.rank, rejected.generation) == (1, 0, 2)
+    assert "b: 0000000000000007" in rejected.reason
 
 
 def test_a_peer_that_runs_another_layout_under_the_number_ends_the_run(rank_of_one):

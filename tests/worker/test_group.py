@@ -136,7 +136,7 @@ def test_ranks_check_all_announcements_before_they_form(rendezvous):
 
 
 def test_ranks_that_do_not_agree_do_not_form(rendezvous):
-    def refuse(told):
+    def reject(told):
         raise ValueError("ranks compute differently")
 
     host, _, port = rendezvous.rpartition(":")
@@ -145,7 +145,7 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
     met = []
     words = "^the 2 ranks of epoch 1 met but do not agree: ranks compute differently$"
     with pytest.raises(GroupError, match=words):
-        form(rendezvous, check=refuse, on_met=lambda: met.append(1))
+        form(rendezvous, check=reject, on_met=lambda: met.append(1))
     assert not met
 
 

@@ -63,7 +63,7 @@ def test_one_number_for_two_layouts_is_never_switched_to_and_names_the_ranks():
     conflict = staged_conflict(headers, names=("a", "b", "c"))
     assert conflict == (
         "ranks disagree about the staged layout of generation 5 (c: 0000000000000007; a, b: "
-        "ffffffffffffffff): plan again; if it is refused too, restart the balancer"
+        "ffffffffffffffff): plan again; if it is rejected too, restart the balancer"
     )
 
 

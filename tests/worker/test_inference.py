@@ -214,7 +214,7 @@ def test_a_request_that_fills_the_context_to_the_last_token_is_served():
         request_from_proto(request(max_tokens=92), vocab_size=64, context_length=96)
 
 
-async def test_a_full_queue_refuses_at_once_and_affects_no_other_request(bench, solo):
+async def test_a_full_queue_rejects_at_once_and_affects_no_other_request(bench, solo):
     bench.gate.open.clear()
     calls = [bench.stub.Generate(request(), timeout=60) for _ in range(3)]
     tasks = [asyncio.create_task(generated(call)) for call in calls]

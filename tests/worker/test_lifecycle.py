@@ -14,8 +14,8 @@ from equipoise.planning.counters import Phase
 from equipoise.wire.messages import (
     GroupLost,
     Heartbeat,
+    LayoutRejected,
     Leaving,
-    Refused,
     Rejection,
     Report,
     Serving,
@@ -274,16 +274,16 @@ async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(ba
             await asyncio.wait_for(asyncio.shield(rig.task), 60)
 
 
-async def test_an_invalid_stage_is_refused_with_the_reason(
+async def test_an_invalid_stage_is_rejected_with_the_reason(
     balancer, settings, join_epoch, random_layout, stage_to
 ):
     other = random_layout(2, slots_per_rank=10)
     async with running(settings(balancer=balancer.address)):
         link, _ = await join(balancer, join_epoch, random_layout(1))
         link.say(stage_to(random_layout(1, slots_per_rank=10), other))
-        refused = await link.until(Refused)
-        assert (refused.epoch, refused.rank, refused.generation) == (1, 0, 2)
-        assert "10" in refused.reason
+        rejected = await link.until(LayoutRejected)
+        assert (rejected.epoch, rejected.rank, rejected.generation) == (1, 0, 2)
+        assert "10" in rejected.reason
 
 
 async def test_a_shutdown_ends_requests_with_the_reason_and_announces_itself(

@@ -57,7 +57,7 @@ async def test_an_unreachable_cluster_does_not_keep_a_worker_from_serving(cluste
     assert "cannot read labels of node m1, using its name as node" in caplog.text
 
 
-async def test_labels_outside_a_cluster_and_without_an_account_are_refused(monkeypatch, tmp_path):
+async def test_labels_outside_a_cluster_and_without_an_account_are_rejected(monkeypatch, tmp_path):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(WorkerError, match="this is not a pod: set node and zone"):
         await find_location(asking("m1"))

@@ -280,7 +280,7 @@ def test_generating_requests_run_in_every_step_during_a_long_prefill():
         scheduler.commit(plan, [told(7)] * sum(bool(chunk.sampling) for chunk in plan.chunks))
 
 
-def test_a_full_queue_refuses_until_a_request_leaves():
+def test_a_full_queue_rejects_until_a_request_leaves():
     scheduler = scheduler_of(max_requests=1, max_queued=1, max_step_tokens=1)
     for key in range(2):
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))

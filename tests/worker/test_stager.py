@@ -1,4 +1,4 @@
-"""A Stage becomes a staged generation, or is refused with the remedy."""
+"""A Stage becomes a staged generation, or is rejected with the remedy."""
 
 import asyncio
 import dataclasses
@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.shares import WHOLE
-from equipoise.wire.messages import Abort, Refused, Staged
-from equipoise.worker.errors import StageRefusedError
+from equipoise.wire.messages import Abort, LayoutRejected, Staged
+from equipoise.worker.errors import StageRejectedError
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.stager import Stager, check_stage
 from equipoise_model.experts import checksum
@@ -137,13 +137,13 @@ async def test_a_stage_is_a_child_span_of_the_rollout_with_its_outcome(
     rig.stager.stage(stage)
     await rig.answer()
     rig.stager.stage(dataclasses.replace(stage, layout=random_layout(3), base_generation=2))
-    assert isinstance(await rig.answer(), Refused)
-    good, refused = rig.spans.get_finished_spans()
-    for span in (good, refused):
+    assert isinstance(await rig.answer(), LayoutRejected)
+    good, rejected = rig.spans.get_finished_spans()
+    for span in (good, rejected):
         assert (span.context.trace_id, span.parent.span_id) == (1, 2)
     assert good.status.is_ok
     assert good.attributes["moves"] == len(stage.moves) > 0
-    assert "plan from there" in refused.status.description
+    assert "plan from there" in rejected.status.description
 
 
 async def test_a_stage_without_moves_is_staged_at_once(rig, stage_to):
@@ -213,7 +213,7 @@ async def test_an_abort_drops_a_staged_generation_and_one_being_prepared(
     rig.stager.abort(Abort(epoch=1, generation=9, reason="another one"))
     rig.stager.abort(Abort(epoch=9, generation=2, reason="another epoch"))
     assert rig.engine.staged_generation == 2
-    rig.stager.abort(Abort(epoch=1, generation=2, reason="a rank refused"))
+    rig.stager.abort(Abort(epoch=1, generation=2, reason="a rank rejected"))
     assert rig.engine.staged_generation == 0
 
     rig.slow.may_give.clear()
@@ -221,7 +221,7 @@ async def test_an_abort_drops_a_staged_generation_and_one_being_prepared(
     rig.stager.stage(stage_to(rig.running, random_layout(3)))
     await asyncio.to_thread(rig.slow.asked.wait, 60)
     preparing = rig.stager._task
-    rig.stager.abort(Abort(epoch=1, generation=3, reason="a rank refused"))
+    rig.stager.abort(Abort(epoch=1, generation=3, reason="a rank rejected"))
     rig.slow.may_give.set()
     await asyncio.wait([preparing], timeout=60)
     assert preparing.cancelled()
@@ -237,7 +237,7 @@ async def test_an_abort_after_the_switch_changes_nothing(rig, random_layout, sta
     assert rig.running.generation == 2
 
 
-async def test_staging_that_a_switch_overtakes_is_refused(
+async def test_staging_that_a_switch_overtakes_is_rejected(
     rig, random_layout, stage_to, staged_from_checkpoint
 ):
     rig.slow.may_give.clear()
@@ -246,20 +246,20 @@ async def test_staging_that_a_switch_overtakes_is_refused(
     rig.held.switch(staged_from_checkpoint(rig.core, rig.running, random_layout(2)))
     rig.slow.may_give.set()
     answer = await rig.answer()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, LayoutRejected)
     assert "switched from generation 1 to 2 in the meantime" in answer.reason
     assert rig.engine.staged_generation == 0
 
 
-async def test_staging_that_takes_too_long_is_refused(rig, random_layout, stage_to):
+async def test_staging_that_takes_too_long_is_rejected(rig, random_layout, stage_to):
     rig.slow.may_give.clear()
     rig.stager.stage(stage_to(rig.running, random_layout(2), timeout_s=0.2))
     answer = await rig.answer()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, LayoutRejected)
     assert "longer than the allowed 0.2 s" in answer.reason
 
 
-async def test_staging_that_runs_out_of_device_memory_is_refused(
+async def test_staging_that_runs_out_of_device_memory_is_rejected(
     rig, random_layout, stage_to, monkeypatch
 ):
     def no_room(*_arguments):
@@ -269,27 +269,27 @@ async def test_staging_that_runs_out_of_device_memory_is_refused(
         patch.setattr(rig.held, "prepare", no_room)
         rig.stager.stage(stage_to(rig.running, random_layout(2)))
         answer = await rig.answer()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, LayoutRejected)
     assert "not enough device memory to stage" in answer.reason
     rig.stager.stage(stage_to(rig.running, random_layout(2)))
     assert isinstance(await rig.answer(), Staged)
 
 
-async def test_a_checksum_that_no_source_matches_is_refused(rig, random_layout, stage_to):
+async def test_a_checksum_that_no_source_matches_is_rejected(rig, random_layout, stage_to):
     stage = stage_to(rig.running, random_layout(2))
     wrong = dataclasses.replace(stage.moves[0], checksum=bytes(CHECKSUM_BYTES))
     rig.stager.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
     answer = await rig.answer()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, LayoutRejected)
     assert answer.generation == 2
     assert "is unavailable from every source" in answer.reason
     assert rig.engine.staged_generation == 0
 
 
-async def test_after_a_refusal_the_same_generation_may_be_staged(rig, random_layout, stage_to):
+async def test_after_a_rejection_the_same_generation_may_be_staged(rig, random_layout, stage_to):
     stage = stage_to(rig.running, random_layout(2))
     rig.stager.stage(dataclasses.replace(stage, epoch=7))
-    assert isinstance(await rig.answer(), Refused)
+    assert isinstance(await rig.answer(), LayoutRejected)
     rig.stager.stage(stage)
     assert isinstance(await rig.answer(), Staged)
 
@@ -311,22 +311,22 @@ def foreign_slot(stage):
         ),
     ],
 )
-def test_a_stage_that_does_not_fit_is_refused_with_the_fault(
+def test_a_stage_that_does_not_fit_is_rejected_with_the_fault(
     random_layout, stage_to, change, reason
 ):
     running = random_layout(1)
     stage = stage_to(running, random_layout(2))
     check_stage(stage, running=running, epoch=1, rank=0)
-    with pytest.raises(StageRefusedError, match=reason):
+    with pytest.raises(StageRejectedError, match=reason):
         check_stage(dataclasses.replace(stage, **change(stage)), running=running, epoch=1, rank=0)
 
 
-def test_a_layout_of_another_shape_is_refused(random_layout, stage_to):
+def test_a_layout_of_another_shape_is_rejected(random_layout, stage_to):
     running = random_layout(1)
     stage = dataclasses.replace(
         stage_to(running, random_layout(2)), layout=random_layout(2, slots_per_rank=10)
     )
-    with pytest.raises(StageRefusedError, match=r"\(2, 10, 8, 1\) does not fit"):
+    with pytest.raises(StageRejectedError, match=r"\(2, 10, 8, 1\) does not fit"):
         check_stage(stage, running=running, epoch=1, rank=0)
 
 
@@ -337,7 +337,7 @@ def test_each_rank_checks_its_own_moves(random_layout, stage_to, rank):
     own = stage_to(running, layout, rank=rank)
     check_stage(own, running=running, epoch=1, rank=rank)
     other = stage_to(running, layout, rank=1 - rank)
-    with pytest.raises(StageRefusedError):
+    with pytest.raises(StageRejectedError):
         check_stage(other, running=running, epoch=1, rank=rank)
 
 

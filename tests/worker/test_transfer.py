@@ -229,7 +229,7 @@ async def test_when_all_sources_fail_each_is_named_with_its_fault(puller, held, 
     assert "checkpoint: the disk is gone" in said
 
 
-async def test_a_checkpoint_that_differs_is_refused_by_its_checksum(puller, checkpoint, move):
+async def test_a_checkpoint_that_differs_is_rejected_by_its_checksum(puller, checkpoint, move):
     class Other:
         def read_expert(self, layer, expert):
             return checkpoint.read_expert(layer, expert + 1)
@@ -247,7 +247,7 @@ async def test_a_checkpoint_that_differs_is_refused_by_its_checksum(puller, chec
         ({"epoch": 1, "layer": 0, "expert": 99}, grpc.StatusCode.NOT_FOUND),
     ],
 )
-async def test_an_expert_that_a_rank_does_not_hold_is_refused(held, request_of, code):
+async def test_an_expert_that_a_rank_does_not_hold_is_rejected(held, request_of, code):
     async with served(opened(held)) as address, grpc.aio.insecure_channel(address) as channel:
         call = worker_pb2_grpc.ExpertTransferStub(channel).Fetch(
             pb.FetchRequest(**request_of), timeout=20

@@ -17,7 +17,15 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.policy import Policy
 from equipoise.planning.slowness import RankPace, find_slow, slowdowns
-from equipoise.wire.messages import GroupLost, Leaving, Refused, Report, Serving, Staged, Switched
+from equipoise.wire.messages import (
+    GroupLost,
+    LayoutRejected,
+    Leaving,
+    Report,
+    Serving,
+    Staged,
+    Switched,
+)
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.errors import WorkerError
 from equipoise.worker.sequence import Request
@@ -167,7 +175,7 @@ async def test_ranks_that_were_sent_different_layouts_of_one_generation_do_not_f
             await link.until(Serving, lambda said: said.epoch == 3)
 
 
-async def test_ranks_that_staged_different_layouts_of_one_generation_refuse_to_switch(
+async def test_ranks_that_staged_different_layouts_of_one_generation_reject_to_switch(
     balancer, settings, join_epoch, random_layout, stage_to, solo
 ):
     first = random_layout(1, num_ranks=2, slots_per_rank=6)
@@ -176,10 +184,10 @@ async def test_ranks_that_staged_different_layouts_of_one_generation_refuse_to_s
             other = random_layout(2, num_ranks=2, slots_per_rank=6, seed=rank)
             link.say(stage_to(first, other, rank=rank))
         for link in pool.links:
-            refused = await link.until(Refused)
-            assert refused.generation == 2
-            assert "disagree about the staged layout of generation 2" in refused.reason
-            assert "w-0: " in refused.reason
+            rejected = await link.until(LayoutRejected)
+            assert rejected.generation == 2
+            assert "disagree about the staged layout of generation 2" in rejected.reason
+            assert "w-0: " in rejected.reason
         tokens, generations = await generate(pool.addresses()[1], PROMPTS[0], 10)
         assert tokens == await asyncio.to_thread(solo, PROMPTS[0], 10)
         assert set(generations.values()) == {1}

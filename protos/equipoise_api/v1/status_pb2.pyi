@@ -235,8 +235,8 @@ class RolloutStatus(_message.Message):
 Global___RolloutStatus: _TypeAlias = RolloutStatus  # noqa: Y015
 
 @_typing.final
-class Refusal(_message.Message):
-    """Refusal is a kind of input that was refused, and how often."""
+class RejectionStatus(_message.Message):
+    """RejectionStatus is a kind of input that was rejected, and how often."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -262,7 +262,7 @@ class Refusal(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+Global___RejectionStatus: _TypeAlias = RejectionStatus  # noqa: Y015
 
 @_typing.final
 class BoundStatus(_message.Message):
@@ -306,16 +306,16 @@ Global___BoundStatus: _TypeAlias = BoundStatus  # noqa: Y015
 
 @_typing.final
 class PolicyStatus(_message.Message):
-    """PolicyStatus is the policy in force for a pool, and what was refused since."""
+    """PolicyStatus is the policy in force for a pool, and what was rejected since."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HASH_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     LOADED_UNIX_S_FIELD_NUMBER: _builtins.int
-    NUM_REFUSED_FIELD_NUMBER: _builtins.int
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    REFUSED_UNIX_S_FIELD_NUMBER: _builtins.int
+    NUM_REJECTED_FIELD_NUMBER: _builtins.int
+    REJECTION_FIELD_NUMBER: _builtins.int
+    REJECTED_UNIX_S_FIELD_NUMBER: _builtins.int
     IS_PAUSED_FIELD_NUMBER: _builtins.int
     hash: _builtins.str
     """Digest of the policy's values: twelve hexadecimal characters."""
@@ -323,12 +323,12 @@ class PolicyStatus(_message.Message):
     """File that it comes from, or "command line"."""
     loaded_unix_s: _builtins.float
     """Unix time at which it was read, seconds."""
-    num_refused: _builtins.int
-    """Policies refused since the balancer started, each as a whole; the last good one stays."""
-    refusal: _builtins.str
-    """Why the newest policy was refused, with field and line; empty once a good one was read."""
-    refused_unix_s: _builtins.float
-    """Unix time of that refusal, seconds."""
+    num_rejected: _builtins.int
+    """Policies rejected since the balancer started, each as a whole; the last good one stays."""
+    rejection: _builtins.str
+    """Why the newest policy was rejected, with field and line; empty once a good one was read."""
+    rejected_unix_s: _builtins.float
+    """Unix time of that rejection, seconds."""
     is_paused: _builtins.bool
     """Whether the policy pauses planning."""
     def __init__(
@@ -337,14 +337,14 @@ class PolicyStatus(_message.Message):
         hash: _builtins.str = ...,
         source: _builtins.str = ...,
         loaded_unix_s: _builtins.float = ...,
-        num_refused: _builtins.int = ...,
-        refusal: _builtins.str = ...,
-        refused_unix_s: _builtins.float = ...,
+        num_rejected: _builtins.int = ...,
+        rejection: _builtins.str = ...,
+        rejected_unix_s: _builtins.float = ...,
         is_paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "is_paused", b"is_paused", "loaded_unix_s", b"loaded_unix_s", "num_refused", b"num_refused", "refusal", b"refusal", "refused_unix_s", b"refused_unix_s", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "is_paused", b"is_paused", "loaded_unix_s", b"loaded_unix_s", "num_rejected", b"num_rejected", "rejected_unix_s", b"rejected_unix_s", "rejection", b"rejection", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,7 +455,7 @@ class PoolStatus(_message.Message):
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     LAST_DECISION_FIELD_NUMBER: _builtins.int
-    REFUSALS_FIELD_NUMBER: _builtins.int
+    REJECTIONS_FIELD_NUMBER: _builtins.int
     SWITCHES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     ROLLOUTS_COMPLETED_FIELD_NUMBER: _builtins.int
@@ -506,8 +506,8 @@ class PoolStatus(_message.Message):
         """The newest verdict."""
 
     @_builtins.property
-    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Everything refused since start."""
+    def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectionStatus]:
+        """Everything rejected since start."""
 
     @_builtins.property
     def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchStatus]:
@@ -541,7 +541,7 @@ class PoolStatus(_message.Message):
 
     @_builtins.property
     def policy(self) -> Global___PolicyStatus:
-        """The policy in force, and whether a newer one was refused."""
+        """The policy in force, and whether a newer one was rejected."""
 
     @_builtins.property
     def promises(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromiseStatus]:
@@ -564,7 +564,7 @@ class PoolStatus(_message.Message):
         interval_s: _builtins.float = ...,
         rollout: Global___RolloutStatus | None = ...,
         last_decision: Global___Decision | None = ...,
-        refusals: _abc.Iterable[Global___Refusal] | None = ...,
+        rejections: _abc.Iterable[Global___RejectionStatus] | None = ...,
         switches: _abc.Iterable[Global___SwitchStatus] | None = ...,
         revision: _builtins.int = ...,
         rollouts_completed: _builtins.int = ...,
@@ -580,7 +580,7 @@ class PoolStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "promises", b"promises", "ranks", b"ranks", "refusals", b"refusals", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "promises", b"promises", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015

@@ -65,7 +65,7 @@ class ConnectRequest(_message.Message):
     SERVING_FIELD_NUMBER: _builtins.int
     LOAD_REPORT_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
-    REFUSED_FIELD_NUMBER: _builtins.int
+    LAYOUT_REJECTED_FIELD_NUMBER: _builtins.int
     SWITCHED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
@@ -81,7 +81,7 @@ class ConnectRequest(_message.Message):
     @_builtins.property
     def staged(self) -> Global___Staged: ...
     @_builtins.property
-    def refused(self) -> Global___Refused: ...
+    def layout_rejected(self) -> Global___LayoutRejected: ...
     @_builtins.property
     def switched(self) -> Global___Switched: ...
     @_builtins.property
@@ -97,17 +97,17 @@ class ConnectRequest(_message.Message):
         serving: Global___Serving | None = ...,
         load_report: Global___LoadReport | None = ...,
         staged: Global___Staged | None = ...,
-        refused: Global___Refused | None = ...,
+        layout_rejected: Global___LayoutRejected | None = ...,
         switched: Global___Switched | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         leaving: Global___Leaving | None = ...,
         group_lost: Global___GroupLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "refused", b"refused", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "layout_rejected", b"layout_rejected", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "refused", b"refused", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "layout_rejected", b"layout_rejected", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "serving", "load_report", "staged", "refused", "switched", "heartbeat", "leaving", "group_lost"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "serving", "load_report", "staged", "layout_rejected", "switched", "heartbeat", "leaving", "group_lost"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -792,7 +792,7 @@ class LayoutChange(_message.Message):
     """BLAKE2b-128 of the complete new layout: the digest of the slots of each rank, as int32, and of
     its layers' digests, in order. A layer's digest covers its experts, followed by its shares if an
     expert is split unevenly. All int32 are little-endian. A worker that computes another digest
-    changed another layout, and refuses.
+    changed another layout, and rejects.
     """
     def __init__(
         self,
@@ -828,11 +828,11 @@ class Stage(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the moves; a rank of another epoch refuses."""
+    """Epoch of the moves; a rank of another epoch rejects."""
     base_generation: _builtins.int
     """Generation the moves start from; must be the one the worker runs."""
     timeout_s: _builtins.float
-    """Timeout after which the worker refuses by itself, seconds."""
+    """Timeout after which the worker rejects by itself, seconds."""
     term: _builtins.int
     """Term of the sending balancer, as in JoinEpoch."""
     traceparent: _builtins.str
@@ -950,8 +950,8 @@ class Staged(_message.Message):
 Global___Staged: _TypeAlias = Staged  # noqa: Y015
 
 @_typing.final
-class Refused(_message.Message):
-    """Refused answers Stage or JoinEpoch: the worker keeps what it has."""
+class LayoutRejected(_message.Message):
+    """LayoutRejected answers Stage or JoinEpoch: the worker keeps what it has."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -962,7 +962,7 @@ class Refused(_message.Message):
     epoch: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
-    """Generation that was refused."""
+    """Generation that was rejected."""
     reason: _builtins.str
     """One sentence: the fault and the remedy."""
     def __init__(
@@ -979,7 +979,7 @@ class Refused(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Refused: _TypeAlias = Refused  # noqa: Y015
+Global___LayoutRejected: _TypeAlias = LayoutRejected  # noqa: Y015
 
 @_typing.final
 class Switched(_message.Message):
@@ -1148,7 +1148,7 @@ Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class Rejection(_message.Message):
-    """Rejection refuses a worker or a message, with the reason."""
+    """Rejection rejects a worker or a message, with the reason."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

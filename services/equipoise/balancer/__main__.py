@@ -91,7 +91,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
                 settings.defaults, needs_file=settings.policy is not None, now=time.time()
             ),
             policy_file=settings.policy,
-            on_refusal=await _open_events(opened) if settings.policy is not None else None,
+            on_rejection=await _open_events(opened) if settings.policy is not None else None,
             warm_up=partial(_warm_up, planner),
             planner=planner,
             stop_grace_s=settings.stop_grace_s,
@@ -161,7 +161,7 @@ async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
 async def _open_events(
     opened: AsyncExitStack,
 ) -> Callable[[str], Awaitable[None]] | None:
-    """What is called with the reason of refused policies: Kubernetes events, in a cluster."""
+    """What is called with the reason of rejected policies: Kubernetes events, in a cluster."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
@@ -169,7 +169,7 @@ async def _open_events(
         events = importlib.import_module("equipoise.balancer.telemetry.kubernetes_events")
         api, namespace = await cluster.connect()
     except (ModuleNotFoundError, RegisterError) as error:
-        _log.warning("no Kubernetes events for refused policies: %s", error)
+        _log.warning("no Kubernetes events for rejected policies: %s", error)
         return None
     recorder = events.KubernetesEvents(api, namespace=namespace)
     opened.push_async_callback(_closed, recorder.close)

@@ -70,7 +70,7 @@ async def write_to(store: Store, write: Write, *, pool: str, term: int, log: Poo
             log.info(
                 "audit record %d: %s: %s: %s: %s",
                 *(entry.sequence, entry.who, entry.what),
-                *("accepted" if entry.accepted else "refused", entry.outcome),
+                *("accepted" if entry.accepted else "rejected", entry.outcome),
                 extra=about(term=term),
             )
             return replace(write, record=entry)

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyFile:
-    """The file at `path`. `on_refusal` gets the reason of each refusal; it must not hang."""
+    """The file at `path`. `on_rejection` gets the reason of each rejection; it must not hang."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class PolicyFile:
         book: PolicyBook,
         readiness: Readiness,
         clock: Callable[[], float],
-        on_refusal: Callable[[str], Awaitable[None]] | None = None,
+        on_rejection: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._path = path
         self._book = book
         self._readiness = readiness
         self._clock = clock
-        self._on_refusal = on_refusal
+        self._on_rejection = on_rejection
         self._known: bytes | str | None = None
 
     async def run(self) -> None:
@@ -71,16 +71,16 @@ class PolicyFile:
         if found == self._known:
             return
         self._known, source, now = found, str(self._path), self._clock()
-        num_refused = self._book.num_refused
+        num_rejected = self._book.num_rejected
         if isinstance(found, str):
-            self._book.refuse(f"policy {source}: {found}", now=now)
+            self._book.reject(f"policy {source}: {found}", now=now)
         else:
             # Invalid UTF-8 becomes a character that no policy has, in the line where it is.
             self._book.offer(found.decode(errors="replace"), source=source, now=now)
         self._readiness.note("policy", self._book.missing)
-        refusal = self._book.latest_refusal
-        if self._on_refusal and refusal is not None and self._book.num_refused > num_refused:
-            await self._on_refusal(refusal.reason)
+        rejection = self._book.latest_rejection
+        if self._on_rejection and rejection is not None and self._book.num_rejected > num_rejected:
+            await self._on_rejection(rejection.reason)
 
     async def _contents(self) -> bytes | str:
         """The file's bytes, or a message why they cannot be read."""

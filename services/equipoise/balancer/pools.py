@@ -18,7 +18,7 @@ from equipoise.balancer.store.store import Store
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
-from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
 from equipoise.telemetry.logs import about
@@ -120,12 +120,12 @@ class Pools:
         """Let a worker into its pool; the first worker creates the pool.
 
         Raises:
-            RefusedWorkerError: it cannot be in that pool.
+            RejectedWorkerError: it cannot be in that pool.
         """
         runner = self._runners.get(hello.pool)
         if runner is None:
             if len(self._runners) >= MAX_POOLS:
-                raise RefusedWorkerError(
+                raise RejectedWorkerError(
                     "hello_too_many_pools",
                     f"worker {hello.worker}: this balancer has {MAX_POOLS} pools already: join "
                     f"one of them, or start another balancer",
@@ -137,13 +137,13 @@ class Pools:
         runner.admit(hello, mailbox)
         return runner
 
-    def refuse_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
-        """Count a refused worker, in its pool if that exists."""
+    def reject_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
+        """Count a rejected worker, in its pool if that exists."""
         runner = self._runners.get(pool)
         if runner is None:
-            _log.warning("refused (%s): %s", kind, reason, extra=about(pool=pool, worker=worker))
+            _log.warning("rejected (%s): %s", kind, reason, extra=about(pool=pool, worker=worker))
         else:
-            runner.refuse(worker, kind=kind, reason=reason)
+            runner.reject(worker, kind=kind, reason=reason)
 
     def close_streams(self) -> None:
         """End the streams of all workers and watchers, which would outlive any grace period."""

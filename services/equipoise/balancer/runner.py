@@ -118,7 +118,7 @@ class PoolRunner:
         """Let a worker in; an earlier stream of it is closed.
 
         Raises:
-            RefusedWorkerError: it cannot be in this pool; an earlier stream of it stays.
+            RejectedWorkerError: it cannot be in this pool; an earlier stream of it stays.
         """
         chain = self._controller.hello(hello, now=self._clock())
         previous = self._mailboxes.get(hello.worker)
@@ -139,13 +139,13 @@ class PoolRunner:
         if self._mailboxes.get(worker) is mailbox:
             self._submit(self._controller.message(worker, value, now=self._clock()))
 
-    def refuse(self, worker: str, *, kind: str, reason: str) -> None:
-        """Count a refusal and send the reason to the worker, if it is connected."""
-        self._submit(self._controller.refuse(worker, kind=kind, reason=reason, now=self._clock()))
-        count = self.pool.counters.refusals.of(kind)
+    def reject(self, worker: str, *, kind: str, reason: str) -> None:
+        """Count a rejection and send the reason to the worker, if it is connected."""
+        self._submit(self._controller.reject(worker, kind=kind, reason=reason, now=self._clock()))
+        count = self.pool.counters.rejections.of(kind)
         if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
             fields = self._about(worker)
-            self._log.warning("refused (%s, time %d): %s", kind, count, reason, extra=fields)
+            self._log.warning("rejected (%s, time %d): %s", kind, count, reason, extra=fields)
 
     def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
         """A stream has ended; ignored unless it is the worker's newest."""

@@ -147,8 +147,8 @@ class BalancerParts:
     policy_file: Path | None = None
     """Policy file to follow."""
 
-    on_refusal: Callable[[str], Awaitable[None]] | None = None
-    """Called with the reason when a policy file is refused."""
+    on_rejection: Callable[[str], Awaitable[None]] | None = None
+    """Called with the reason when a policy file is rejected."""
 
     warm_up: Callable[[], Awaitable[None]] | None = None
     """Compiles the planner; until it ends the balancer is not ready."""
@@ -203,7 +203,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
                 book=parts.policies,
                 readiness=readiness,
                 clock=clock,
-                on_refusal=parts.on_refusal,
+                on_rejection=parts.on_rejection,
             )
             await file.look()
             await running.enter_async_context(_background(file.run()))

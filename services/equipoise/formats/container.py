@@ -66,7 +66,7 @@ def _text_document(data: bytes) -> Any:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; refuses duplicate keys."""
+    """Build a JSON object; rejects duplicate keys."""
     document = dict(members)
     if len(document) != len(members):
         names = [name for name, _ in members]

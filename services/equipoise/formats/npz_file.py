@@ -1,4 +1,4 @@
-"""`.npz` files: arrays by name. Pickled objects, which could run code, are refused."""
+"""`.npz` files: arrays by name. Pickled objects, which could run code, are rejected."""
 
 import io
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Converts nested lists to arrays; refuses ragged rows and values that are not numbers.
+"""Converts nested lists to arrays; rejects ragged rows and values that are not numbers.
 
 Checks shapes and types; `Recording` and `ExpertPlacement` check values.
 """

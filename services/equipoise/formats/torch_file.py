@@ -1,7 +1,7 @@
 """Reads `.pt` files without torch and without executing code.
 
 A .pt file is a zip of a pickle and the bytes of each tensor. A pickle can call any function by
-name; this reader accepts only the names of a tensor's parts and refuses all others. The result
+name; this reader accepts only the names of a tensor's parts and rejects all others. The result
 has plain values, dicts, lists and dense tensors of numbers only.
 """
 
@@ -130,7 +130,7 @@ class _Unpickler(pickle.Unpickler):
             return _Storage(_STORAGES[name])
         raise FormatError(
             f"it names {f'{module}.{name}'[:80]!r}, which is not part of a plain tensor; a file "
-            f"that could run code is refused"
+            f"that could run code is rejected"
         )
 
     def persistent_load(self, pid: Any, /) -> _Storage:

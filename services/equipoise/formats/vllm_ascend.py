@@ -52,7 +52,7 @@ def placement_json(placement: ExpertPlacement) -> bytes:
         layer, rank, position = (int(index) for index in twins[0])
         raise FormatError(
             f"layer {layer}: device {rank} would hold expert {int(ordered[layer, rank, position])} "
-            f"twice, which vllm-ascend refuses"
+            f"twice, which vllm-ascend rejects"
         )
     body = ",\n".join(_layer_json(layer, ranks) for layer, ranks in enumerate(by_rank.tolist()))
     return f'{{"moe_layer_count": {placement.num_layers}, "layer_list": [\n{body}]}}\n'.encode()

@@ -41,7 +41,7 @@ async def attempt(
     Raises:
         RankFullError: the rank's queue is full.
         RankLostError: the rank failed, timed out, or sent an invalid response.
-        InvalidRequestError: the rank refuses the request; its own message.
+        InvalidRequestError: the rank rejects the request; its own message.
     """
     call = stub.Generate(request_to_proto(request), metadata=credentials.metadata())
     try:
@@ -76,7 +76,7 @@ async def _until_accepted(
             f"it did not accept the request within {timeout_s:g} s (accept)"
         ) from None
     if call.done():
-        # The rank refused it: reading raises the reason.
+        # The rank rejected it: reading raises the reason.
         await call.read()
         raise RankLostError("it ended the stream before the first token")
 

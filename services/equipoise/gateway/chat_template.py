@@ -62,7 +62,7 @@ class ChatTemplate:
         """The text of a conversation, up to where the model's answer begins.
 
         Raises:
-            InvalidRequestError: the template refuses these messages; its own message.
+            InvalidRequestError: the template rejects these messages; its own message.
         """
         try:
             return self._template.render(
@@ -71,7 +71,7 @@ class ChatTemplate:
         # Either the template or the messages are at fault, and not the gateway.
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template rejects these messages: {error}", param="messages"
             ) from None
 
 

@@ -51,7 +51,7 @@ class Fields:
                     f"unknown field {shown(self._path + name)}", param=self._path + name
                 )
 
-    def refuse(self, name: str, why: str) -> InvalidRequestError:
+    def reject(self, name: str, why: str) -> InvalidRequestError:
         """The error to raise for a field."""
         return InvalidRequestError(f"{self._path}{name} {why}", param=self._path + name)
 
@@ -59,14 +59,14 @@ class Fields:
         """True or false; false if it is missing."""
         value = self._values.get(name, False)
         if not isinstance(value, bool):
-            raise self.refuse(name, f"must be true or false, not {shown(value)}")
+            raise self.reject(name, f"must be true or false, not {shown(value)}")
         return value
 
     def whole(self, name: str, *, least: int, most: int, default: int) -> int:
         """A whole number within a range."""
         value = self._values.get(name, default)
         if not is_whole(value) or not least <= value <= most:
-            raise self.refuse(
+            raise self.reject(
                 name, f"must be a whole number from {least} to {most}, not {shown(value)}"
             )
         return int(value)
@@ -77,7 +77,7 @@ class Fields:
         is_number = isinstance(value, float) or is_whole(value)
         # NaN is outside every range, and integers of any length compare with floats.
         if not is_number or not least <= value <= most:
-            raise self.refuse(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
+            raise self.reject(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
         return float(value)
 
 

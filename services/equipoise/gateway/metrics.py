@@ -31,7 +31,7 @@ class RequestTally:
     """Failures of ranks while they ran a request."""
 
     poison: int = 0
-    """Requests refused because ranks failed while running them."""
+    """Requests rejected because ranks failed while running them."""
 
     tokens: int = 0
     """Tokens passed on to clients."""

@@ -77,7 +77,7 @@ class OpenRequests:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait up to `grace_s` seconds for open ones, and end the rest."""
+        """Reject new requests, wait up to `grace_s` seconds for open ones, and end the rest."""
         self.stopping = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

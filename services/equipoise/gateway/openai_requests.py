@@ -1,7 +1,7 @@
-"""`RequestParser`: parses and checks request bodies. Pure; decides what is served and refused.
+"""`RequestParser`: parses and checks request bodies. Pure; decides what is rejected.
 
 Both of OpenAI's forms become one `CompletionRequest`. A field that would change the answer and is
-not supported is refused by name: no client must believe that it took effect.
+not supported is rejected by name: no client must believe that it took effect.
 """
 
 import secrets
@@ -130,7 +130,7 @@ class RequestParser:
             logprobs = fields.whole("logprobs", least=0, most=MAX_LOGPROBS, default=0)
         echo = fields.flag("echo")
         if echo and logprobs is not None:
-            raise fields.refuse("echo", "is not supported with logprobs: prompts have no logprobs")
+            raise fields.reject("echo", "is not supported with logprobs: prompts have no logprobs")
         return self._request(
             fields,
             prompt=prompt,
@@ -159,7 +159,7 @@ class RequestParser:
         if fields.flag("logprobs"):
             logprobs = fields.whole("top_logprobs", least=0, most=MAX_LOGPROBS, default=0)
         elif "top_logprobs" in fields:
-            raise fields.refuse("top_logprobs", "needs logprobs: true")
+            raise fields.reject("top_logprobs", "needs logprobs: true")
         return self._request(
             fields,
             prompt=prompt,
@@ -173,7 +173,7 @@ class RequestParser:
         fields.only({*known, *unsupported})
         for name, allowed in unsupported.items():
             if name in fields and fields.get(name) not in allowed:
-                raise fields.refuse(name, f"{shown(fields.get(name))} is not supported")
+                raise fields.reject(name, f"{shown(fields.get(name))} is not supported")
         wanted = fields.get("model")
         if wanted is not None and wanted != self._model:
             raise UnknownModelError(
@@ -213,7 +213,7 @@ class RequestParser:
         if isinstance(value, str):
             return self._encoded(fields, "prompt", value, begins=True)
         if not isinstance(value, list) or not all(is_whole(token) for token in value):
-            raise fields.refuse(
+            raise fields.reject(
                 "prompt", "must be a string or a list of token ids (one prompt per request)"
             )
         self._check_length(fields, "prompt", len(value))
@@ -223,21 +223,21 @@ class RequestParser:
         try:
             tokens = self._tokenizer.encode(text, begins=begins)
         except UnicodeEncodeError:
-            raise fields.refuse(name, "contains an unpaired surrogate") from None
+            raise fields.reject(name, "contains an unpaired surrogate") from None
         self._check_length(fields, name, len(tokens))
         return tokens
 
     def _check_length(self, fields: Fields, name: str, num_tokens: int) -> None:
         most = self._settings.max_prompt_tokens
         if not 1 <= num_tokens <= most:
-            raise fields.refuse(name, f"must have 1 to {most} tokens, not {num_tokens}")
+            raise fields.reject(name, f"must have 1 to {most} tokens, not {num_tokens}")
 
     def _chat_tokens(self, fields: Fields, *, num_prompt: int) -> int:
         """The answer's limit, by either name, or what the context leaves."""
         names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
         most = self._settings.max_tokens
         if len(names) == 2:
-            raise fields.refuse(
+            raise fields.reject(
                 "max_tokens", "and max_completion_tokens are the same setting: send one"
             )
         left = max(1, min(most, self._settings.context_length - num_prompt))
@@ -247,7 +247,7 @@ class RequestParser:
 def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
     number: Callable[..., float] = fields.number
     if "top_p" in fields and fields.get("top_p") == 0:
-        raise fields.refuse("top_p", "must be above 0: send temperature: 0 for greedy tokens")
+        raise fields.reject("top_p", "must be above 0: send temperature: 0 for greedy tokens")
     seed = fields.whole("seed", least=-(2**63), most=2**64 - 1, default=secrets.randbits(63))
     temperature = number("temperature", least=0, most=2, default=1)
     return Sampling(
@@ -267,7 +267,7 @@ def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
 def _messages(fields: Fields) -> Messages:
     value = fields.get("messages")
     if not isinstance(value, list) or not value:
-        raise fields.refuse("messages", "must be a list of at least one message")
+        raise fields.reject("messages", "must be a list of at least one message")
     return [_message(one, path=f"messages[{index}]") for index, one in enumerate(value)]
 
 
@@ -278,14 +278,14 @@ def _message(value: Any, *, path: str) -> dict[str, str]:
     message.only({"role", "content", "name"})
     role = message.get("role")
     if role not in _ROLES:
-        raise message.refuse("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+        raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
     # OpenAI's developer is called system in the templates of open models.
     result = {"role": "system" if role == "developer" else role, "content": _content(message)}
     name = message.get("name")
     if isinstance(name, str):
         result["name"] = name
     elif name is not None:
-        raise message.refuse("name", "must be a string")
+        raise message.reject("name", "must be a string")
     return result
 
 
@@ -294,13 +294,13 @@ def _content(message: Fields) -> str:
     value = message.get("content")
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):
-        raise message.refuse("content", "must be a string or a list of text parts")
+        raise message.reject("content", "must be a string or a list of text parts")
     texts = []
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         text = part["text"] if is_text and "text" in part else part
         if not isinstance(text, str):
-            raise message.refuse("content", "must have parts of type text only")
+            raise message.reject("content", "must have parts of type text only")
         texts.append(text)
     return "".join(texts)
 
@@ -308,10 +308,10 @@ def _content(message: Fields) -> str:
 def _tokens(fields: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
     value = [] if fields.get(name) is None else fields.get(name)
     if not isinstance(value, list):
-        raise fields.refuse(name, "must be a list of token ids")
+        raise fields.reject(name, "must be a list of token ids")
     for token in value:
         if not is_whole(token) or not 0 <= token < vocab_size:
-            raise fields.refuse(name, f"must have tokens 0 to {vocab_size - 1}, not {shown(token)}")
+            raise fields.reject(name, f"must have tokens 0 to {vocab_size - 1}, not {shown(token)}")
     return tuple(value)
 
 
@@ -320,7 +320,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     stops = [] if value is None else [value] if isinstance(value, str) else value
     is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
     if not is_list or not all(isinstance(stop, str) and stop for stop in stops):
-        raise fields.refuse("stop", f"must be a string or up to {MAX_STOPS} strings, not empty")
+        raise fields.reject("stop", f"must be a string or up to {MAX_STOPS} strings, not empty")
     return tuple(stops)
 
 
@@ -329,9 +329,9 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
     if value is None:
         return False
     if not isinstance(value, dict):
-        raise fields.refuse("stream_options", "must be an object")
+        raise fields.reject("stream_options", "must be an object")
     options = Fields(value, path="stream_options.")
     options.only({"include_usage", "include_obfuscation"})
     if not stream:
-        raise fields.refuse("stream_options", "needs stream: true")
+        raise fields.reject("stream_options", "needs stream: true")
     return options.flag("include_usage")

@@ -112,7 +112,7 @@ class RankTable:
     ) -> "Reservation":
         """Reserve a rank for a request, waiting until `until_s`; messages show `timeout_s`.
 
-        A retry precedes new requests and is never refused for the queue's length. A suspect may
+        A retry precedes new requests and is never rejected for the queue's length. A suspect may
         wait longer, because it never shares a rank with another suspect.
 
         Raises:
@@ -146,7 +146,7 @@ class RankTable:
         )
 
     def _check_length(self, waiter: "_Waiter") -> None:
-        """Refuse a new request that has to wait in a queue that is full."""
+        """Reject a new request that has to wait in a queue that is full."""
         num_new = sum(not one.is_retry for one in self._queue)
         if not waiter.reservation.done() and not waiter.is_retry and num_new > self._max_queued:
             raise TooManyQueuedError(

@@ -100,12 +100,12 @@ class Relay:
                     if reservation.was_accepted or lost.blame is Blame.REQUEST:
                         progress.suspicion.note_break(lost.blame)
                         self._note_break(progress, reservation, request, reason=str(lost))
-                except InvalidRequestError as refusal:
+                except InvalidRequestError as rejection:
                     if not progress.tokens:
                         raise
                     # Another rank accepted the same request: this one differs from the others.
                     progress.avoid.add(reservation.rank.address)
-                    reason = f"it refuses: {refusal}"
+                    reason = f"it rejects the request: {rejection}"
                     self._note_break(progress, reservation, request, reason=reason)
 
     async def _attempt(
@@ -151,7 +151,7 @@ class Relay:
         if verdict := progress.suspicion.verdict:
             self._tally.poison += 1
             raise PoisonRequestError(
-                f"the request is refused because {verdict} ({'; '.join(progress.breaks)}): "
+                f"the request is rejected because {verdict} ({'; '.join(progress.breaks)}): "
                 f"change the request before retrying"
             )
         if len(progress.breaks) >= self._settings.max_attempts:

@@ -132,10 +132,10 @@ def choose(
     there is another. Two suspects never share a rank, so that neither is blamed for the other.
     Ranks with equal work take turns: `turn` counts requests.
     """
-    refusals = {rank.address: refusal(rank, now=now, is_suspect=is_suspect) for rank in ranks}
-    usable = [index for index, rank in enumerate(ranks) if not refusals[rank.address]]
+    rejections = {rank.address: rejection(rank, now=now, is_suspect=is_suspect) for rank in ranks}
+    usable = [index for index, rank in enumerate(ranks) if not rejections[rank.address]]
     if not usable:
-        why = "; ".join(f"{rank.name}: {refusals[rank.address]}" for rank in ranks)
+        why = "; ".join(f"{rank.name}: {rejections[rank.address]}" for rank in ranks)
         retries = [
             rank.resting_until_s
             for rank in ranks
@@ -160,7 +160,7 @@ def choose(
     )
 
 
-def refusal(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
+def rejection(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
     """Why a rank cannot take a request now; empty when it can."""
     if rank.state is RankState.CLOSED:
         return "is leaving"

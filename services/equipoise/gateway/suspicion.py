@@ -35,12 +35,12 @@ class Suspicion:
 
     @property
     def is_strong(self) -> bool:
-        """Whether one more failure gets it refused; it then shares no rank with another suspect."""
+        """Whether one more failure gets it rejected; it then shares no rank with other suspects."""
         return self.num_breaks == MAX_BREAKS - 1
 
     @property
     def verdict(self) -> str:
-        """Why the request is refused; empty while it is not."""
+        """Why the request is rejected; empty while it is not."""
         if self.num_blames >= MAX_BLAMES:
             return f"{self.num_blames} ranks blamed it for their failure"
         if self.num_breaks >= MAX_BREAKS:

@@ -1,6 +1,6 @@
 """`LoadCounters`: turns cumulative load reports into differences.
 
-Refuses reports that are implausible for one rank. `WindowLoad.contradiction` checks all ranks
+Rejects reports that are implausible for one rank. `WindowLoad.contradiction` checks all ranks
 together.
 """
 

@@ -242,7 +242,7 @@ def _check(layout: Layout) -> None:
 
 
 def _check_no_needless_twins(layout: Layout) -> None:
-    """Refuse an expert twice on a rank, unless a rank has more slots than there are experts."""
+    """Reject an expert twice on a rank, unless a rank has more slots than there are experts."""
     allowed = -(-max(layout.slots_of_rank) // layout.num_experts)
     num_keys = layout.num_ranks * layout.num_experts
     first_keys = np.arange(0, num_keys, layout.num_experts)

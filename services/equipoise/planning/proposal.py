@@ -50,8 +50,8 @@ class Proposal:
     plan: Plan
     verdict: Verdict
     waves: Sequence[LayoutChange]
-    """Empty if the plan was refused. Changes instead of layouts, because hundreds of pools may have
-    dozens of waves pending."""
+    """Empty if the plan was rejected. Changes instead of layouts, because hundreds of pools may
+    have dozens of waves pending."""
 
 
 def propose(request: ProposalRequest) -> Proposal:

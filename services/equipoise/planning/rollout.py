@@ -56,7 +56,7 @@ class RankStaged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRefused:
+class RankRejected:
     """A rank cannot stage a generation and keeps its current layout."""
 
     rank: int
@@ -89,7 +89,7 @@ class DeadlineCheck:
     """Time passed: check the timeouts."""
 
 
-Event = Persisted | RankStaged | RankRefused | RankSwitched | RankLost | DeadlineCheck
+Event = Persisted | RankStaged | RankRejected | RankSwitched | RankLost | DeadlineCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +201,8 @@ def _note_staged(wave: Wave, event: RankStaged, now: float) -> tuple[Wave, Comma
     return _await_switch(noted, now), ()
 
 
-def _refused(wave: Wave, event: RankRefused, now: float) -> tuple[Wave, Commands]:
-    return _abort_unless_switched(wave, f"rank {event.rank} refused: {event.reason}", now)
+def _rejected(wave: Wave, event: RankRejected, now: float) -> tuple[Wave, Commands]:
+    return _abort_unless_switched(wave, f"rank {event.rank} rejected it: {event.reason}", now)
 
 
 def _lost(wave: Wave, event: RankLost, now: float) -> tuple[Wave, Commands]:
@@ -300,37 +300,37 @@ _Handler = Callable[[Wave, Any, float], tuple[Wave, Commands]]
 TABLE: dict[tuple[State, type[Event]], _Handler] = {
     (State.PLANNED, Persisted): _stage,
     (State.PLANNED, RankStaged): _ignore,
-    (State.PLANNED, RankRefused): _ignore,
+    (State.PLANNED, RankRejected): _ignore,
     (State.PLANNED, RankSwitched): _note_switched,
     (State.PLANNED, RankLost): _lost_early,
     (State.PLANNED, DeadlineCheck): _too_long,
     (State.STAGING, Persisted): _ignore,
     (State.STAGING, RankStaged): _note_staged,
-    (State.STAGING, RankRefused): _refused,
+    (State.STAGING, RankRejected): _rejected,
     (State.STAGING, RankSwitched): _note_switched,
     (State.STAGING, RankLost): _lost,
     (State.STAGING, DeadlineCheck): _too_long,
     (State.STAGED, Persisted): _ignore,
     (State.STAGED, RankStaged): _ignore,
-    (State.STAGED, RankRefused): _refused,
+    (State.STAGED, RankRejected): _rejected,
     (State.STAGED, RankSwitched): _note_switched,
     (State.STAGED, RankLost): _lost,
     (State.STAGED, DeadlineCheck): _too_long,
     (State.SWITCHED, Persisted): _commit_done,
     (State.SWITCHED, RankStaged): _ignore,
-    (State.SWITCHED, RankRefused): _ignore,
+    (State.SWITCHED, RankRejected): _ignore,
     (State.SWITCHED, RankSwitched): _note_switched,
     (State.SWITCHED, RankLost): _ignore,
     (State.SWITCHED, DeadlineCheck): _too_long,
     (State.ACTIVE, Persisted): _ignore,
     (State.ACTIVE, RankStaged): _ignore,
-    (State.ACTIVE, RankRefused): _ignore,
+    (State.ACTIVE, RankRejected): _ignore,
     (State.ACTIVE, RankSwitched): _note_switched,
     (State.ACTIVE, RankLost): _ignore,
     (State.ACTIVE, DeadlineCheck): _ignore,
     (State.ABORTED, Persisted): _ignore,
     (State.ABORTED, RankStaged): _ignore,
-    (State.ABORTED, RankRefused): _ignore,
+    (State.ABORTED, RankRejected): _ignore,
     (State.ABORTED, RankSwitched): _note_switched,
     (State.ABORTED, RankLost): _ignore,
     (State.ABORTED, DeadlineCheck): _ignore,

@@ -1,7 +1,8 @@
 """`Setbacks`: exponential backoff after consecutive failed rollouts.
 
-A rank usually refuses for a reason that the next plan meets again: no memory, or bytes that no
-source has intact. Without backoff, a pool would fetch the same experts at every window.
+A rank usually rejects a layout for a reason that the next plan meets again: no memory, or
+bytes that no source has intact. Without backoff, a pool would fetch the same experts at every
+window.
 """
 
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def judge(
     """Weigh the gain of a plan on the latest window against its cost.
 
     A plan is made for the average load. The window is more recent, so a plan that is worse on it is
-    refused however good it is on the average. The saving is estimated as if the experts of the
+    rejected however good it is on the average. The saving is estimated as if the experts of the
     busiest rank were the whole step: the best case.
 
     Args:
@@ -72,7 +72,7 @@ def judge(
     """
     before, after = on_window.before, on_window.after
     cost = _cost(current, target, on_window, model=model, policy=policy)
-    refusal = (
+    rejection = (
         ("the policy pauses rebalancing" if policy.pause else None)
         or _too_few_assignments(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
@@ -81,8 +81,8 @@ def judge(
         or _gains_too_little(before, after, policy)
         or _never_pays(cost, policy)
     )
-    if refusal is not None:
-        return replace(cost, reason=refusal)
+    if rejection is not None:
+        return replace(cost, reason=rejection)
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     return replace(
         cost,

@@ -35,13 +35,13 @@ class PolicyInForce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedPolicy:
+class RejectedPolicy:
     """A policy file that was rejected."""
 
     reason: str
     """Every fault, human-readable."""
 
-    refused_s: float
+    rejected_s: float
     """When it was rejected, in Unix seconds."""
 
 
@@ -59,16 +59,16 @@ class PolicyBook:
         self._loaded_s = now
         self.needs_file = needs_file
         self.revision = 1
-        self.num_refused = 0
-        self.latest_refusal: RefusedPolicy | None = None
+        self.num_rejected = 0
+        self.latest_rejection: RejectedPolicy | None = None
 
     @property
     def missing(self) -> str:
         """Why no policy is in force yet; empty if one is."""
         if not self.needs_file or self._read is not None:
             return ""
-        if self.latest_refusal is not None:
-            return self.latest_refusal.reason
+        if self.latest_rejection is not None:
+            return self.latest_rejection.reason
         return "the policy file has not been read yet"
 
     def of(self, pool: str) -> PolicyInForce:
@@ -85,18 +85,18 @@ class PolicyBook:
         try:
             self._read = read_policy(text, source=source, base=self._base)
         except PolicyError as error:
-            self.refuse(str(error), now=now)
+            self.reject(str(error), now=now)
             return False
         self._source, self._loaded_s = source, now
-        self.latest_refusal = None
+        self.latest_rejection = None
         self.revision += 1
         _log.info("policy %s is in force", source)
         return True
 
-    def refuse(self, reason: str, *, now: float) -> None:
+    def reject(self, reason: str, *, now: float) -> None:
         """Record a policy file that is invalid or cannot be read; the last valid one stays."""
-        self.num_refused += 1
-        self.latest_refusal = RefusedPolicy(reason=reason, refused_s=now)
+        self.num_rejected += 1
+        self.latest_rejection = RejectedPolicy(reason=reason, rejected_s=now)
         self.revision += 1
         kept = "no policy is in force yet" if self.missing else "the last valid policy stays"
         _log.error("rejected %s; %s", reason, kept)

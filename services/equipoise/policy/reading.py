@@ -164,13 +164,13 @@ class _Loader(yaml.SafeLoader):
 def _parsed(text: str, source: str) -> tuple[Any, Mapping[KeyPath, int]]:
     """The values of a YAML mapping, and the line of each."""
 
-    def refused(line: int, why: str) -> PolicyError:
+    def rejected(line: int, why: str) -> PolicyError:
         return PolicyError(source, [PolicyFault(path="", line=line, value="", why=why)])
 
     try:
         tree = yaml.compose(text, Loader=_Loader)
         if not isinstance(tree, yaml.MappingNode):
-            raise refused(
+            raise rejected(
                 0 if tree is None else tree.start_mark.line + 1, "is empty or not a mapping"
             )
         fault = _misshapen(tree, ())
@@ -179,11 +179,13 @@ def _parsed(text: str, source: str) -> tuple[Any, Mapping[KeyPath, int]]:
         return _value(tree), dict(_lines(tree, ()))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        raise refused(mark.line + 1 if mark else 0, f"is not valid YAML: {error.problem}") from None
+        raise rejected(
+            mark.line + 1 if mark else 0, f"is not valid YAML: {error.problem}"
+        ) from None
     except yaml.YAMLError as error:
-        raise refused(0, f"is not valid YAML: {error}") from None
+        raise rejected(0, f"is not valid YAML: {error}") from None
     except RecursionError:
-        raise refused(0, "is nested too deeply") from None
+        raise rejected(0, "is nested too deeply") from None
 
 
 def _misshapen(node: yaml.Node, path: KeyPath) -> PolicyFault | None:

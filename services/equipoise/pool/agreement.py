@@ -37,7 +37,7 @@ class Agreement:
         self._layouts = layouts
         self._windows = windows
         self._rollouts = rollouts
-        self._refusals = counters.refusals
+        self._rejections = counters.rejections
         self._faults: dict[str, str] = {}
         self._opened_here = False
         self._must_reconcile = False
@@ -71,12 +71,12 @@ class Agreement:
         self._faults.clear()
         self._opened_here, self._must_reconcile = opened_here, not opened_here
 
-    def note_joining(self, rank: int, *, refused: str) -> None:
-        """A rank joined the epoch, unless it `refused` to for a reason."""
+    def note_joining(self, rank: int, *, rejected: str) -> None:
+        """A rank joined the epoch, unless it `rejected` that for a reason."""
         concern = f"join of rank {rank}"
         self._faults.pop(concern, None)
-        if refused:
-            self._faults[concern] = f"rank {rank} refused to join the epoch: {refused}"
+        if rejected:
+            self._faults[concern] = f"rank {rank} rejected the epoch: {rejected}"
 
     def merge_checksums(self, member: Member, layout: Layout | None, reported: Checksums) -> None:
         """Merge a rank's reported checksums; the first report of an expert wins."""
@@ -88,7 +88,7 @@ class Agreement:
             self._faults.pop(concern, None)
             return
         self._faults[concern] = fault
-        self._refusals.count("checksum_conflict", fault)
+        self._rejections.count("checksum_conflict", fault)
 
     def settle(self, *, now: float) -> Chain:
         """Once all ranks reported what they run, and nothing is rolled out, take that as the truth.

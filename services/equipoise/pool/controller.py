@@ -10,7 +10,7 @@ from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import (
     DeadlineCheck,
     Persisted,
-    RankRefused,
+    RankRejected,
     RankStaged,
     RankSwitched,
 )
@@ -40,8 +40,8 @@ from equipoise.wire.messages import (
     Heartbeat,
     HeartbeatAck,
     Hello,
+    LayoutRejected,
     Leaving,
-    Refused,
     Rejection,
     Report,
     Serving,
@@ -76,7 +76,7 @@ class PoolController:
         """A worker opened a stream. The last one that the pool waits for opens an epoch.
 
         Raises:
-            RefusedWorkerError: it cannot be in this pool; nothing changed.
+            RejectedWorkerError: it cannot be in this pool; nothing changed.
         """
         effects = self.pool.membership.admit(hello, now=now)
         self.pool.note_change()
@@ -120,10 +120,10 @@ class PoolController:
         self.pool.note_change()
         return self.pool.membership.leave(member, reason=reason, now=now)
 
-    def refuse(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
-        """Count a refused message or worker; a connected worker is sent the reason."""
+    def reject(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
+        """Count a rejected message or worker; a connected worker is sent the reason."""
         self.pool.note_change()
-        self.pool.counters.refusals.count(kind, reason)
+        self.pool.counters.rejections.count(kind, reason)
         member = self.pool.roster.members.get(worker)
         if member is None or not member.connected:
             return ()
@@ -185,7 +185,7 @@ class PoolController:
         if timed_out:
             self.pool.counters.bounds.note("plan", reason)
         else:
-            self.pool.counters.refusals.count("plan", reason)
+            self.pool.counters.rejections.count("plan", reason)
         answer = self._operations.plan_failed(requested_by, reason, now=now)
         return _plans_first((*answer, *self._operations.handle_postponed(now=now)))
 
@@ -283,7 +283,7 @@ class PoolController:
             pool.windows.accept(report, layout, now=now)
         return ()
 
-    def _check(self, member: Member, value: Serving | Staged | Refused | Switched) -> None:
+    def _check(self, member: Member, value: Serving | Staged | LayoutRejected | Switched) -> None:
         """Check epoch, rank and generation of a message.
 
         Raises:
@@ -303,14 +303,14 @@ class PoolController:
         raise InvalidMessageError(f"{what}_{kind}", f"worker {member.name} reports {fault}")
 
     def _answer(
-        self, member: Member, value: Serving | Staged | Refused | Switched, *, now: float
+        self, member: Member, value: Serving | Staged | LayoutRejected | Switched, *, now: float
     ) -> Chain:
         pool, rank, generation = self.pool, value.rank, value.generation
         layout = pool.layouts.get(generation)
         match value:
             case Serving():
                 member.note_serving(value, layout)
-                pool.agreement.note_joining(rank, refused="")
+                pool.agreement.note_joining(rank, rejected="")
                 pool.agreement.merge_checksums(member, layout, value.checksums)
                 return ()
             case Staged():
@@ -318,11 +318,11 @@ class PoolController:
                 pool.counters.tally.note_staged(value)
                 staged = RankStaged(rank=rank, generation=generation)
                 return (*pool.rollouts.handle(staged, now=now), *self._drop_stray(member))
-            case Refused():
+            case LayoutRejected():
                 if not member.serving:
-                    pool.agreement.note_joining(rank, refused=value.reason)
-                refused = RankRefused(rank=rank, generation=generation, reason=value.reason)
-                return pool.rollouts.handle(refused, now=now)
+                    pool.agreement.note_joining(rank, rejected=value.reason)
+                rejected = RankRejected(rank=rank, generation=generation, reason=value.reason)
+                return pool.rollouts.handle(rejected, now=now)
             case Switched():
                 member.note_switched(generation, layout)
                 pool.agreement.merge_checksums(member, layout, value.checksums)

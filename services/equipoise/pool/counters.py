@@ -17,10 +17,10 @@ MAX_WORKERS = 2**16
 """Workers whose counts are kept; beyond it the oldest are forgotten."""
 
 MAX_KINDS = 64
-"""Kinds of refusals are constants of our own code; the bound guards against a mistake there."""
+"""Kinds of rejections are constants of our own code; the bound guards against a mistake there."""
 
 MAX_TEXT = 500
-"""Characters kept of the latest refusal, because parts of it come from outside."""
+"""Characters kept of the latest rejection, because parts of it come from outside."""
 
 PASSING = (State.PLANNED, State.STAGING, State.STAGED, State.SWITCHED)
 """States that a wave passes through, so that time spent in them is measured."""
@@ -148,37 +148,37 @@ class _WorkerCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """One kind of refused input."""
+class RejectionCount:
+    """One kind of rejected input."""
 
     kind: str
     """Constant that names the kind."""
 
     count: int
-    """How often it was refused."""
+    """How often it was rejected."""
 
     latest: str
     """The latest reason."""
 
 
-class Refusals:
-    """Counts refusals by kind, in bounded memory."""
+class Rejections:
+    """Counts rejections by kind, in bounded memory."""
 
     def __init__(self) -> None:
-        self._by_kind: dict[str, Refusal] = {}
+        self._by_kind: dict[str, RejectionCount] = {}
 
     def count(self, kind: str, latest: str) -> None:
         """Count one of a kind; `latest` names the worker and the value."""
         if kind not in self._by_kind and len(self._by_kind) >= MAX_KINDS:
             kind = _OTHERS
-        known = self._by_kind.get(kind, Refusal(kind=kind, count=0, latest=""))
+        known = self._by_kind.get(kind, RejectionCount(kind=kind, count=0, latest=""))
         self._by_kind[kind] = replace(known, count=known.count + 1, latest=latest[:MAX_TEXT])
 
     def of(self, kind: str) -> int:
-        """How often a kind was refused."""
+        """How often a kind was rejected."""
         return self._by_kind[kind].count if kind in self._by_kind else 0
 
-    def all(self) -> tuple[Refusal, ...]:
+    def all(self) -> tuple[RejectionCount, ...]:
         """Every kind seen so far, sorted by kind."""
         return tuple(self._by_kind[kind] for kind in sorted(self._by_kind))
 
@@ -280,10 +280,10 @@ class Counters:
     def __init__(self, policy: Policy) -> None:
         self.bounds = Bounds(policy)
         self.tally = Tally()
-        self.refusals = Refusals()
+        self.rejections = Rejections()
 
     def note_report(self, worker: str, report: Report) -> None:
-        """Add up the waits of a worker that reached their bound; unknown kinds are refused."""
+        """Add up the waits of a worker that reached their bound; unknown kinds are rejected."""
         boot_id = report.load.boot_id
         for name in self.bounds.add(worker, boot_id=boot_id, reported=report.stats.bounds):
-            self.refusals.count("report_bound", f"worker {worker} reports a bound {name!r}")
+            self.rejections.count("report_bound", f"worker {worker} reports a bound {name!r}")

@@ -1,4 +1,4 @@
-"""Checks of a worker's Hello against the pool's state. Each raises `RefusedWorkerError`."""
+"""Checks of a worker's Hello against the pool's state. Each raises `RejectedWorkerError`."""
 
 from collections.abc import Collection, Iterable
 
@@ -10,7 +10,7 @@ MAX_LEAP = 2**32
 store meets such workers, but a wrong number could never be taken back."""
 
 
-class RefusedWorkerError(Exception):
+class RejectedWorkerError(Exception):
     """A worker that this pool cannot take; `kind` is a constant, for counting."""
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -19,7 +19,7 @@ class RefusedWorkerError(Exception):
 
 
 def check_numbers(hello: Hello, *, highest_epoch: int, next_generation: int) -> None:
-    """Refuse a worker whose epoch or generation would use up the numbers."""
+    """Reject a worker whose epoch or generation would use up the numbers."""
     running, lost = hello.running, hello.group_lost
     epoch = running.epoch if running is not None else lost.epoch if lost is not None else 0
     generation = lost.generation if lost is not None else 0
@@ -30,7 +30,7 @@ def check_numbers(hello: Hello, *, highest_epoch: int, next_generation: int) -> 
         ("generation", generation, next_generation),
     ):
         if reported > known + MAX_LEAP:
-            raise RefusedWorkerError(
+            raise RejectedWorkerError(
                 f"hello_{what}_leap",
                 f"worker {hello.worker} reports {what} {reported}, but pool {hello.pool} is at "
                 f"{known}: restart the worker",
@@ -38,12 +38,12 @@ def check_numbers(hello: Hello, *, highest_epoch: int, next_generation: int) -> 
 
 
 def check_running_layout(hello: Hello, ours: Layout | None) -> None:
-    """Refuse a worker that runs another layout than `ours` under the same generation."""
+    """Reject a worker that runs another layout than `ours` under the same generation."""
     if hello.running is None or ours is None:
         return
     theirs = hello.running.layout
     if not ours.same_placement(theirs):
-        raise RefusedWorkerError(
+        raise RejectedWorkerError(
             "hello_layout",
             f"worker {hello.worker} runs generation {theirs.generation} with another layout than "
             f"pool {hello.pool}: restart it",
@@ -51,7 +51,7 @@ def check_running_layout(hello: Hello, ours: Layout | None) -> None:
 
 
 def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
-    """Refuse a worker whose model, slots or checkpoint differ from those of `shape`."""
+    """Reject a worker whose model, slots or checkpoint differ from those of `shape`."""
     for kind, what, theirs, ours in (
         ("hello_model", "model shape", hello.model, shape.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
@@ -63,14 +63,14 @@ def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
         ),
     ):
         if theirs != ours:
-            raise RefusedWorkerError(
+            raise RejectedWorkerError(
                 kind,
                 f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (set "
                 f"by worker {shape.worker}): start it with the same, or in another pool",
             )
     num_slots = hello.num_ranks * hello.slots_per_rank
     if num_slots < hello.model.num_experts:
-        raise RefusedWorkerError(
+        raise RejectedWorkerError(
             "hello_too_few_slots",
             f"worker {hello.worker}: {hello.num_ranks} ranks x {hello.slots_per_rank} slots "
             f"cannot hold {hello.model.num_experts} experts: give each rank at least "
@@ -79,13 +79,13 @@ def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
 
 
 def check_kernels(hello: Hello, shape: Hello, others: Iterable[Hello], *, pool: str) -> None:
-    """Refuse a worker that shares no backend with the others: they could never form a group."""
+    """Reject a worker that shares no backend with the others: they could never form a group."""
     if hello.backends in ((), shape.backends):
         return
     backends = {hello.backends, shape.backends, *(other.backends for other in others)}
     operation = unshared(backends - {()})
     if operation is not None:
-        raise RefusedWorkerError(
+        raise RejectedWorkerError(
             "hello_kernels",
             f"worker {hello.worker}: it computes with {hello.kernels}, but pool {pool} with "
             f"{shape.kernels} (worker {shape.worker}), and no backend of {operation} is available "

@@ -10,7 +10,7 @@ from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.membership import EpochCandidate, MemberState
 from equipoise.planning.topology import Topology
-from equipoise.pool.hello_checks import RefusedWorkerError, check_kernels, check_shape
+from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape
 from equipoise.pool.records import EpochMembers
 from equipoise.wire.messages import (
     GroupLost,
@@ -216,7 +216,7 @@ class Roster:
         """Let a worker in; a newer boot of the same name replaces the older one.
 
         Raises:
-            RefusedWorkerError: it does not fit the pool, or it runs an epoch that is over.
+            RejectedWorkerError: it does not fit the pool, or it runs an epoch that is over.
         """
         known = self._members.get(hello.worker)
         present = self._present(excluding=hello.worker)
@@ -367,7 +367,7 @@ class Roster:
         ]
         if running.epoch != self._epoch:
             if others:
-                raise RefusedWorkerError(
+                raise RejectedWorkerError(
                     "hello_epoch",
                     f"worker {member.name} runs in epoch {running.epoch}, but pool {self._pool} is "
                     f"in epoch {self._epoch}: it can join once its group has ended",
@@ -379,7 +379,7 @@ class Roster:
         self._num_ranks = running.layout.num_ranks
         holder = self._holder(running.rank)
         if holder is not None and holder.name != member.name and holder.connected:
-            raise RefusedWorkerError(
+            raise RejectedWorkerError(
                 "hello_rank_taken",
                 f"worker {member.name} runs as rank {running.rank} of epoch {running.epoch}, which "
                 f"is held by worker {holder.name}: restart it",

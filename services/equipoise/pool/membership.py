@@ -105,7 +105,7 @@ class Membership:
         """Let a worker in. The last one that the pool waits for opens an epoch.
 
         Raises:
-            RefusedWorkerError: it cannot be in this pool; nothing changed.
+            RejectedWorkerError: it cannot be in this pool; nothing changed.
         """
         self._check(hello)
         epoch = self._roster.epoch

@@ -1,6 +1,6 @@
 """`OperatorRequests`: whether each can be carried out, and what is recorded of it.
 
-A refused request is recorded like one that is carried out, and both with the reason.
+A rejected request is recorded like one that is carried out, and both with the reason.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ class OperatorRequests:
     def administer(  # noqa: PLR0911 - a case for each operation
         self, request: AdminRequest, *, now: float
     ) -> Chain:
-        """Carry out a request, or refuse it."""
+        """Carry out a request, or reject it."""
         match request.operation:
             case Pause():
                 return self._pause(request, now=now)
@@ -101,7 +101,7 @@ class OperatorRequests:
         """The plan that a request needs is ready."""
         verdict = proposal.verdict
         if isinstance(request.operation, Preview):
-            words = f"would be {'adopted' if verdict.accepted else 'refused'}: {verdict.reason}"
+            words = f"would be {'adopted' if verdict.accepted else 'rejected'}: {verdict.reason}"
             answer = Answer(accepted=verdict.accepted, reason=words, proposal=proposal)
             return _answered(request, answer, now=now)
         chain = self._decisions.decide(proposal, plan_ms=plan_ms, now=now, is_requested=True)
@@ -117,7 +117,7 @@ class OperatorRequests:
         """A plan failed or took too long, that for `request` if there is one."""
         if request is None or not isinstance(request.operation, Preview):
             self._decisions.end_proposing()
-        return () if request is None else _refused(request, reason, now=now)
+        return () if request is None else _rejected(request, reason, now=now)
 
     def handle_postponed(self, *, now: float) -> Chain:
         """A plan has ended: handle the requests that waited for it as if they came now."""
@@ -128,7 +128,7 @@ class OperatorRequests:
                 effects += self.administer(postponed.request, now=now)
             else:
                 words = "earlier plans took too long, so this request has expired"
-                effects += _refused(postponed.request, words, now=now)
+                effects += _rejected(postponed.request, words, now=now)
         return tuple(effects)
 
     # Holding ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class OperatorRequests:
     def _pause(self, request: AdminRequest, *, now: float) -> Chain:
         hold = self._journal.hold
         if hold.paused:
-            return _refused(request, f"it is paused already, by {hold.paused}", now=now)
+            return _rejected(request, f"it is paused already, by {hold.paused}", now=now)
         rollout = self._rollouts.current
         words = "planning is paused until it is resumed"
         if rollout is not None:
@@ -149,7 +149,7 @@ class OperatorRequests:
     def _resume(self, request: AdminRequest, *, now: float) -> Chain:
         hold = self._journal.hold
         if not hold.paused:
-            return _refused(request, "it is not paused", now=now)
+            return _rejected(request, "it is not paused", now=now)
         words = "planning resumes at the end of the interval"
         if hold.pinned:
             words = f"no longer paused; still pinned by {hold.pinned}"
@@ -159,10 +159,10 @@ class OperatorRequests:
     def _pin(self, request: AdminRequest, operation: Pin, *, now: float) -> Chain:
         current, hold = self._layouts.current, self._journal.hold
         if current is None:
-            return _refused(request, f"the pool has no layout yet: {self._trouble()}", now=now)
+            return _rejected(request, f"the pool has no layout yet: {self._trouble()}", now=now)
         target = operation.layout or current
         if not fits(target, current):
-            return _refused(request, _misfit(current), now=now)
+            return _rejected(request, _misfit(current), now=now)
         generation = current.generation if operation.layout is None else operation.generation
         words = f"generation {current.generation} stays until it is unpinned"
         if not current.same_placement(target):
@@ -180,7 +180,7 @@ class OperatorRequests:
     def _unpin(self, request: AdminRequest, *, now: float) -> Chain:
         hold = self._journal.hold
         if not hold.pinned:
-            return _refused(request, "it is not pinned", now=now)
+            return _rejected(request, "it is not pinned", now=now)
         words = "planning resumes at the end of the interval"
         if hold.paused:
             words = f"no longer pinned; still paused by {hold.paused}"
@@ -193,14 +193,14 @@ class OperatorRequests:
         current, hold = self._layouts.current, self._journal.hold
         target = operation.layout
         if hold.pinned:
-            return _refused(request, f"unpin it first: pinned by {hold.pinned}", now=now)
+            return _rejected(request, f"unpin it first: pinned by {hold.pinned}", now=now)
         if current is None or not self._decisions.can_roll_out:
             return self._busy(request, now=now)
         if not fits(target, current):
-            return _refused(request, _misfit(current), now=now)
+            return _rejected(request, _misfit(current), now=now)
         if current.same_placement(target):
             words = f"generation {current.generation} already has this placement"
-            return _refused(request, words, now=now)
+            return _rejected(request, words, now=now)
         reason = f"back to the placement of generation {target.generation}, by {request.by}"
         chain = self._decisions.adopt(target, algorithm="rollback", reason=reason, now=now)
         rollout = self._rollouts.current
@@ -221,7 +221,7 @@ class OperatorRequests:
     def _rebalance(self, request: AdminRequest, operation: Rebalance, *, now: float) -> Chain:
         held = self._journal.hold.reason
         if held:
-            return _refused(request, f"resume or unpin it first: {held}", now=now)
+            return _rejected(request, f"resume or unpin it first: {held}", now=now)
         if self._decisions.is_proposing:
             return self._postpone(request, now=now)
         if not self._decisions.can_roll_out:
@@ -237,7 +237,7 @@ class OperatorRequests:
     def _postpone(self, request: AdminRequest, *, now: float) -> Chain:
         if len(self._postponed) >= MAX_POSTPONED:
             words = f"{MAX_POSTPONED} requests wait for a plan already"
-            return _refused(request, words, now=now)
+            return _rejected(request, words, now=now)
         until_s = now + self._policy.values.plan_timeout_s
         self._postponed.append(_Postponed(request=request, until_s=until_s))
         return ()
@@ -247,13 +247,13 @@ class OperatorRequests:
         window = self._windows.latest_with_traffic
         if window is None or self._windows.loads is None or self._layouts.current is None:
             words = f"no window with traffic has closed yet: {self._trouble()}"
-            return _refused(request, words, now=now)
+            return _rejected(request, words, now=now)
         wanted = self._decisions.proposal_request(window, policy=policy, now=now)
         return (Propose(request=wanted, requested_by=request),)
 
     def _busy(self, request: AdminRequest, *, now: float) -> Chain:
         words = f"nothing can be rolled out now: {self._trouble()}"
-        return _refused(request, words, now=now)
+        return _rejected(request, words, now=now)
 
     def _trouble(self) -> str:
         rollout = self._rollouts.current
@@ -262,7 +262,7 @@ class OperatorRequests:
         return self._diagnosis().reason or "the pool is settling: try again in a moment"
 
 
-def _refused(request: AdminRequest, reason: str, *, now: float) -> Chain:
+def _rejected(request: AdminRequest, reason: str, *, now: float) -> Chain:
     return _answered(request, Answer(accepted=False, reason=reason), now=now)
 
 

@@ -27,7 +27,7 @@ class PoolPolicy:
 
     @property
     def book(self) -> PolicyBook:
-        """Policies of all pools, and the latest refusal."""
+        """Policies of all pools, and the latest rejection."""
         return self._book
 
     @property

@@ -18,7 +18,7 @@ from equipoise.planning.rollout import (
     Event,
     PersistCommitted,
     PersistProposed,
-    RankRefused,
+    RankRejected,
     SendAbort,
     SendStage,
     State,
@@ -180,7 +180,7 @@ class Rollouts:
     ) -> Chain:
         """Begin the first of `waves`: each leads to a valid layout, the last one to the goal.
 
-        If it aborts, `verdict` is recorded again as refused.
+        If it aborts, `verdict` is recorded again as rejected.
         """
         assert self.current is None, "one plan at a time"
         self._verdict = verdict
@@ -217,7 +217,7 @@ class Rollouts:
             self._setbacks = Setbacks()
         if self._aborted <= aborted or wave is None:
             return effects
-        if isinstance(event, RankRefused | DeadlineCheck):
+        if isinstance(event, RankRejected | DeadlineCheck):
             self._setbacks = self._setbacks.one_more(wave.reason, now=now)
         if self._verdict is None:
             return effects

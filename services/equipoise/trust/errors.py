@@ -7,7 +7,7 @@ class TrustError(RuntimeError):
     """This process's credentials are unusable; one line names the file and the remedy."""
 
 
-class RefusedCallerError(Exception):
+class RejectedCallerError(Exception):
     """The caller may not do this; `code` is UNAUTHENTICATED or PERMISSION_DENIED."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:

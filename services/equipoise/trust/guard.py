@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from equipoise.telemetry.logs import is_worth_logging
-from equipoise.trust.errors import RefusedCallerError
+from equipoise.trust.errors import RejectedCallerError
 from equipoise.trust.identity import Caller, Role, certified
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import AcceptedTokens
@@ -43,19 +43,19 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
         self._tokens = AcceptedTokens(tokens) if tokens else None
         self._rights = rights
         self._pool = pool
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
 
     def caller(self, context: _Context) -> Caller:
         """Authenticate the caller.
 
         Raises:
-            RefusedCallerError: a required credential is missing or not accepted.
+            RejectedCallerError: a required credential is missing or not accepted.
         """
         identities = []
         if self._tokens is not None:
             found = self._tokens.find(_token(context))
             if found is None:
-                raise RefusedCallerError(
+                raise RejectedCallerError(
                     grpc.StatusCode.UNAUTHENTICATED,
                     "the token is not accepted: check whether it was rotated",
                 )
@@ -66,7 +66,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
             if named is not None:
                 identities.append(named)
             elif not identities:
-                raise RefusedCallerError(
+                raise RejectedCallerError(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"the certificate of {common_name!r} names no role: its common name or URI "
                     "must be worker/POOL/WORKER, gateway, reader or admin/NAME",
@@ -88,7 +88,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
         async def admit(context: _Context) -> None:
             try:
                 self._check(service, context)
-            except RefusedCallerError as error:
+            except RejectedCallerError as error:
                 self._note(error, method, context)
                 await context.abort(error.code, str(error))
 
@@ -98,24 +98,24 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
         caller = self.caller(context)
         roles = self._rights.get(service) or frozenset()
         if not caller.may(roles):
-            raise RefusedCallerError(
+            raise RejectedCallerError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{caller} may not call {service.rpartition('.')[2]}: allowed roles are "
                 f"{', '.join(sorted(roles)) or 'none'}",
             )
         if self._pool and not caller.may_speak_for(pool=self._pool):
-            raise RefusedCallerError(
+            raise RejectedCallerError(
                 grpc.StatusCode.PERMISSION_DENIED, f"{caller} does not belong to pool {self._pool}"
             )
 
-    def _note(self, error: RefusedCallerError, method: str, context: _Context) -> None:
+    def _note(self, error: RejectedCallerError, method: str, context: _Context) -> None:
         kind = error.code.name.lower()
-        self.refused[kind] += 1
-        count = self.refused[kind]
+        self.rejected[kind] += 1
+        count = self.rejected[kind]
         if is_worth_logging(count):  # A caller that retries must not flood the log.
             peer = context.peer()
             _log.warning(
-                "refused (%s, %d so far): %s from %s: %s", kind, count, method, peer, error
+                "rejected (%s, %d so far): %s from %s: %s", kind, count, method, peer, error
             )
 
 
@@ -125,7 +125,7 @@ def _token(context: _Context) -> str:
             text = value.decode(errors="replace") if isinstance(value, bytes) else value
             if text.lower().startswith(_SCHEME):
                 return text[len(_SCHEME) :].strip()
-    raise RefusedCallerError(
+    raise RejectedCallerError(
         grpc.StatusCode.UNAUTHENTICATED,
         "this port requires a token: set --token-file",
     )

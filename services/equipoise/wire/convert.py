@@ -19,8 +19,8 @@ from equipoise.wire.messages import (
     HeartbeatAck,
     Hello,
     JoinEpoch,
+    LayoutRejected,
     Leaving,
-    Refused,
     Rejection,
     Report,
     Serving,
@@ -43,8 +43,8 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
             return pb.ConnectRequest(load_report=reports.report_to_proto(value))
         case Staged():
             return pb.ConnectRequest(staged=pb.Staged(**asdict(value)))
-        case Refused():
-            return pb.ConnectRequest(refused=pb.Refused(**asdict(value)))
+        case LayoutRejected():
+            return pb.ConnectRequest(layout_rejected=pb.LayoutRejected(**asdict(value)))
         case Switched():
             return pb.ConnectRequest(switched=requests.switched_to_proto(value))
         case Heartbeat():
@@ -90,8 +90,8 @@ def from_worker(  # noqa: C901, PLR0911, PLR0912 - a case per message
             )
         case "staged":
             return requests.staged_from_proto(message.staged)
-        case "refused":
-            return requests.refused_from_proto(message.refused)
+        case "layout_rejected":
+            return requests.layout_rejected_from_proto(message.layout_rejected)
         case "switched":
             return requests.switched_from_proto(message.switched, hello=hello)
         case "heartbeat":

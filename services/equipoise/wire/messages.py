@@ -254,7 +254,7 @@ class Staged(RankMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused(RankMessage):
+class LayoutRejected(RankMessage):
     """The worker did not stage a generation, or did not join an epoch, and changed nothing."""
 
     reason: str
@@ -324,7 +324,7 @@ class GroupLost:
 
 
 WorkerMessage = (
-    Hello | Serving | Report | Staged | Refused | Switched | Heartbeat | Leaving | GroupLost
+    Hello | Serving | Report | Staged | LayoutRejected | Switched | Heartbeat | Leaving | GroupLost
 )
 
 

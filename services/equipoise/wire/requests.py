@@ -12,8 +12,8 @@ from equipoise.wire.messages import (
     PROTOCOL_VERSION,
     GroupLost,
     Hello,
+    LayoutRejected,
     Leaving,
-    Refused,
     RunningState,
     Serving,
     Staged,
@@ -98,10 +98,10 @@ def staged_from_proto(message: pb.Staged) -> Staged:
     )
 
 
-def refused_from_proto(message: pb.Refused) -> Refused:
+def layout_rejected_from_proto(message: pb.LayoutRejected) -> LayoutRejected:
     """Raises InvalidMessageError: a number is out of range."""
-    return Refused(
-        **checks.place("refused", message),
+    return LayoutRejected(
+        **checks.place("rejected", message),
         reason=checks.reason(message.reason),
     )
 

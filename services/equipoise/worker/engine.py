@@ -18,7 +18,7 @@ from torch.distributed import DistError
 
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.inference import Blame
-from equipoise.wire.messages import RankStats, Refused, Switched
+from equipoise.wire.messages import LayoutRejected, RankStats, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
@@ -62,7 +62,7 @@ class StepResult:
     generation: int
     emissions: tuple[Emission, ...]
     switch: Switched | None
-    refused: Refused | None
+    rejected: LayoutRejected | None
     """Set if the ranks cannot switch to what they staged."""
 
 
@@ -220,12 +220,12 @@ class Engine:
         if leaving:
             return False
         check_group(headers, names=self._group.names)
-        switch, refused = None, None
+        switch, rejected = None, None
         if staged is not None:
             if agreed_generation(headers) is not None:
                 switch = self._switch(staged)
             elif reason := staged_conflict(headers, names=self._group.names):
-                refused = self._refuse(staged, reason)
+                rejected = self._reject(staged, reason)
         tokens_by_rank = [header.num_tokens for header in headers]
         emissions: tuple[Emission, ...] = ()
         is_idle = not any(tokens_by_rank)
@@ -235,7 +235,7 @@ class Engine:
                 # A rank that waits for its peers is not busy.
                 waited_s = self._waited_s - waited_s
                 self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
-        if emissions or switch or refused:
+        if emissions or switch or rejected:
             self._publish(
                 StepResult(
                     epoch=self._group.epoch,
@@ -243,7 +243,7 @@ class Engine:
                     generation=self.generation,
                     emissions=emissions,
                     switch=switch,
-                    refused=refused,
+                    rejected=rejected,
                 )
             )
         self._num_idle_turns = self._num_idle_turns + 1 if is_idle else 0
@@ -292,12 +292,12 @@ class Engine:
                 median_step_us=_median(self._recent_us),
             )
 
-    def _refuse(self, staged: StagedGeneration, reason: str) -> Refused:
+    def _reject(self, staged: StagedGeneration, reason: str) -> LayoutRejected:
         """Drop a staged generation, unless another has replaced it."""
         with self._lock:
             if self._staged is staged:
                 self._staged = None
-        return Refused(
+        return LayoutRejected(
             epoch=self._group.epoch,
             rank=self._group.rank,
             generation=staged.generation,

@@ -44,8 +44,8 @@ class TransferError(Exception):
     """An expert is unavailable from a source; the message names the source and the fault."""
 
 
-class StageRefusedError(Exception):
-    """A Stage that this worker refuses; the message names the remedy."""
+class StageRejectedError(Exception):
+    """A Stage that this worker rejects; the message names the remedy."""
 
 
 class NotHeldError(Exception):

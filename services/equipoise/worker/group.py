@@ -145,7 +145,7 @@ def meet(
 
     Every rank publishes its `announcement` in an `Arrival`. Ranks that were sent different peers or
     layouts form no group. `check` receives all announcements in rank order before `on_met`, and may
-    raise ValueError or RuntimeError to refuse.
+    raise ValueError or RuntimeError to reject.
 
     Raises:
         GroupError: the ranks did not meet or form in time, or do not agree.

@@ -179,7 +179,7 @@ def staged_conflict(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) 
         return ""
     return (
         f"ranks disagree about the staged layout of generation {generation} ({detail}): plan "
-        "again; if it is refused too, restart the balancer"
+        "again; if it is rejected too, restart the balancer"
     )
 
 

@@ -53,19 +53,19 @@ class InferenceService(pb_grpc.InferenceServicer):
         # engine has ended.
         self._streams: dict[int, _Stream] = {}
         self.draining = ""
-        """Refuses new requests with UNAVAILABLE and this reason if set; open ones continue."""
+        """Rejects new requests with UNAVAILABLE and this reason if set; open ones continue."""
         self._failed_step: StepError | None = None
         self._changed = asyncio.Event()
 
     def open(self, engine: Engine) -> None:
-        """Serve by this engine; before the first one every request is refused.
+        """Serve by this engine; before the first one every request is rejected.
 
         Requests stay open between two engines that share a scheduler.
         """
         self._engine = engine
 
     def close(self, reason: str, *, failed_step: StepError | None = None) -> None:
-        """End open requests and refuse new ones with UNAVAILABLE and this reason.
+        """End open requests and reject new ones with UNAVAILABLE and this reason.
 
         The requests of a failed step get its blame.
         """

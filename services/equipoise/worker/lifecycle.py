@@ -31,7 +31,7 @@ from equipoise.wire.messages import (
     Heartbeat,
     Hello,
     JoinEpoch,
-    Refused,
+    LayoutRejected,
     Rejection,
     Stage,
     Wait,
@@ -264,11 +264,11 @@ class Worker:
         return None if rank is None else rank.held.contents.layout
 
     def message_dropped(self, message: worker_link_pb2.ConnectResponse, reason: str) -> None:
-        """Refuse a dropped Stage, so that its rollout need not wait for a timeout."""
+        """Reject a dropped Stage, so that its rollout need not wait for a timeout."""
         rank, stage = self._epochs.rank, message.stage
         if rank is not None and message.HasField("stage"):
             self._outbox.send(
-                Refused(
+                LayoutRejected(
                     epoch=rank.join_epoch.epoch,
                     rank=rank.join_epoch.rank,
                     generation=stage.change.generation or stage.layout.generation,

@@ -134,8 +134,8 @@ class Rank:
         self._parts.inference.deliver(result)
         if result.switch is not None:
             self._report_switch(result.switch)
-        if result.refused is not None:
-            self.stager.refuse(result.refused)
+        if result.rejected is not None:
+            self.stager.reject(result.rejected)
 
     def _report_switch(self, switch: Switched) -> None:
         self.last_switch = switch

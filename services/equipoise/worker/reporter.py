@@ -55,7 +55,7 @@ class Reporter:
         """Return the previous generation's final report, then the current generation's.
 
         The final report stops after `FINAL_REPORTS`: a restarted balancer no longer knows that
-        generation's layout and would refuse it forever.
+        generation's layout and would reject it forever.
         """
         current, *previous = progress.loads
         if current.generation != self._generation:

@@ -10,7 +10,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from equipoise.telemetry.tracing import failed, parent_of
-from equipoise.wire.messages import Refused, Stage, Staged, Switched
+from equipoise.wire.messages import LayoutRejected, Stage, Staged, Switched
 
 
 class RankSpans:
@@ -23,7 +23,7 @@ class RankSpans:
         self._parent = Context()
 
     @contextmanager
-    def staging(self, stage: Stage) -> Iterator[Callable[[Staged | Refused], None]]:
+    def staging(self, stage: Stage) -> Iterator[Callable[[Staged | LayoutRejected], None]]:
         """Record the staging of a generation; call the result with the answer.
 
         The generation's switch becomes a sibling span.
@@ -66,8 +66,8 @@ class RankSpans:
         span.end(end_time=ended_ns)
 
 
-def _record_answer(span: Span, answer: Staged | Refused) -> None:
-    if isinstance(answer, Refused):
+def _record_answer(span: Span, answer: Staged | LayoutRejected) -> None:
+    if isinstance(answer, LayoutRejected):
         failed(span, answer.reason)
         return
     span.set_attributes(

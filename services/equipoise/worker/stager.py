@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from equipoise.planning.layout import Layout
-from equipoise.wire.messages import Abort, Refused, Stage, Staged
+from equipoise.wire.messages import Abort, LayoutRejected, Stage, Staged
 from equipoise.worker.engine import Engine
-from equipoise.worker.errors import StageRefusedError, TransferError
+from equipoise.worker.errors import StageRejectedError, TransferError
 from equipoise.worker.held import Contents, HeldExperts, StagedGeneration
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.transfer import ExpertPuller, PullResult
@@ -34,7 +34,7 @@ class Stager:
         held: HeldExperts,
         puller: ExpertPuller,
         epoch: int,
-        send: Callable[[Staged | Refused], object],
+        send: Callable[[Staged | LayoutRejected], object],
         spans: RankSpans,
     ) -> None:
         self._engine = engine
@@ -73,12 +73,12 @@ class Stager:
         if abort.epoch == self._epoch and layout and layout.generation == abort.generation:
             self._discard()
 
-    def refuse(self, refused: Refused) -> None:
+    def reject(self, rejected: LayoutRejected) -> None:
         """Report that the ranks cannot switch to what this one staged; the engine dropped it."""
-        if self._layout is not None and self._layout.generation == refused.generation:
+        if self._layout is not None and self._layout.generation == rejected.generation:
             self._discard()
-        _log.warning("generation %d is refused: %s", refused.generation, refused.reason)
-        self._send(refused)
+        _log.warning("generation %d is rejected: %s", rejected.generation, rejected.reason)
+        self._send(rejected)
 
     def drop_unfinished(self) -> None:
         """Drop a generation that is not staged yet, so that a Hello that omits it stays true."""
@@ -111,18 +111,18 @@ class Stager:
     async def _prepare_and_answer(self, stage: Stage) -> None:
         generation = stage.layout.generation
         with self._spans.staging(stage) as record:
-            answer: Staged | Refused
+            answer: Staged | LayoutRejected
             try:
                 answer = self._staged = await self._prepare(stage)
                 _log.info("generation %d is staged: %d moves", generation, len(stage.moves))
-            except (StageRefusedError, TransferError, PayloadError) as error:
-                answer = Refused(
+            except (StageRejectedError, TransferError, PayloadError) as error:
+                answer = LayoutRejected(
                     epoch=self._epoch,
                     rank=self._held.rank,
                     generation=generation,
                     reason=str(error),
                 )
-                _log.warning("generation %d is refused: %s", generation, error)
+                _log.warning("generation %d is rejected: %s", generation, error)
             self._send(answer)
             record(answer)
 
@@ -133,7 +133,7 @@ class Stager:
             async with asyncio.timeout(stage.timeout_s):
                 pulled = await self._pull_and_offer(stage)
         except TimeoutError as error:
-            raise StageRefusedError(
+            raise StageRejectedError(
                 f"staging took longer than the allowed {stage.timeout_s:g} s"
             ) from error
         return Staged(
@@ -152,14 +152,14 @@ class Stager:
         try:
             staged = await asyncio.to_thread(self._build, stage, pulled, base)
         except torch.OutOfMemoryError as error:
-            raise StageRefusedError(
+            raise StageRejectedError(
                 f"not enough device memory to stage {len(stage.moves)} experts: lower "
                 "waves.maxBytes in the policy"
             ) from error
         # Nothing is awaited between here and the answer: an abort finds the generation offered
         # or not.
         if not self._engine.offer(staged):
-            raise StageRefusedError(
+            raise StageRejectedError(
                 f"the ranks switched from generation {stage.base_generation} to "
                 f"{self._engine.generation} in the meantime: plan from there"
             )
@@ -182,22 +182,22 @@ def check_stage(stage: Stage, *, running: Layout, epoch: int, rank: int) -> None
     `wire` has already checked each move against the Stage's own layout.
 
     Raises:
-        StageRefusedError: the Stage does not fit; the message names the remedy.
+        StageRejectedError: the Stage does not fit; the message names the remedy.
     """
     layout = stage.layout
     if stage.epoch != epoch:
-        raise StageRefusedError(f"this rank serves in epoch {epoch}, not {stage.epoch}")
+        raise StageRejectedError(f"this rank serves in epoch {epoch}, not {stage.epoch}")
     if stage.base_generation != running.generation:
-        raise StageRefusedError(
+        raise StageRejectedError(
             f"this rank runs generation {running.generation}, not {stage.base_generation}: "
             "plan from there"
         )
     if layout.generation <= running.generation:
-        raise StageRefusedError(
+        raise StageRejectedError(
             f"generation {layout.generation} is not newer than the running {running.generation}"
         )
     if _shape(layout) != _shape(running):
-        raise StageRefusedError(
+        raise StageRejectedError(
             f"a layout of (layers, slots, experts, ranks) = {_shape(layout)} does not fit "
             f"this pool's {_shape(running)}"
         )
@@ -207,7 +207,7 @@ def check_stage(stage: Stage, *, running: Layout, epoch: int, rank: int) -> None
     moved = {(move.layer, move.slot) for move in stage.moves}
     for layer, slot in sorted(needed ^ moved):
         reason = "has no move" if (layer, slot) in needed else "is not this rank's or is unchanged"
-        raise StageRefusedError(f"layer {layer}, slot {slot} {reason}: plan again")
+        raise StageRejectedError(f"layer {layer}, slot {slot} {reason}: plan again")
 
 
 def _shape(layout: Layout) -> tuple[int, int, int, int]:

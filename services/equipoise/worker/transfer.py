@@ -45,7 +45,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
 
     def open(self, held: HeldExperts, *, epoch: int) -> None:
-        """Start serving the peers of an epoch; callers in another epoch are refused."""
+        """Start serving the peers of an epoch; callers in another epoch are rejected."""
         self._held, self._epoch = held, epoch
         # Wakes all tasks that wait now.
         self._epoch_changed.set()

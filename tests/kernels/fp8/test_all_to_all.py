@@ -196,7 +196,7 @@ def test_ranks_of_different_generations_are_named(interpreted):
     assert "rank 1 runs 5" in str(seen[0])
 
 
-def test_a_silent_rank_is_named_and_the_buffer_refuses_later_calls(interpreted):
+def test_a_silent_rank_is_named_and_the_buffer_rejects_later_calls(interpreted):
     _, (buffer, _) = virtual_buffers(timeout_s=0.05)
     with pytest.raises(
         PeerMissingError, match=r"rank 1 did not send rows within 0\.05 s"
@@ -219,7 +219,7 @@ def test_a_silent_rank_is_named_and_the_buffer_refuses_later_calls(interpreted):
         (empty_rows((2, 128), device="cpu"), torch.zeros(2, 2, dtype=torch.int64), "x is FP8"),
     ],
 )
-def test_rows_that_break_the_contract_are_refused_before_anything_is_sent(x, slots, named):
+def test_rows_that_break_the_contract_are_rejected_before_anything_is_sent(x, slots, named):
     buffer = EpBuffer(SHAPE, backend=None, device="cpu")
     with pytest.raises(KernelInputError, match=named):
         buffer.begin_dispatch(x, slots)
@@ -235,7 +235,7 @@ def test_rows_that_break_the_contract_are_refused_before_anything_is_sent(x, slo
         ({"payload": Payload.BF16, "dim": 3}, "even"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(change, named):
+def test_sizes_that_make_no_sense_are_rejected(change, named):
     with pytest.raises(KernelInputError, match=named):
         replace(SHAPE, **change)
 

@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(reports, backend)
         assert "within 1.5 s" in words
 
 
-def test_a_failed_buffer_refuses_every_later_call(reports):
+def test_a_failed_buffer_rejects_every_later_call(reports):
     for report in reports[:-1]:
         kind, ranks, words = report["gloo afterwards"]
         assert (kind, ranks) == ("AllToAllError", [NUM_RANKS - 1])

@@ -186,7 +186,7 @@ def test_without_queries_no_library_is_called(backend):
     )
 
 
-def test_input_that_a_library_cannot_read_is_refused_before_the_call():
+def test_input_that_a_library_cannot_read_is_rejected_before_the_call():
     def why(backend, **changes):
         right = {"rank": RANK, "rotary": ROTARY, "block_tokens": 64, "quantized": False}
         return misfit(backend, LatentShape(**right | changes))
@@ -200,7 +200,7 @@ def test_input_that_a_library_cannot_read_is_refused_before_the_call():
     assert why("triton", rank=16, quantized=True) is None
 
 
-def test_a_launch_that_a_library_cannot_make_is_refused_by_name():
+def test_a_launch_that_a_library_cannot_make_is_rejected_by_name():
     query = torch.zeros(1, 2, RANK + ROTARY).bfloat16()
     plain = PlainLatents(latents_BPC=torch.zeros(1, 64, RANK + ROTARY).bfloat16(), rank=RANK)
     quantized = QuantizedLatents(

@@ -341,7 +341,7 @@ def test_without_a_gpu_the_command_reports_it_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gate_that_does_not_exist_is_refused(capsys):
+def test_a_gate_that_does_not_exist_is_rejected(capsys):
     with pytest.raises(SystemExit):
         command.main(["--only", "Z9"])
     assert "invalid choice" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_the_norms_kernel_writes_only_its_rows(generator, interpreted):
         (torch.zeros(2, 256), torch.zeros(256), torch.zeros(3, 256), "residual must be"),
     ],
 )
-def test_a_norm_of_other_things_is_refused_by_name(x, weight, residual, named):
+def test_a_norm_of_other_things_is_rejected_by_name(x, weight, residual, named):
     with pytest.raises(KernelInputError, match=named):
         rms_norm_quant(x, weight, eps=1e-6, residual_MD=residual)
 
@@ -174,6 +174,6 @@ def test_the_masked_activation_writes_only_real_rows(run, counts, generator, int
         (torch.zeros(2, 3, 256), torch.zeros(3, dtype=torch.int32), r"must be \[2\]"),
     ],
 )
-def test_an_activation_of_other_things_is_refused_by_name(x, counts, named):
+def test_an_activation_of_other_things_is_rejected_by_name(x, counts, named):
     with pytest.raises(KernelInputError, match=named):
         silu_mul_quant(x, rows_per_group=counts)

@@ -139,7 +139,7 @@ def misaligned(weight):
         ),
     ],
 )
-def test_operands_that_break_the_contract_are_refused_by_name(fault, named, generator):
+def test_operands_that_break_the_contract_are_rejected_by_name(fault, named, generator):
     a, weight = spread_rows((3, 256), generator), spread_weight((64, 256), generator)
     if named == "contiguous":
         weight = spread_weight((256, 256), generator)

@@ -117,11 +117,11 @@ def test_rows_may_lie_apart_and_be_none(generator, interpreted):
         (torch.zeros(1, 256).expand(3, 256), "overlap"),
     ],
 )
-def test_rows_that_break_the_contract_are_refused_by_name(x, named):
+def test_rows_that_break_the_contract_are_rejected_by_name(x, named):
     with pytest.raises(KernelInputError, match=named):
         group_quant(x)
 
 
-def test_an_output_of_another_shape_is_refused():
+def test_an_output_of_another_shape_is_rejected():
     with pytest.raises(KernelInputError, match="out must be"):
         group_quant(torch.zeros(3, 256), out=empty_rows((2, 256), device="cpu"))

@@ -204,7 +204,7 @@ def test_no_groups_and_no_rows_are_fine(generator):
         ({"out": torch.empty(2, 3, NUM_COLUMNS)}, "out must be"),
     ],
 )
-def test_groups_that_break_the_contract_are_refused_by_name(change, named, generator):
+def test_groups_that_break_the_contract_are_rejected_by_name(change, named, generator):
     a = spread_rows((2, 4, DIM), generator)
     weight = spread_weight((NUM_SLOTS, NUM_COLUMNS, DIM), generator)
     with pytest.raises(KernelInputError, match=named):
@@ -217,7 +217,7 @@ def test_groups_that_break_the_contract_are_refused_by_name(change, named, gener
         )
 
 
-def test_rows_of_another_number_of_groups_and_flat_weights_are_refused(generator):
+def test_rows_of_another_number_of_groups_and_flat_weights_are_rejected(generator):
     weight = spread_weight((NUM_SLOTS, NUM_COLUMNS, DIM), generator)
     schedule = MaskedRows(rows_of_group=int32([1, 2]))
     with pytest.raises(KernelInputError, match="G = 2"):

@@ -194,7 +194,7 @@ def test_rotated_queries_are_new_where_none_are_given(generator):
         ({"sin_TF": torch.zeros(4, ROTARY // 2).bfloat16()}, "sin must be float32"),
     ],
 )
-def test_inputs_that_break_the_contract_are_refused_by_name(change, named, generator):
+def test_inputs_that_break_the_contract_are_rejected_by_name(change, named, generator):
     cache, given = Cache(torch.bfloat16), tokens(generator) | change
     raw, query = given.pop("raw_TC"), given.pop("query_THP")
     with pytest.raises(KernelInputError, match=named):
@@ -202,7 +202,7 @@ def test_inputs_that_break_the_contract_are_refused_by_name(change, named, gener
     assert cache.written() == []
 
 
-def test_latents_of_another_dtype_than_the_tokens_are_refused(generator):
+def test_latents_of_another_dtype_than_the_tokens_are_rejected(generator):
     cache, given = Cache(torch.float32), tokens(generator)
     with pytest.raises(KernelInputError, match="latents must be bfloat16"):
         latent_write(given.pop("raw_TC"), given.pop("query_THP"), cache.latents, **given)

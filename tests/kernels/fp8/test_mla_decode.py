@@ -162,7 +162,7 @@ def test_tables_and_lengths_that_lie_make_nan_of_their_own_query_only(
         ),
     ],
 )
-def test_inputs_that_break_the_contract_are_refused_by_name(change, named, generator):
+def test_inputs_that_break_the_contract_are_rejected_by_name(change, named, generator):
     good = {"query_BHC": torch.zeros(2, 3, 144), "tables_BS": TABLES, "lengths_B": LENGTHS}
     with pytest.raises(KernelInputError, match=named):
         mla_decode(**good | change, latents=latents(torch.bfloat16, generator), scale=1.0)
@@ -181,6 +181,6 @@ def test_inputs_that_break_the_contract_are_refused_by_name(change, named, gener
             rotary_BPP=torch.zeros(4, 16, 16, dtype=torch.bfloat16)), "scales must be"),
     ],
 )  # fmt: skip
-def test_latents_that_break_the_contract_are_refused_by_name(make, named):
+def test_latents_that_break_the_contract_are_rejected_by_name(make, named):
     with pytest.raises(KernelInputError, match=named):
         make()

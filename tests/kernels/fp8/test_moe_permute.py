@@ -172,12 +172,12 @@ def test_a_permutation_and_its_combination_give_rows_back(generator):
         (torch.zeros(3, 2, dtype=torch.int64), {"alignment": 2**30}, "more than int32"),
     ],
 )
-def test_slots_that_break_the_contract_are_refused_by_name(slots, options, named):
+def test_slots_that_break_the_contract_are_rejected_by_name(slots, options, named):
     with pytest.raises(KernelInputError, match=named):
         order_rows(slots, **{"num_slots": 4} | options)
 
 
-def test_a_buffer_that_may_overflow_is_refused(order):
+def test_a_buffer_that_may_overflow_is_rejected(order):
     small = RowOrder(
         place_of_pair_TK=order.place_of_pair_TK,
         pair_of_row_M=order.pair_of_row_M[:-1],
@@ -193,12 +193,12 @@ def test_a_buffer_that_may_overflow_is_refused(order):
         )
 
 
-def test_rows_that_break_the_contract_are_refused_by_name(order):
+def test_rows_that_break_the_contract_are_rejected_by_name(order):
     rows = len(order.pair_of_row_M)
     quantised = QuantizedRows(
         codes=torch.zeros(5, 128, dtype=torch.float8_e4m3fn), scales=torch.ones(5, 1)
     )
-    refused = [
+    rejected = [
         (lambda: permute(torch.zeros(4, 8), order), "x must be"),
         (lambda: permute(torch.zeros(5, 8, 1), order), r"x must be \[T, columns\]"),
         (lambda: permute(torch.zeros(5, 7, dtype=torch.bfloat16), order), "multiples of 4 bytes"),
@@ -210,6 +210,6 @@ def test_rows_that_break_the_contract_are_refused_by_name(order):
         (lambda: combine(torch.zeros(rows, 8, dtype=torch.int32), order, torch.zeros(5, 2)),
          "rows must be bfloat16"),
     ]  # fmt: skip
-    for call, named in refused:
+    for call, named in rejected:
         with pytest.raises(KernelInputError, match=named):
             call()

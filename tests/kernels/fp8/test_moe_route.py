@@ -219,7 +219,7 @@ GOOD = {"num_experts": 16, "num_groups": 4, "top_groups": 2, "top_k": 3}
         ({"top_k": 9}, "cannot have 9"),
     ],
 )
-def test_a_rule_that_contradicts_itself_is_refused(change, named):
+def test_a_rule_that_contradicts_itself_is_rejected(change, named):
     with pytest.raises(KernelInputError, match=named):
         RoutingRule(**GOOD | change, normalize=True, scale=1.0)
 
@@ -240,7 +240,7 @@ def test_a_rule_that_contradicts_itself_is_refused(change, named):
                         weights_TK=torch.zeros(2, 4))}, "out must be"),
     ],
 )  # fmt: skip
-def test_inputs_that_break_the_contract_are_refused_by_name(change, named):
+def test_inputs_that_break_the_contract_are_rejected_by_name(change, named):
     good = {
         "logits_TE": torch.zeros(2, 16),
         "bias_E": torch.zeros(16),
@@ -263,7 +263,7 @@ def test_inputs_that_break_the_contract_are_refused_by_name(change, named):
         ({"share_ends_ER": torch.ones(4, 3, dtype=torch.int64)}, "share_ends must be"),
     ],
 )
-def test_tables_that_do_not_belong_together_are_refused(change, named):
+def test_tables_that_do_not_belong_together_are_rejected(change, named):
     good = {
         "slots_of_expert_ER": torch.zeros(4, 2, dtype=torch.int64),
         "replica_count_E": torch.ones(4, dtype=torch.int64),

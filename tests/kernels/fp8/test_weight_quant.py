@@ -69,11 +69,11 @@ def test_there_and_back_is_exact_for_values_that_codes_hold():
         (torch.zeros(0, 4), r"\[N, K\]"),
     ],
 )
-def test_weights_that_break_the_contract_are_refused_by_name(weight, named):
+def test_weights_that_break_the_contract_are_rejected_by_name(weight, named):
     with pytest.raises(KernelInputError, match=named):
         quantize_weight(weight)
 
 
-def test_dequantisation_to_an_integer_is_refused():
+def test_dequantisation_to_an_integer_is_rejected():
     with pytest.raises(KernelInputError, match="int32"):
         dequantize_weight(quantize_weight(torch.ones(4, 4)), dtype=torch.int32)

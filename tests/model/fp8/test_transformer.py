@@ -219,7 +219,7 @@ def test_payloads_of_a_bf16_checkpoint_are_those_of_its_conversion(random_model,
         assert torch.equal(ours[name].float(), theirs[name].float()), name
 
 
-def test_a_payload_of_another_size_is_refused(checkpoint):
+def test_a_payload_of_another_size_is_rejected(checkpoint):
     (slots,) = loaded(checkpoint).slots
     short = checkpoint.read_expert(0, 0)[:-4]
     for use in (lambda: slots.write(0, short), lambda: slots.stage({1: short})):

@@ -34,7 +34,7 @@ def test_prompts_depend_on_the_seed_and_on_nothing_else():
     assert heldout_prompts("english", num_prompts=8, seed=2) != first
 
 
-def test_more_prompts_than_there_is_text_for_are_refused_by_name():
+def test_more_prompts_than_there_is_text_for_are_rejected_by_name():
     with pytest.raises(CorpusError, match="'arithmetic'"):
         heldout_prompts("arithmetic", num_prompts=1_000_000, seed=0)
 
@@ -85,7 +85,7 @@ def test_files_that_cannot_be_parsed_or_decoded_are_left_out(tmp_path, monkeypat
     assert text("code", "heldout").tobytes() == b"x = 1\n" * 2000
 
 
-def test_an_installation_without_source_is_refused_with_the_remedy(
+def test_an_installation_without_source_is_rejected_with_the_remedy(
     tmp_path, monkeypatch, fresh_text
 ):
     monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))

@@ -149,12 +149,12 @@ def test_a_nan_loss_ends_the_training_with_the_step(small_config):
         ("seed", -1),
     ],
 )
-def test_settings_out_of_range_are_refused_by_name(name, value):
+def test_settings_out_of_range_are_rejected_by_name(name, value):
     with pytest.raises(TrainSettingsError, match=name):
         dataclasses.replace(SETTINGS, **{name: value})
 
 
-def test_sequences_longer_than_the_model_s_positions_are_refused(small_config):
+def test_sequences_longer_than_the_model_s_positions_are_rejected(small_config):
     with pytest.raises(TrainSettingsError, match="sequence_tokens = 257"):
         next(
             train(

@@ -132,7 +132,7 @@ def _line(result: Result) -> str:
     outcome = "[red]VIOLATED[/red]" if result.violations else "[green]held[/green]"
     return (
         f"{outcome} seed {result.run.seed} {result.run.ground}: {faults}; "
-        f"{result.num_answers} answers, {result.num_refused} turned away, longest pause "
+        f"{result.num_answers} answers, {result.num_rejected} turned away, longest pause "
         f"{result.longest_pause_s:.1f} s, {result.took_s:.0f} s"
         + "".join(f", {name} after {took_s:.1f} s" for name, took_s in result.waits_s.items())
     )

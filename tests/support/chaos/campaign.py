@@ -44,7 +44,7 @@ class Result:
     run: Run
     violations: tuple[Violation, ...]
     num_answers: int
-    num_refused: int
+    num_rejected: int
     longest_pause_s: float
     took_s: float
     waits_s: Mapping[str, float] = field(default_factory=dict)
@@ -105,8 +105,8 @@ async def perform(arena: Arena, run: Run) -> Result:
     return Result(
         run=run,
         violations=tuple(violations(history)),
-        num_answers=sum(not answer.refusal for answer in history.answers),
-        num_refused=sum(bool(answer.refusal) for answer in history.answers),
+        num_answers=sum(not answer.rejection for answer in history.answers),
+        num_rejected=sum(bool(answer.rejection) for answer in history.answers),
         longest_pause_s=max(
             (later - sooner for sooner, later in itertools.pairwise(history.token_times_s)),
             default=0.0,

@@ -42,7 +42,7 @@ def tokens_differ(history: History) -> Iterator[str]:
 def requests_lost(history: History) -> Iterator[str]:
     """What was accepted is answered to its end."""
     for answer in history.answers:
-        if answer.refusal:
+        if answer.rejection:
             continue
         if answer.breakage:
             yield f"{answer.prompt!r}: {answer.breakage}"

@@ -58,7 +58,7 @@ class Clients:
         while True:
             answer = await self._ask(http, next(self._of_domain[self._domain]))
             self.history.answers.append(answer)
-            if answer.refusal or answer.breakage:
+            if answer.rejection or answer.breakage:
                 await asyncio.sleep(0.2)
                 continue
             async with self._changed:
@@ -67,7 +67,7 @@ class Clients:
 
     async def _ask(self, http: httpx2.AsyncClient, prompt: Prompt) -> Answer:
         tokens: list[int] = []
-        refusal = breakage = ""
+        rejection = breakage = ""
         began_s = time.monotonic()
         body = {
             "prompt": list(prompt.tokens),
@@ -80,7 +80,7 @@ class Clients:
         try:
             async with http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code in _TURNED_AWAY:
-                    refusal = (await response.aread()).decode()
+                    rejection = (await response.aread()).decode()
                 elif response.status_code != 200:
                     breakage = f"{response.status_code}: {(await response.aread()).decode()}"
                 else:
@@ -92,7 +92,7 @@ class Clients:
             tokens=tuple(tokens),
             expected=tuple(self._answers[prompt]),
             took_s=time.monotonic() - began_s,
-            refusal=refusal,
+            rejection=rejection,
             breakage=breakage,
         )
 

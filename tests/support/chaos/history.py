@@ -17,7 +17,7 @@ class StepSeen(NamedTuple):
 class Answer:
     """What a client got for one request, and what it should have got.
 
-    `refusal` is set if it was rejected with a reason before its first token; `breakage` if it was
+    `rejection` is set if it was rejected with a reason before its first token; `breakage` if it was
     accepted and did not come to its end.
     """
 
@@ -25,7 +25,7 @@ class Answer:
     tokens: tuple[int, ...]
     expected: tuple[int, ...]
     took_s: float
-    refusal: str = ""
+    rejection: str = ""
     breakage: str = ""
 
 

@@ -94,7 +94,7 @@ class EpBuffer:
     """One rank's end of the exchange; used from one thread and one stream.
 
     At most two dispatches may wait for their combine, and combines must follow the order of
-    dispatches. After an error the buffer refuses every call.
+    dispatches. After an error the buffer rejects every call.
     """
 
     def __init__(self, shape: EpShape, backend: Backend, *, device: torch.device | str) -> None:

@@ -14,7 +14,7 @@ makes the query's outputs NaN: nothing is read out of bounds, and the error show
 Split-KV: a program processes `tokens_per_split` positions of a query, and a second kernel merges
 the results in the order of positions. Splits depend on `tokens_per_split` alone, and a program sees
 only one query, so results do not depend on the batch if that number is given. Libraries split in
-their own ways, and refuse that number.
+their own ways, and reject that number.
 
 Sums are float32. The kernel rounds weights to the latents' dtype for the second product (bfloat16
 for FP8); the twin does not.

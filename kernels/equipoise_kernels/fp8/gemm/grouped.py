@@ -17,7 +17,7 @@ PrefixSumRows: A [R, K] and `group_ends` [G]. Group g has the rows from the end 
 MaskedRows: A [G, M, K] and `rows_of_group` [G]. Group g has its first rows_of_group[g] rows.
 
 Groups may be empty. Rows of no group are never read, and their outputs never written. Errors that
-could only be refused by waiting for the device are masked instead: the rows of a group whose id is
+could only be rejected by waiting for the device are masked instead: the rows of a group whose id is
 not in [0, G) or whose slot is not in [0, S) belong to no group; in a block of 128, neither do rows
 whose id differs from the first row's; counts are clamped to [0, M], ends to [0, R].
 """

@@ -68,7 +68,7 @@ def compile_for_hopper(what: Specialization) -> Code:
     """Compile; takes 1 to 2 seconds, or nothing if Triton's cache has it.
 
     Raises:
-        RuntimeError: the compiler refuses the configuration.
+        RuntimeError: the compiler rejects the configuration.
     """
     compiled = triton.compile(_source(what), target=HOPPER, options=_options(what))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -9,7 +9,7 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
 - A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
   so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
 - Each new leader starts a new term, the fencing number of every write and push. What a paused
-  process does before it reads its clock is refused by every peer that saw a higher term.
+  process does before it reads its clock is rejected by every peer that saw a higher term.
 """
 
 from collections.abc import Callable
@@ -129,7 +129,7 @@ class Overtaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The register did not answer or refused; a write may or may not have happened."""
+    """The register did not answer, or rejected the request; a write may have happened or not."""
 
     reason: str
 

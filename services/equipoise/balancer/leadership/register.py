@@ -11,7 +11,7 @@ ALONE = LeaseTiming(duration_s=2e9, renew_deadline_s=1e9, retry_s=1.0, request_t
 
 
 class RegisterError(RuntimeError):
-    """The register did not answer or refused; the message names it and the remedy."""
+    """The register did not answer, or rejected the request; the message names it and the remedy."""
 
 
 class LeaseRegister(Protocol):

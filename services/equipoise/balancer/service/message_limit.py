@@ -8,7 +8,7 @@ _SLACK = 20.0
 """Multiple of the rate that the policy implies, for the bursts after a new epoch."""
 
 _LEAST_PER_S = 50.0
-"""Minimum rate, for messages without an interval: Staged, Switched, Serving, Refused."""
+"""Minimum rate, for messages without an interval: Staged, Switched, Serving, LayoutRejected."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,9 +38,9 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
         ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
         windows_closed=pool.windows.num_closed,
         interval_s=pool.policy.values.interval_s,
-        refusals=[
-            pb.Refusal(kind=refusal.kind, count=refusal.count, latest=refusal.latest)
-            for refusal in pool.counters.refusals.all()
+        rejections=[
+            pb.RejectionStatus(kind=rejection.kind, count=rejection.count, latest=rejection.latest)
+            for rejection in pool.counters.rejections.all()
         ],
         switches=_switches(pool),
         revision=pool.revision,
@@ -271,14 +271,14 @@ def _hold_status(pool: Pool) -> pb.HoldStatus:
 
 
 def _policy_status(pool: Pool) -> pb.PolicyStatus:
-    refusal = pool.policy.book.latest_refusal
+    rejection = pool.policy.book.latest_rejection
     return pb.PolicyStatus(
         hash=pool.policy.in_force.digest,
         source=pool.policy.in_force.source,
         loaded_unix_s=pool.policy.in_force.loaded_s,
-        num_refused=pool.policy.book.num_refused,
-        refusal=refusal.reason if refusal is not None else "",
-        refused_unix_s=refusal.refused_s if refusal is not None else 0.0,
+        num_rejected=pool.policy.book.num_rejected,
+        rejection=rejection.reason if rejection is not None else "",
+        rejected_unix_s=rejection.rejected_s if rejection is not None else 0.0,
         is_paused=pool.policy.values.pause,
     )
 

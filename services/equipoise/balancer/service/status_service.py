@@ -70,7 +70,7 @@ class StatusService(pb_grpc.StatusServicer):
         runner = await self._find(request.pool, context)
         interval_s = request.min_interval_s or DEFAULT_WATCH_INTERVAL_S
         if not (math.isfinite(interval_s) and interval_s > 0):
-            await _refuse(
+            await _reject(
                 context, f"min_interval_s must be a positive number of seconds, not {interval_s}"
             )
         while not runner.closed:
@@ -119,7 +119,7 @@ class StatusService(pb_grpc.StatusServicer):
         """Decisions, newest first."""
         runner = await self._find(request.pool, context)
         if request.limit > MAX_DECISIONS:
-            await _refuse(context, f"limit must be at most {MAX_DECISIONS}, not {request.limit}")
+            await _reject(context, f"limit must be at most {MAX_DECISIONS}, not {request.limit}")
         try:
             decisions = await self._store.decisions(
                 runner.pool.name, limit=request.limit or DEFAULT_DECISIONS
@@ -146,5 +146,5 @@ class StatusService(pb_grpc.StatusServicer):
             context.set_trailing_metadata(((LEADER_METADATA, self._seat.leader_address),))
 
 
-async def _refuse(context: _Context, reason: str) -> NoReturn:
+async def _reject(context: _Context, reason: str) -> NoReturn:
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)

@@ -15,7 +15,7 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.planning.errors import InvalidReportError
-from equipoise.pool.hello_checks import RefusedWorkerError
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
@@ -68,7 +68,7 @@ class WorkerLinkService:
                 await context.write(_alone(self._redirection()))
                 return
             runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
-        except (InvalidMessageError, RefusedWorkerError) as error:
+        except (InvalidMessageError, RejectedWorkerError) as error:
             # A message that the network corrupted may arrive intact the next time.
             fatal = error.kind != _UNREADABLE
             await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
@@ -89,9 +89,9 @@ class WorkerLinkService:
                 "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
             ) from None
         except InvalidMessageError as error:
-            _log.warning("refused (%s): %s", error.kind, error)
+            _log.warning("rejected (%s): %s", error.kind, error)
             raise
-        assert isinstance(hello, Hello), "the first message is Hello or refused"
+        assert isinstance(hello, Hello), "the first message is Hello or rejected"
         return hello
 
     async def _admit(
@@ -100,8 +100,8 @@ class WorkerLinkService:
         try:
             _check_identity(caller, hello)
             return await pools.admit(hello, mailbox)
-        except RefusedWorkerError as error:
-            pools.refuse_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
+        except RejectedWorkerError as error:
+            pools.reject_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
             raise
 
     def _redirection(self) -> Rejection:
@@ -142,12 +142,12 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
                 _check_limits(request, hello, limit)
                 value = from_worker(_message(request), hello=hello)
                 if isinstance(value, Report) and value.heartbeat is not None:
-                    # First, because the report may be refused.
+                    # First, because the report may be rejected.
                     runner.receive(hello.worker, mailbox, value.heartbeat)
                 runner.receive(hello.worker, mailbox, value)
             except (InvalidMessageError, InvalidReportError) as error:
                 text = f"worker {hello.worker}: {error}"
-                runner.refuse(hello.worker, kind=error.kind, reason=text)
+                runner.reject(hello.worker, kind=error.kind, reason=text)
                 if error.kind == _UNREADABLE:
                     # The message is lost: a new stream begins with all that matters.
                     return "undecodable message"
@@ -162,9 +162,9 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
 
 
 def _check_identity(caller: Caller, hello: Hello) -> None:
-    """Refuse a worker that claims to be another one."""
+    """Reject a worker that claims to be another one."""
     if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
-        raise RefusedWorkerError(
+        raise RejectedWorkerError(
             "hello_identity",
             f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
             "certificate or token of its own",
@@ -188,7 +188,7 @@ def _message(request: bytes) -> pb.ConnectRequest:
 
 
 def _check_limits(request: bytes, hello: Hello, limit: MessageLimit) -> None:
-    """Refuse messages larger or more frequent than a worker of that shape sends.
+    """Reject messages larger or more frequent than a worker of that shape sends.
 
     Raises:
         InvalidMessageError: "link_rate" or "link_size".

@@ -125,7 +125,7 @@ class RedisLink:
                 )
             case _:
                 known = ((kind, text) for mark, kind, text in _ANSWERS if mark in str(error))
-                fault, sentence = next(known, _REFUSAL)
+                fault, sentence = next(known, _REJECTION)
         return fault, f"{sentence} ({error})" if str(error) else sentence
 
 
@@ -141,4 +141,4 @@ _ANSWERS = (
 )
 """Explanations of error replies, by a word in the reply."""
 
-_REFUSAL = (StoreFault.DENIED, "rejects the request (Redis 6.2 or newer is required)")
+_REJECTION = (StoreFault.DENIED, "rejects the request (Redis 6.2 or newer is required)")

@@ -37,7 +37,7 @@ from equipoise.planning.layout import Layout
 from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
 
 SCHEMA_VERSION = 3
-"""Incremented with every change of keys or records; other versions are refused."""
+"""Incremented with every change of keys or records; other versions are rejected."""
 
 OLDEST_VERSION = 1
 """Oldest version whose records can be read: layouts without shares are even splits, and a missing

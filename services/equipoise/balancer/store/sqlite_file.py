@@ -14,7 +14,7 @@ from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from equipoise.planning.errors import InvalidLayoutError
 
 SCHEMA_VERSION = 4
-"""Incremented with every change of the tables below; versions without an upgrade are refused."""
+"""Incremented with every change of the tables below; versions without an upgrade are rejected."""
 
 _APPLICATION_ID = 0x45515053  # "EQPS": marks our files
 

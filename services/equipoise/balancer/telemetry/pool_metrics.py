@@ -83,7 +83,7 @@ _COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "slow_ranks_found": (_P, "Times that a rank was found to be slow."),
     "moves": (_P, "Moves: slots whose expert changed."),
     "pulled_bytes": (("pool", "source"), "Bytes pulled for moves, from a peer or the checkpoint."),
-    "refusals": (("pool", "kind"), "Messages and workers rejected."),
+    "rejections": (("pool", "kind"), "Messages and workers rejected."),
     "bound_reached": (("pool", "bound"), "Times that a wait reached its timeout."),
 }
 
@@ -128,8 +128,8 @@ class PoolMetrics:
         for bound in pool.counters.bounds.all():
             self._gauge("bound_seconds", pool, bound.bound_s, bound.name)
             self._count("bound_reached", pool, bound.reached, bound.name)
-        for refusal in pool.counters.refusals.all():
-            self._count("refusals", pool, refusal.count, refusal.kind)
+        for rejection in pool.counters.rejections.all():
+            self._count("rejections", pool, rejection.count, rejection.kind)
 
     def _add_state(self, pool: Pool) -> None:
         health = pool.diagnosis().health

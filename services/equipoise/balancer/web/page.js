@@ -269,7 +269,7 @@ function drawRanks(pool) {
 }
 
 function drawDecisions(pool) {
-  setText(byId("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.refusal ? ": the newest version was rejected" : ""}` : "");
+  setText(byId("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.rejection ? ": the newest version was rejected" : ""}` : "");
   const items = pool.decisions.map((one) => {
     const facts = one.kind === "plan" && one.balancedness_proposed
       ? `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · ${one.plan_ms.toFixed(0)} ms to plan`
@@ -284,11 +284,11 @@ function drawEvents(pool) {
     ...pool.switches.map((one) => [one.time_unix_s, "switch", "", `generation ${one.generation} at step ${one.step.toLocaleString("en")}`, `${count(one.moves, "move")} staged in ${one.staging_s.toFixed(2)} s · longest stall ${duration(one.max_stall_us)}`]),
     ...pool.promises.filter((one) => one.judged_unix_s).map((one) => [one.judged_unix_s, "gain", one.outcome === "kept" ? "good" : "fair", `generation ${one.generation}: ${one.outcome.replace("_", " ")}`, `balancedness ${one.balancedness_promised.toFixed(3)} expected, ${one.balancedness_realised.toFixed(3)} realised`]),
     ...pool.epochs.map((one) => [one.opened_unix_s, "epoch", "fair", `epoch ${one.epoch}: ${one.reason}`, one.serving_after_s ? `${one.workers.length} ranks served after ${one.serving_after_s.toFixed(1)} s` : `${one.workers.length} ranks, not serving yet`]),
-    ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "request" : "refused", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
+    ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "request" : "rejected", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
   ].sort((a, b) => b[0] - a[0]).slice(0, 40).map(([time, word, kind, text, facts]) => item(word, kind, time, text, facts));
   const counted = [
     ...pool.bounds.filter((one) => one.reached).map((one) => item(`${one.reached} × timeout`, "bad", 0, one.latest, `${one.name}, after ${one.bound_s} s`)),
-    ...pool.refusals.map((one) => item(`${one.count} × refused`, "fair", 0, one.latest, one.kind)),
+    ...pool.rejections.map((one) => item(`${one.count} × rejected`, "fair", 0, one.latest, one.kind)),
   ];
   const items = [...counted, ...events];
   byId("events").replaceChildren(...(items.length ? items : [make("li", { class: "soft" }, "Nothing.")]));

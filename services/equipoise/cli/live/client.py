@@ -23,13 +23,13 @@ _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _R = TypeVar("_R")
 
 
-class BalancerRefusedError(RuntimeError):
-    """The balancer is unreachable or refuses the call; the message includes the remedy."""
+class BalancerRejectedError(RuntimeError):
+    """The balancer is unreachable or rejects the call; the message includes the remedy."""
 
     def __init__(self, message: str, *, leader_address: str = "") -> None:
         super().__init__(message)
         self.leader_address = leader_address
-        """The leader's address, if a follower refused the call and knows it."""
+        """The leader's address, if a follower rejected the call and knows it."""
 
 
 def credentials_of(access: Access) -> Credentials:
@@ -48,14 +48,14 @@ def explained(address: str, credentials: Credentials) -> Iterator[None]:
     """Turn gRPC errors of the block into one sentence.
 
     Raises:
-        BalancerRefusedError: the sentence.
+        BalancerRejectedError: the sentence.
     """
     try:
         yield
     except grpc.RpcError as error:
         assert isinstance(error, grpc.Call)  # noqa: PT017 - no test
         leader = dict(error.trailing_metadata() or ()).get(LEADER_METADATA, "")
-        raise BalancerRefusedError(
+        raise BalancerRejectedError(
             _message(error, address, credentials), leader_address=str(leader)
         ) from error
 
@@ -78,8 +78,8 @@ def connected(settings: BalancerClientSettings) -> Iterator["BalancerClient"]:
 class BalancerClient:
     """The Status service of one balancer.
 
-    Every method except `watch` raises `BalancerRefusedError` if the balancer is unreachable or
-    refuses the call.
+    Every method except `watch` raises `BalancerRejectedError` if the balancer is unreachable or
+    rejects the call.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class BalancerClient:
                 stream = self._stub.WatchStatus(request, metadata=self._credentials.metadata())
                 for response in stream:
                     take(response.status)
-        except BalancerRefusedError as error:
+        except BalancerRejectedError as error:
             return str(error)
         return f"the balancer at {self.address} closed the stream"
 
@@ -140,7 +140,7 @@ def _message(error: grpc.Call, address: str, credentials: Credentials) -> str:
                 f"no balancer answers at {address}: start one with `equipoise balancer`, or name "
                 "another one with --address"
             )
-    return f"the balancer at {address} refused: {details}"
+    return f"the balancer at {address} rejected the request: {details}"
 
 
 def _leader(settings: BalancerClientSettings, credentials: Credentials) -> str:

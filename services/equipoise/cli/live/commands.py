@@ -112,7 +112,7 @@ def layout_export(settings: LayoutExportSettings) -> int:
 def layout_import(settings: LayoutImportSettings) -> int:
     """Pin the pool to the layout in a file.
 
-    Exits with status 3 if the balancer refuses.
+    Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.layouts import import_
 
@@ -124,7 +124,7 @@ def layout_import(settings: LayoutImportSettings) -> int:
 def rebalance(settings: RebalanceSettings) -> int:
     """Plan now, and roll the plan out if it is worth its moves.
 
-    Exits with status 3 if the balancer refuses.
+    Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.operations import rebalance
 
@@ -136,7 +136,7 @@ def rebalance(settings: RebalanceSettings) -> int:
 def pause(settings: OperationSettings) -> int:
     """Stop adopting plans until `resume`.
 
-    A rollout in progress still completes. Exits with status 3 if the balancer refuses.
+    A rollout in progress still completes. Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.operations import pause
 
@@ -148,7 +148,7 @@ def pause(settings: OperationSettings) -> int:
 def resume(settings: OperationSettings) -> int:
     """Adopt plans again after `pause` or `rollback`.
 
-    Exits with status 3 if the balancer refuses.
+    Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.operations import resume
 
@@ -160,7 +160,7 @@ def resume(settings: OperationSettings) -> int:
 def rollback(settings: RollbackSettings) -> int:
     """Restore an earlier placement as a new generation, and pause.
 
-    Exits with status 3 if the balancer refuses.
+    Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.operations import rollback
 
@@ -172,7 +172,7 @@ def rollback(settings: RollbackSettings) -> int:
 def pin(settings: PinSettings) -> int:
     """Keep one placement, whatever the traffic, until `unpin`.
 
-    Exits with status 3 if the balancer refuses.
+    Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.operations import pin
 
@@ -184,7 +184,7 @@ def pin(settings: PinSettings) -> int:
 def unpin(settings: OperationSettings) -> int:
     """Adopt plans again after `pin`.
 
-    Exits with status 3 if the balancer refuses.
+    Exits with status 3 if the balancer rejects it.
     """
     from equipoise.cli.live.operations import unpin
 

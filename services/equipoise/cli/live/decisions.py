@@ -22,7 +22,7 @@ def run(settings: DecisionsSettings) -> int:
     """Print the latest decisions, newest first; with `follow` oldest first, then new ones.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or does not know the pool.
+        BalancerRejectedError: the balancer is unreachable or does not know the pool.
     """
     with connected(settings) as client:
         decisions = client.decisions(limit=settings.limit)
@@ -41,7 +41,7 @@ def epochs(settings: BalancerClientSettings) -> int:
     """Print the latest epochs, newest first.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or does not know the pool.
+        BalancerRejectedError: the balancer is unreachable or does not know the pool.
     """
     with connected(settings) as client:
         status = client.status()

@@ -36,7 +36,7 @@ def show(settings: LayoutShowSettings) -> int:
     """Print a layout: one line per layer, or one layer rank by rank.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or has no such layout.
+        BalancerRejectedError: the balancer is unreachable or has no such layout.
         InvalidSettingsError: the layout has no such layer.
     """
     with connected(settings) as client:
@@ -65,7 +65,7 @@ def diff(settings: LayoutDiffSettings) -> int:
     """Print the moves between two layouts; return 3 if they differ.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or has no such layout.
+        BalancerRejectedError: the balancer is unreachable or has no such layout.
         FormatError: a file cannot be read.
         InvalidSettingsError: the layouts have different shapes.
     """
@@ -98,7 +98,7 @@ def export(settings: LayoutExportSettings) -> int:
     """Write a layout to a file in an engine's format.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or has no such layout.
+        BalancerRejectedError: the balancer is unreachable or has no such layout.
         FormatError: the file cannot be written, or the format cannot represent the layout.
     """
     with connected(settings) as client:
@@ -120,10 +120,10 @@ def export(settings: LayoutExportSettings) -> int:
 
 
 def import_(settings: LayoutImportSettings) -> int:
-    """Pin the pool to the layout in a file; return 3 if the balancer refuses.
+    """Pin the pool to the layout in a file; return 3 if the balancer rejects it.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable.
+        BalancerRejectedError: the balancer is unreachable.
         FormatError: the file cannot be read, or does not fit the pool.
     """
     with connected(settings) as client:

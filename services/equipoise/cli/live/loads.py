@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from equipoise.cli.display import console, print_json
-from equipoise.cli.live.client import BalancerRefusedError, connected
+from equipoise.cli.live.client import BalancerRejectedError, connected
 from equipoise.cli.live.settings import LoadsSettings
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
@@ -50,7 +50,7 @@ def run(settings: LoadsSettings) -> int:
     """Print or draw the latest window's load.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or the pool has no window yet.
+        BalancerRejectedError: the balancer is unreachable or the pool has no window yet.
         FormatError: the image cannot be written.
     """
     with connected(settings) as client:
@@ -126,12 +126,12 @@ def load_table(cells: bytes, shape: tuple[int, int]) -> Load:
     """Decode a table of float64 in a balancer's answer.
 
     Raises:
-        BalancerRefusedError: the pool has no window yet, or the sizes disagree.
+        BalancerRejectedError: the pool has no window yet, or the sizes disagree.
     """
     if not cells:
-        raise BalancerRefusedError("the pool has closed no window yet: retry in a moment")
+        raise BalancerRejectedError("the pool has closed no window yet: retry in a moment")
     if len(cells) != 8 * shape[0] * shape[1]:
-        raise BalancerRefusedError(
+        raise BalancerRejectedError(
             "the balancer sent loads of an unexpected shape: install its version of equipoise here"
         )
     table: Load = np.frombuffer(cells, dtype="<f8").reshape(shape).astype(np.float64)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from equipoise.cli.display import format_bytes, format_count, print_json
-from equipoise.cli.live.client import BalancerRefusedError, credentials_of, explained
+from equipoise.cli.live.client import BalancerRejectedError, credentials_of, explained
 from equipoise.cli.live.settings import (
     OperationSettings,
     PinSettings,
@@ -22,7 +22,7 @@ from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc
 
-EXIT_REFUSED = 3
+EXIT_REJECTED = 3
 
 _Method = Callable[[admin_pb2_grpc.AdminStub], Callable[..., Any]]
 
@@ -79,7 +79,7 @@ def operate(
     `values` are fields of its `request` besides the pool and the reason.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or rejects the request.
+        BalancerRejectedError: the balancer is unreachable or rejects the request.
     """
     values = {"pool": settings.pool, "reason": settings.reason, **values}
     return _report(settings, _send(settings, method, request(**values)))
@@ -115,7 +115,7 @@ def _report(settings: OperationSettings, response: Any) -> int:
     else:
         is_preview = isinstance(response, pb.PreviewResponse)
         print(response.outcome.reason if is_preview else _line(response.outcome))
-    return 0 if response.outcome.accepted else EXIT_REFUSED
+    return 0 if response.outcome.accepted else EXIT_REJECTED
 
 
 def _rebalance_all(settings: RebalanceSettings) -> int:
@@ -137,7 +137,7 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
         print_json([as_json(answer) for answer in answers])
     else:
         print(f"{accepted} of {len(answers)} pools accepted")
-    return 0 if accepted == len(answers) else EXIT_REFUSED
+    return 0 if accepted == len(answers) else EXIT_REJECTED
 
 
 def _send(
@@ -153,7 +153,7 @@ def _send(
     """
     try:
         return _send_once(settings, method, request, read)
-    except BalancerRefusedError as error:
+    except BalancerRejectedError as error:
         if not error.leader_address or error.leader_address == settings.address:
             raise
         return _send_once(replace(settings, address=error.leader_address), method, request, read)
@@ -172,8 +172,8 @@ def _send_once(
             return read(call(request, timeout=settings.timeout_s, metadata=credentials.metadata()))
         except grpc.RpcError as error:
             if "Deadline" not in (error.details() or ""):
-                raise  # The balancer was unreachable, or refused.
-            raise BalancerRefusedError(
+                raise  # The balancer was unreachable, or rejected the request.
+            raise BalancerRejectedError(
                 f"the balancer at {settings.address} did not answer within {settings.timeout_s:g} "
                 "s and may still carry the request out: check `equipoise status` before you "
                 "repeat it"
@@ -181,4 +181,4 @@ def _send_once(
 
 
 def _line(outcome: pb.Outcome) -> str:
-    return f"{'done' if outcome.accepted else 'refused'}: {outcome.reason}"
+    return f"{'done' if outcome.accepted else 'rejected'}: {outcome.reason}"

@@ -27,7 +27,7 @@ def run(settings: StatusSettings) -> int:
     """Show the pool; return 0 if every rank serves, else 3.
 
     Raises:
-        BalancerRefusedError: the balancer is unreachable or does not know the pool.
+        BalancerRejectedError: the balancer is unreachable or does not know the pool.
     """
     console = Console(highlight=False)
     with connected(settings) as client:

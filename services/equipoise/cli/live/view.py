@@ -261,7 +261,7 @@ class RateMeter:
 def _facts(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, expected gain, timeouts and refusals: one row each, if any."""
+    """Rollout, decisions, switches, expected gain, timeouts, rejections: one row each, if any."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
@@ -285,9 +285,10 @@ def _facts(
                 Text(f"{bound.reached} x {bound.name}, {bound.bound_s:g} s: {bound.latest}"),
                 style="yellow",
             )
-    for refusal in status.refusals:
+    for rejection in status.rejections:
         table.add_row(
-            "refused", Text(f"{refusal.count} x {refusal.kind}: {refusal.latest}", style="yellow")
+            "rejected",
+            Text(f"{rejection.count} x {rejection.kind}: {rejection.latest}", style="yellow"),
         )
     return table
 

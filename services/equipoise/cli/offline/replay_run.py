@@ -80,7 +80,7 @@ class ReplayRun:
         return sum(window.accepted is True for window in self.windows)
 
     @property
-    def refusals(self) -> int:
+    def rejections(self) -> int:
         """Number of plans rejected."""
         return sum(window.accepted is False for window in self.windows)
 

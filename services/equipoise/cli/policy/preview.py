@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.cli.display import console, format_bytes, format_count, print_json
-from equipoise.cli.live.client import BalancerClient, BalancerRefusedError, connected
+from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
 from equipoise.cli.live.loads import load_table
 from equipoise.cli.offline.inputs import pool_topology, read_case, starting_layout
 from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
@@ -61,7 +61,7 @@ def run(settings: PolicyPreviewSettings) -> int:
         InvalidSettingsError: a file cannot be read, or files and options contradict each other.
         FormatError: a file of loads or of a layout is invalid.
         PolicyError: the policy is invalid.
-        BalancerRefusedError: the balancer is unreachable, or the pool has no loads yet.
+        BalancerRejectedError: the balancer is unreachable, or the pool has no loads yet.
     """
     read = read_file(settings.file)
     if settings.loads:
@@ -160,11 +160,11 @@ def _show(situation: Situation, policy: Policy, *, as_json: bool) -> None:
 def _current_situation(client: BalancerClient) -> Situation:
     status, loads, layout = client.status(), client.loads(), client.layout()
     if not loads.window_assignments:
-        raise BalancerRefusedError(
+        raise BalancerRejectedError(
             f"pool {status.pool} has closed no window yet: retry in a moment"
         )
     if not layout.node_of_rank:
-        raise BalancerRefusedError(f"pool {status.pool} is changing its ranks: retry in a moment")
+        raise BalancerRejectedError(f"pool {status.pool} is changing its ranks: retry in a moment")
     current = layout_from_proto(layout.layout)
     shape = (loads.num_layers, loads.num_experts)
     slow, fast, window = (

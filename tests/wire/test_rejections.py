@@ -1,4 +1,4 @@
-"""Each fault by itself is refused with its kind and a reason."""
+"""Each fault by itself is rejected with its kind and a reason."""
 
 # ruff: noqa: C408 - fields of messages read better as keywords
 
@@ -177,40 +177,40 @@ STAGE_FAULTS = [
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), HELLO_FAULTS)
-def test_a_hello_with_one_fault_is_refused_with_the_reason(good, changes, kind, words):
+def test_a_hello_with_one_fault_is_rejected_with_the_reason(good, changes, kind, words):
     message = to_balancer(good.reconnecting)
     set_fields(message.hello, **changes)
-    check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
+    check_rejection(rejection_of(good.received_by_balancer, message), kind, words)
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), REPORT_FAULTS)
-def test_a_report_with_one_fault_is_refused_with_the_reason(good, changes, kind, words):
+def test_a_report_with_one_fault_is_rejected_with_the_reason(good, changes, kind, words):
     message = to_balancer(good.report)
     set_fields(message.load_report, **changes)
-    check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
+    check_rejection(rejection_of(good.received_by_balancer, message), kind, words)
 
 
 @pytest.mark.parametrize(("name", "changes", "kind", "words"), OTHER_FAULTS)
-def test_any_message_of_a_worker_with_one_fault_is_refused_with_the_reason(
+def test_any_message_of_a_worker_with_one_fault_is_rejected_with_the_reason(
     good, name, changes, kind, words
 ):
     message = to_balancer(getattr(good, name))
     set_fields(getattr(message, message.WhichOneof("message")), **changes)
-    check_refusal(refusal_of(good.received_by_balancer, message), kind, words)
+    check_rejection(rejection_of(good.received_by_balancer, message), kind, words)
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), JOIN_EPOCH_FAULTS)
-def test_a_join_epoch_with_one_fault_is_refused_with_the_reason(good, changes, kind, words):
+def test_a_join_epoch_with_one_fault_is_rejected_with_the_reason(good, changes, kind, words):
     message = to_worker(good.join_epoch)
     set_fields(message.join_epoch, **changes)
-    check_refusal(refusal_of(good.received_by_worker, message), kind, words)
+    check_rejection(rejection_of(good.received_by_worker, message), kind, words)
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), STAGE_FAULTS)
-def test_a_stage_with_one_fault_is_refused_with_the_reason(good, changes, kind, words):
+def test_a_stage_with_one_fault_is_rejected_with_the_reason(good, changes, kind, words):
     message = to_worker(good.stage)
     set_fields(message.stage, **changes)
-    check_refusal(refusal_of(good.received_by_worker, message), kind, words)
+    check_rejection(rejection_of(good.received_by_worker, message), kind, words)
 
 
 CHANGE_FAULTS = [
@@ -226,36 +226,38 @@ CHANGE_FAULTS = [
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), CHANGE_FAULTS)
-def test_a_change_of_a_layout_with_one_fault_is_refused_with_the_reason(good, changes, kind, words):
+def test_a_change_of_a_layout_with_one_fault_is_rejected_with_the_reason(
+    good, changes, kind, words
+):
     message = to_worker(good.change)
     set_fields(message.stage.change, **changes)
-    check_refusal(refusal_of(good.received_by_worker, message), kind, words)
+    check_rejection(rejection_of(good.received_by_worker, message), kind, words)
 
 
 @pytest.mark.parametrize("runs", [None, 2])
-def test_a_change_from_a_generation_that_is_not_running_is_refused(good, runs):
+def test_a_change_from_a_generation_that_is_not_running_is_rejected(good, runs):
     running = None if runs is None else replace(good.change.base, generation=runs)
-    error = refusal_of(from_balancer, to_worker(good.change), hello=good.hello, running=running)
-    check_refusal(error, "stage_base", "from generation 3, but worker-1 runs (nothing|gen)")
+    error = rejection_of(from_balancer, to_worker(good.change), hello=good.hello, running=running)
+    check_rejection(error, "stage_base", "from generation 3, but worker-1 runs (nothing|gen)")
 
 
-def test_a_stage_that_fills_a_slot_twice_or_without_a_source_is_refused(good):
+def test_a_stage_that_fills_a_slot_twice_or_without_a_source_is_rejected(good):
     twice = to_worker(replace(good.stage, moves=good.stage.moves * 2))
-    check_refusal(
-        refusal_of(good.received_by_worker, twice), "stage_move", "two moves fill one slot"
+    check_rejection(
+        rejection_of(good.received_by_worker, twice), "stage_move", "two moves fill one slot"
     )
     nowhere = to_worker(replace(good.stage, moves=(replace(good.stage.moves[0], sources=()),)))
-    check_refusal(
-        refusal_of(good.received_by_worker, nowhere),
+    check_rejection(
+        rejection_of(good.received_by_worker, nowhere),
         "stage_source",
         "sources must be distinct and at least one",
     )
 
 
-def test_a_layout_of_another_model_is_refused_with_both_shapes(good):
+def test_a_layout_of_another_model_is_rejected_with_both_shapes(good):
     other = replace(good.hello, slots_per_rank=4)
-    error = refusal_of(from_balancer, to_worker(good.stage), hello=other)
-    check_refusal(error, "stage_shape", r"\(3, 8, 5\), but worker-1 serves \(3, 8, 4\)")
+    error = rejection_of(from_balancer, to_worker(good.stage), hello=other)
+    check_rejection(error, "stage_shape", r"\(3, 8, 5\), but worker-1 serves \(3, 8, 4\)")
 
 
 def test_a_layout_may_have_more_ranks_than_the_pool_started_with(good):
@@ -265,12 +267,12 @@ def test_a_layout_may_have_more_ranks_than_the_pool_started_with(good):
 
 
 @pytest.mark.parametrize("expert", [-1, 8])
-def test_an_expert_that_no_slot_can_hold_is_refused(good, expert):
+def test_an_expert_that_no_slot_can_hold_is_rejected(good, expert):
     held = good.group_lost.expert_of_slot.copy()
     held[1, 2] = expert
     message = to_balancer(replace(good.group_lost, expert_of_slot=held))
-    error = refusal_of(good.received_by_balancer, message)
-    check_refusal(error, "group_lost_shape", f"experts are 0 to 7, not .*{expert}|{expert}")
+    error = rejection_of(good.received_by_balancer, message)
+    check_rejection(error, "group_lost_shape", f"experts are 0 to 7, not .*{expert}|{expert}")
 
 
 def test_reasons_are_truncated_and_have_no_control_characters(good):
@@ -283,27 +285,30 @@ def test_reasons_are_truncated_and_have_no_control_characters(good):
 
 
 def test_a_stream_starts_with_exactly_one_hello(good):
-    assert refusal_of(from_worker, to_balancer(good.serving), hello=None).kind == "hello_missing"
-    assert refusal_of(from_worker, pb.ConnectRequest(), hello=None).kind == "hello_missing"
+    assert rejection_of(from_worker, to_balancer(good.serving), hello=None).kind == "hello_missing"
+    assert rejection_of(from_worker, pb.ConnectRequest(), hello=None).kind == "hello_missing"
     assert (
-        refusal_of(from_worker, to_balancer(good.hello), hello=good.hello).kind == "hello_repeated"
+        rejection_of(from_worker, to_balancer(good.hello), hello=good.hello).kind
+        == "hello_repeated"
     )
 
 
-def test_a_message_of_a_newer_protocol_is_refused(good):
+def test_a_message_of_a_newer_protocol_is_rejected(good):
     # A oneof field that this release does not know arrives as an unknown field.
     from_the_future = pb.ConnectRequest.FromString(b"\xfa\x01\x02\x08\x01")
-    assert refusal_of(from_worker, from_the_future, hello=good.hello).kind == "message_empty"
-    assert refusal_of(from_balancer, pb.ConnectResponse(), hello=good.hello).kind == "message_empty"
+    assert rejection_of(from_worker, from_the_future, hello=good.hello).kind == "message_empty"
+    assert (
+        rejection_of(from_balancer, pb.ConnectResponse(), hello=good.hello).kind == "message_empty"
+    )
 
 
-def refusal_of(receive, *arguments, **keywords):
+def rejection_of(receive, *arguments, **keywords):
     with pytest.raises(InvalidMessageError) as caught:
         receive(*arguments, **keywords)
     return caught.value
 
 
-def check_refusal(error, kind, words):
+def check_rejection(error, kind, words):
     assert error.kind == kind, error
     assert re.search(words, str(error)), error
 
