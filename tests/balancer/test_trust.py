@@ -14,6 +14,7 @@ from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
+from equipoise.trust.tokens import BALANCER, worker_audience
 from equipoise.wire.convert import to_balancer
 from equipoise_api.v1 import (
     admin_pb2,
@@ -23,17 +24,17 @@ from equipoise_api.v1 import (
     worker_link_pb2,
     worker_link_pb2_grpc,
 )
-from tests.support.authority import Authority, write_token
+from tests.support.authority import Authority, write_key, write_keys
 from tests.support.balancer_links import POLICY, WAIT_S, opened
 from tests.support.balancers import serving
 
-TOKENS = {
-    "worker/tiny/worker-0": "token-of-worker-zero",
-    "worker/tiny/worker-1": "token-of-worker-one",
-    "gateway": "token-of-the-gateway",
-    "reader": "token-of-the-reader",
-    "admin/ann": "token-of-ann-the-admin",
-}
+IDENTITIES = (
+    "worker/tiny/worker-0",
+    "worker/tiny/worker-1",
+    "gateway",
+    "reader",
+    "admin/ann",
+)
 
 
 @pytest.fixture
@@ -42,15 +43,13 @@ def authority(tmp_path):
 
 
 @pytest.fixture
-def tokens(tmp_path):
-    path = tmp_path / "tokens"
-    path.write_text("".join(f"{who} {token}\n" for who, token in TOKENS.items()))
-    return path
+def accepted(tmp_path):
+    return write_keys(tmp_path / "keys", *IDENTITIES)[1]
 
 
 def showing(tmp_path, who, *, tls=None):
-    """Credentials with the token of somebody."""
-    return Credentials(tls, token_file=write_token(tmp_path, who.replace("/", "-"), TOKENS[who]))
+    """Credentials with the signing key of somebody."""
+    return Credentials(tls, signing_key=str(tmp_path / "keys" / f"{who.replace('/', '-')}.pem"))
 
 
 async def ask(address, credentials, *, what="status"):
@@ -64,7 +63,7 @@ async def ask(address, credentials, *, what="status"):
 
 async def _ask_once(address, credentials, what):
     async with credentials.channel(address) as channel:
-        metadata = credentials.metadata()
+        metadata = credentials.metadata(audience=BALANCER)
         try:
             async with asyncio.timeout(WAIT_S):
                 await _CALLS[what](channel, metadata)
@@ -125,8 +124,8 @@ async def expect_rights(address, who, credentials):
             assert "may not call" in words
 
 
-async def test_each_role_gets_where_it_belongs_by_its_token(tmp_path, tokens):
-    async with opened(tmp_path, tokens=tokens) as address:
+async def test_each_role_gets_where_it_belongs_by_its_token(tmp_path, accepted):
+    async with opened(tmp_path, accepted_keys=accepted) as address:
         for who in MATRIX:
             await expect_rights(address, who, showing(tmp_path, who))
 
@@ -143,29 +142,42 @@ async def test_a_certificates_uri_names_the_role(tmp_path, authority):
         await expect_rights(address, "admin/ann", Credentials(tls))
 
 
-async def test_without_a_token_one_is_told_where_to_put_it(tmp_path, tokens):
-    async with opened(tmp_path, tokens=tokens) as address:
+async def test_without_a_token_one_is_told_where_to_put_it(tmp_path, accepted):
+    async with opened(tmp_path, accepted_keys=accepted) as address:
         for what in sorted(set(_CALLS) - {"health"}):
             code, words = await ask(address, Credentials(), what=what)
             assert code is grpc.StatusCode.UNAUTHENTICATED
-            assert words == "this port requires a token: set --token-file"
+            assert words == "this port requires a token: set --signing-key"
 
 
-async def test_a_wrong_token_is_unauthenticated(tmp_path, tokens):
-    wrong = Credentials(token_file=write_token(tmp_path, "wrong", "token-of-nobody-known"))
-    async with opened(tmp_path, tokens=tokens) as address:
+async def test_a_wrong_token_is_unauthenticated(tmp_path, accepted):
+    wrong = Credentials(signing_key=write_key(tmp_path, "wrong")[0])
+    async with opened(tmp_path, accepted_keys=accepted) as address:
         code, words = await ask(address, wrong)
     assert code is grpc.StatusCode.UNAUTHENTICATED
-    assert "not accepted" in words
+    assert "the token is rejected: its key is not accepted" in words
 
 
-async def test_tokens_are_taken_up_and_withdrawn_while_the_port_is_open(tmp_path, tokens):
-    async with opened(tmp_path, tokens=tokens) as address:
+async def test_a_token_that_a_rank_captured_is_rejected(tmp_path, accepted):
+    captured = showing(tmp_path, "gateway").metadata(audience=worker_audience("tiny", "worker-0"))
+    async with (
+        opened(tmp_path, accepted_keys=accepted) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _CALLS["status"](channel, captured)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "it is for worker/tiny/worker-0, but this is balancer" in caught.value.details()
+
+
+async def test_tokens_are_taken_up_and_withdrawn_while_the_port_is_open(tmp_path, accepted):
+    async with opened(tmp_path, accepted_keys=accepted) as address:
         reader = showing(tmp_path, "reader")
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
-        tokens.write_text("admin/ann a-token-that-is-new\n")
+        new_key, line = write_key(tmp_path, "admin/ann")
+        accepted.write_text(line)
         assert (await ask(address, reader))[0] is grpc.StatusCode.UNAUTHENTICATED
-        ann = Credentials(token_file=write_token(tmp_path, "ann", "a-token-that-is-new"))
+        ann = Credentials(signing_key=new_key)
         assert (await ask(address, ann, what="admin"))[0] is grpc.StatusCode.OK
 
 
@@ -219,18 +231,18 @@ async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path
         reader.channel(address) as held,
     ):
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
-        await _CALLS["status"](held, reader.metadata())
+        await _CALLS["status"](held, reader.metadata(audience=BALANCER))
         authority.issue("balancer", hosts=("elsewhere.example",))
         assert (await ask(address, reader))[0] is grpc.StatusCode.UNAVAILABLE
         # What is connected stays so: nobody starts anew because a certificate did.
-        await _CALLS["status"](held, reader.metadata())
+        await _CALLS["status"](held, reader.metadata(audience=BALANCER))
         authority.issue("balancer")
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
 
 
-async def test_with_both_a_certificate_and_a_token_both_must_allow(tmp_path, authority, tokens):
+async def test_with_both_a_certificate_and_a_token_both_must_allow(tmp_path, authority, accepted):
     tls = authority.issue("balancer")
-    async with opened(tmp_path, tls=tls, tokens=tokens) as address:
+    async with opened(tmp_path, tls=tls, accepted_keys=accepted) as address:
         for certificate, token, code in (
             ("admin/ann", "admin/ann", grpc.StatusCode.OK),
             ("reader", "admin/ann", grpc.StatusCode.PERMISSION_DENIED),
@@ -264,7 +276,9 @@ async def test_a_port_for_other_machines_is_not_opened_in_plain_text(tmp_path):
 async def hello_answered(address, credentials, hello):
     """The first answer to a Hello."""
     async with credentials.channel(address) as channel:
-        call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=credentials.metadata())
+        call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(
+            metadata=credentials.metadata(audience=BALANCER)
+        )
         await call.write(to_balancer(hello))
         reading = asyncio.create_task(call.read())
         yield call, reading
@@ -272,8 +286,8 @@ async def hello_answered(address, credentials, hello):
         call.cancel()
 
 
-async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, tokens, hello_of):
-    async with opened(tmp_path, tokens=tokens) as address:
+async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, accepted, hello_of):
+    async with opened(tmp_path, accepted_keys=accepted) as address:
         shown = showing(tmp_path, "worker/tiny/worker-0")
         for hello in (hello_of("worker-1"), hello_of("worker-0", pool="other")):
             async with hello_answered(address, shown, hello) as (_, reading):
@@ -287,7 +301,7 @@ async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, tokens, 
             reader.channel(address) as channel,
         ):
             status = status_pb2_grpc.StatusStub(channel)
-            pools = await until_known(status, reader.metadata())
+            pools = await until_known(status, reader.metadata(audience=BALANCER))
     assert pools == ["tiny"], "nobody else made a pool"
 
 
@@ -301,14 +315,14 @@ async def until_known(status, metadata):
             await asyncio.sleep(0.01)
 
 
-async def test_orders_are_recorded_under_the_callers_name(tmp_path, tokens, hello_of):
+async def test_orders_are_recorded_under_the_callers_name(tmp_path, accepted, hello_of):
     worker, ann = showing(tmp_path, "worker/tiny/worker-0"), showing(tmp_path, "admin/ann")
     async with (
-        opened(tmp_path, tokens=tokens) as address,
+        opened(tmp_path, accepted_keys=accepted) as address,
         hello_answered(address, worker, hello_of("worker-0")),
         ann.channel(address) as channel,
     ):
-        metadata = ann.metadata()
+        metadata = ann.metadata(audience=BALANCER)
         await until_known(status_pb2_grpc.StatusStub(channel), metadata)
         admin = admin_pb2_grpc.AdminStub(channel)
         await admin.Pause(admin_pb2.PauseRequest(), metadata=metadata)

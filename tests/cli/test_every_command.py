@@ -234,7 +234,7 @@ def test_a_command_that_talks_to_a_balancer_takes_all_credentials(name):
     options = {option for one in COMMANDS[name].params for option in one.opts}
     assert options >= {
         *("--address", "--pool", "--json", "--timeout-s", "--tls-ca", "--tls-cert", "--tls-key"),
-        *("--insecure", "--tls-balancer-name", "--token-file"),
+        *("--insecure", "--tls-balancer-name", "--signing-key"),
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,9 @@ from equipoise.planning.policy import Policy
 from equipoise.pool.counters import answer_timeout_s
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import explanations
+from equipoise.trust.tokens import AcceptedKeys
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
+from tests.support.authority import write_keys
 
 BOUND_S = 30.0
 
@@ -173,12 +176,13 @@ def test_a_follower_redirects_an_operation_to_the_leader(capsys):
 
 
 def test_the_token_is_sent(tmp_path):
-    path = tmp_path / "token"
-    path.write_text("a-token-of-the-test\n")
-    servicer = Answering()
+    keys, accepted = write_keys(tmp_path, "admin/ann")
+    servicer, access = Answering(), Access(signing_key=keys["admin/ann"])
     with listening(servicer) as address:
-        operations.pause(OperationSettings(address=address, access=Access(token_file=str(path))))
-    assert servicer.metadata[0]["authorization"] == "Bearer a-token-of-the-test"
+        operations.pause(OperationSettings(address=address, access=access))
+    token = servicer.metadata[0]["authorization"].removeprefix("Bearer ")
+    known = AcceptedKeys(str(accepted)).identify(token, audience="balancer", now=time.time())
+    assert str(known) == "admin/ann"
 
 
 def test_an_unreachable_balancer_is_one_sentence():

@@ -19,7 +19,7 @@ OF_OTHERS = {
     # For commands of `kubectl exec` in a balancer's pod, which ask the balancer.
     "EQUIPOISE_ADDRESS",
     "EQUIPOISE_TLS_BALANCER_NAME",
-    "EQUIPOISE_TOKEN_FILE",
+    "EQUIPOISE_SIGNING_KEY",
     # What an argument names.
     "EQUIPOISE_STORE",
 }

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise.trust.identity import Identity, Role, certified
-from tests.support.helm_chart import FULL, TLS, containers, pod_specs, render
+from tests.support.helm_chart import FULL, TLS, RenderError, containers, pod_specs, render
 
 POD_OF = {
     "balancer": "Deployment/eq-equipoise-balancer",
@@ -68,7 +68,7 @@ def test_the_names_that_are_verified_are_in_the_certificates(objects, certificat
         assert variables["EQUIPOISE_TLS_WORKER_NAME"] in certificates["worker"]["dnsNames"]
 
 
-def test_a_pod_mounts_its_own_certificate_and_only_the_tokens_it_needs(objects, certificates):
+def test_a_pod_mounts_its_own_certificate_and_only_the_keys_it_needs(objects, certificates):
     mounted = {}
     for component, pod in POD_OF.items():
         volumes = {one["name"]: one.get("secret") for one in pod_specs(objects)[pod]["volumes"]}
@@ -85,7 +85,24 @@ def test_a_pod_mounts_its_own_certificate_and_only_the_tokens_it_needs(objects, 
     }
 
 
-def test_commands_in_a_balancer_send_the_readers_token_if_there_is_one(objects):
+def test_each_worker_may_have_a_signing_key_that_no_other_pod_sees(objects):
+    own = {"tokens": {**TLS["tokens"], "perWorkerSecret": {"name": "worker-keys"}}}
+    with_keys = render({**TLS, **own})
+    spec = pod_specs(with_keys)[POD_OF["worker"]]
+    (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "worker-keys"]
+    variables = environment(with_keys, POD_OF["worker"])
+    assert mount["subPathExpr"] == "$(POD_NAME)"
+    assert mount["mountPath"] == variables["EQUIPOISE_SIGNING_KEY"]
+    volumes = {one["name"]: one.get("secret") for one in spec["volumes"]}
+    assert volumes["worker-keys"]["secretName"] == "worker-keys"
+    assert {item["key"] for item in volumes["tokens"]["items"]} == {"accepted"}
+    for component in ("balancer", "gateway", "test"):
+        assert "worker-keys" not in str(pod_specs(with_keys)[POD_OF[component]])
+    with pytest.raises(RenderError, match=r"needs tokens\.existingSecret\.name"):
+        render({"tokens": {"perWorkerSecret": {"name": "worker-keys"}}})
+
+
+def test_commands_in_a_balancer_sign_with_the_readers_key_if_there_is_one(objects):
     variables = environment(objects, POD_OF["balancer"])
     spec = pod_specs(objects)[POD_OF["balancer"]]
     mounts = {one["name"]: one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
@@ -93,7 +110,7 @@ def test_commands_in_a_balancer_send_the_readers_token_if_there_is_one(objects):
     (item,) = reader["items"]
     assert reader["optional"]
     assert (reader["secretName"], item["key"]) == ("tokens", "reader")
-    assert variables["EQUIPOISE_TOKEN_FILE"] == f"{mounts['reader']}/{item['path']}"
+    assert variables["EQUIPOISE_SIGNING_KEY"] == f"{mounts['reader']}/{item['path']}"
 
 
 def test_no_pod_uses_plain_text_with_tls(objects):

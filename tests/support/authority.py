@@ -1,12 +1,17 @@
-"""A fleet's certificates and tokens, made for a test."""
+"""A fleet's certificates and signing keys, made for a test."""
 
 import ipaddress
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from cryptography.x509.oid import NameOID
 
 from equipoise.trust.settings import Tls
@@ -68,11 +73,22 @@ class Authority:
         )
 
 
-def write_token(folder, name, token):
-    """A file with one token."""
-    path = folder / f"{name}.token"
-    path.write_text(f"{token}\n")
-    return str(path)
+def write_key(folder, identity):
+    """A signing key's file, and the line that accepts it; a repeated call replaces the key."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    path = folder / f"{identity.replace('/', '-')}.pem"
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return str(path), f"{identity} {public.decode().splitlines()[1]}\n"
+
+
+def write_keys(folder, *identities):
+    """Files of signing keys by identity, and the file that accepts them all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = {identity: write_key(folder, identity) for identity in identities}
+    accepted = folder / "accepted"
+    accepted.write_text("".join(line for _, line in keys.values()))
+    return {identity: path for identity, (path, _) in keys.items()}, accepted
 
 
 def _named(name):

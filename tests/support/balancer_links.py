@@ -19,7 +19,7 @@ POLICY = Policy(interval_s=0.3, min_assignments=100.0, report_interval_s=0.1)
 
 
 @asynccontextmanager
-async def opened(tmp_path, *, tls=None, tokens=""):
+async def opened(tmp_path, *, tls=None, accepted_keys=""):
     """host:port of a balancer; what it knows outlives it in `tmp_path`."""
     store = SqliteStore(tmp_path / "state.sqlite")
     try:
@@ -27,7 +27,7 @@ async def opened(tmp_path, *, tls=None, tokens=""):
             store,
             listen="127.0.0.1:0",
             credentials=Credentials(tls),
-            tokens=str(tokens),
+            accepted_keys=str(accepted_keys),
             policies=PolicyBook(POLICY),
             stop_grace_s=1.0,
         ) as port:

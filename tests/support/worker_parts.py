@@ -28,6 +28,7 @@ def join_epoch_of(*addresses, epoch=1, rank=0, layout=None, **changes):
 def puller_of(core, held, join_epoch, **changes):
     """A puller of experts; keyword arguments replace its collaborators."""
     fields = {
+        "pool": "blue",
         "held": held,
         "read_checkpoint": core.checkpoint.read_expert,
         "expert_bytes": core.shape.expert_bytes,

@@ -1,18 +1,13 @@
-"""Certificate and token files: errors are one line, and replaced files are reloaded."""
+"""Certificate files: errors are one line, and replaced files are reloaded."""
 
-import hashlib
 from pathlib import Path
 
 import pytest
 
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
-from equipoise.trust.identity import Identity, Role
 from equipoise.trust.settings import Tls
-from equipoise.trust.tokens import AcceptedTokens
-from tests.support.authority import Authority, write_token
-
-TOKEN = "a-token-of-the-test"
+from tests.support.authority import Authority
 
 
 @pytest.fixture
@@ -78,57 +73,6 @@ def test_renewed_files_are_reloaded_and_invalid_ones_are_ignored(authority, capl
     assert "keeping the last valid certificates: tls_cert" in caplog.text
     authority.issue("balancer")
     assert credentials.version() == 3
-
-
-def test_a_replaced_token_file_is_reloaded(tmp_path):
-    path = write_token(tmp_path, "own", TOKEN)
-    credentials = Credentials(token_file=path)
-    assert credentials.metadata() == (("authorization", f"Bearer {TOKEN}"),)
-    write_token(tmp_path, "own", "another-token-of-the-test")
-    assert credentials.metadata() == (("authorization", "Bearer another-token-of-the-test"),)
-    write_token(tmp_path, "own", "")
-    assert credentials.metadata() == (("authorization", "Bearer another-token-of-the-test"),)
-
-
-@pytest.mark.parametrize(
-    "token", ["", "short", "two words that are long", "umlaut-ä-is-not-for-it"]
-)
-def test_an_invalid_token_is_an_error(tmp_path, token):
-    with pytest.raises(TrustError, match="must contain one line of at least 16"):
-        Credentials(token_file=write_token(tmp_path, "own", token))
-
-
-def test_tokens_are_accepted_in_plain_text_and_by_hash(tmp_path):
-    path = tmp_path / "tokens"
-    path.write_text(f"# who may come\n\nadmin/ann {TOKEN}\n")
-    accepted = AcceptedTokens(str(path))
-    assert accepted.find(TOKEN) == Identity(role=Role.ADMIN, name="ann")
-    assert accepted.find(TOKEN + "x") is None
-    digest = hashlib.sha256(b"the-second-token-of-all").hexdigest()
-    path.write_text(f"worker/p/w-0 sha256:{digest}\n")
-    assert accepted.find(TOKEN) is None, "the file was replaced"
-    assert accepted.find("the-second-token-of-all").worker == "w-0"
-    path.write_text("nonsense\n")
-    assert accepted.find("the-second-token-of-all").worker == "w-0", "the last valid tokens stay"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "contains no token"),
-        ("root a-token-of-the-test\n", "line 1: must be an identity"),
-        ("\nadmin short\n", "line 2: must be an identity"),
-        ("admin sha256:12\n", "line 1: must be an identity"),
-        ("admin a-token-of-the-test extra\n", "line 1: must be an identity"),
-    ],
-)
-def test_invalid_lines_are_named_without_the_token(tmp_path, text, words):
-    path = tmp_path / "tokens"
-    path.write_text(text)
-    with pytest.raises(TrustError) as caught:
-        AcceptedTokens(str(path))
-    assert words in str(caught.value)
-    assert TOKEN not in str(caught.value)
 
 
 def test_a_peers_details_are_escaped_and_bounded():

@@ -6,16 +6,17 @@ import pytest
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.guard import Guard
+from equipoise.trust.tokens import BALANCER, worker_audience
 from equipoise.worker.lifecycle import _RIGHTS
 from equipoise.worker.transfer import ExpertTransferService
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
-from tests.support.authority import Authority, write_token
+from tests.support.authority import Authority, write_keys
 from tests.support.worker_parts import join_epoch_of, puller_of
 
 WORKER_NAME = "worker.of.the.fleet"
-TOKEN = "token-of-the-gateway"
+AUDIENCE = worker_audience("blue", "worker-1")
 
 
 class Echo(worker_pb2_grpc.InferenceServicer):
@@ -33,10 +34,12 @@ async def listen(rank_of_one):
     """Opens the guarded port of a worker that holds all experts."""
     servers = []
 
-    async def opened(tls, *, tokens=""):
+    async def opened(tls, *, accepted_keys=""):
         transfer = ExpertTransferService()
         transfer.open(rank_of_one()[1], epoch=1)
-        guard = Guard(tls, tokens=tokens, rights=_RIGHTS, pool="blue")
+        guard = Guard(
+            tls, accepted_keys=accepted_keys, audience=AUDIENCE, rights=_RIGHTS, pool="blue"
+        )
         server = grpc.aio.server(interceptors=[guard])
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(transfer, server)
         worker_pb2_grpc.add_InferenceServicer_to_server(Echo(), server)
@@ -73,10 +76,10 @@ def pull(rank_of_one, checkpoint):
     return pulled
 
 
-async def generate(address, credentials):
+async def generate(address, credentials, *, audience=AUDIENCE):
     async with credentials.worker_channel(address) as channel:
         call = worker_pb2_grpc.InferenceStub(channel).Generate(
-            pb.GenerateRequest(prompt=[1, 2]), metadata=credentials.metadata()
+            pb.GenerateRequest(prompt=[1, 2]), metadata=credentials.metadata(audience=audience)
         )
         return [token async for response in call for token in response.tokens]
 
@@ -122,14 +125,26 @@ async def test_gateways_may_generate_and_workers_may_not(authority, listen):
         await generate(address, Credentials(authority.issue("worker/blue/w-0")))
 
 
-async def test_a_bearer_token_suffices_without_a_certificate(listen, tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"gateway {TOKEN}\n")
-    address = await listen(Credentials().tls, tokens=str(tokens))
-    shown = Credentials(token_file=write_token(tmp_path, "gateway", TOKEN))
-    assert await generate(address, shown) == [1, 2]
+async def test_a_token_for_this_worker_suffices_without_a_certificate(listen, tmp_path):
+    keys, accepted = write_keys(tmp_path, "gateway")
+    address = await listen(Credentials().tls, accepted_keys=str(accepted))
+    assert await generate(address, Credentials(signing_key=keys["gateway"])) == [1, 2]
     with pytest.raises(grpc.aio.AioRpcError, match="this port requires a token"):
         await generate(address, Credentials())
+
+
+async def test_a_peer_pulls_with_a_token_for_the_worker_that_it_names(listen, pull, tmp_path):
+    keys, accepted = write_keys(tmp_path, "worker/blue/w-0")
+    address = await listen(Credentials().tls, accepted_keys=str(accepted))
+    assert await pull(address, Credentials(signing_key=keys["worker/blue/w-0"])) > 0
+
+
+@pytest.mark.parametrize("audience", [BALANCER, worker_audience("blue", "worker-0")])
+async def test_a_token_for_others_is_worthless_here(listen, tmp_path, audience):
+    keys, accepted = write_keys(tmp_path, "gateway")
+    address = await listen(Credentials().tls, accepted_keys=str(accepted))
+    with pytest.raises(grpc.aio.AioRpcError, match=f"it is for {audience}, but this is worker/bl"):
+        await generate(address, Credentials(signing_key=keys["gateway"]), audience=audience)
 
 
 async def test_experts_are_not_fetched_from_other_machines_in_plain_text(pull, caplog):

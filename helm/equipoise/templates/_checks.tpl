@@ -24,6 +24,9 @@
 {{- fail "gateway.autoscaling.minReplicas must be at most maxReplicas" -}}
 {{- end -}}
 {{- include "equipoise.tlsChecks" . -}}
+{{- if and .Values.tokens.perWorkerSecret.name (not .Values.tokens.existingSecret.name) -}}
+{{- fail "tokens.perWorkerSecret.name needs tokens.existingSecret.name, whose key `accepted` names the workers' keys" -}}
+{{- end -}}
 {{- if and .Values.worker.checkpoint.volume (not .Values.worker.checkpoint.path) -}}
 {{- fail "worker.checkpoint.volume is set without worker.checkpoint.path: set the path of the checkpoint in the container" -}}
 {{- end -}}

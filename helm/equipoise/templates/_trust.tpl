@@ -1,12 +1,12 @@
 {{/* A pod's credentials and those it requires: certificates, tokens, or plain text.
 
 All take (dict "root" $ "component" "…" "as" "…"): "as" is balancer, worker or gateway, whose
-certificate and token the pod has. */}}
+certificate and signing key the pod has. */}}
 
 {{/* Flags of a port that requires tokens. */}}
 {{- define "equipoise.tokensFlag" -}}
 {{- if .Values.tokens.existingSecret.name }}
-- --tokens=/etc/equipoise/tokens/accepted
+- --accepted-keys=/etc/equipoise/tokens/accepted
 {{- end }}
 {{- end -}}
 
@@ -26,9 +26,11 @@ certificate and token the pod has. */}}
 {{- if .root.Values.tokens.existingSecret.name }}
 {{- if eq .as "balancer" }}
 # The balancer itself makes no calls.
-- {name: EQUIPOISE_TOKEN_FILE, value: /etc/equipoise/reader/reader}
+- {name: EQUIPOISE_SIGNING_KEY, value: /etc/equipoise/reader/reader}
+{{- else if eq (include "equipoise.ownWorkerKey" .) "true" }}
+- {name: EQUIPOISE_SIGNING_KEY, value: /etc/equipoise/own-key}
 {{- else }}
-- {name: EQUIPOISE_TOKEN_FILE, value: /etc/equipoise/tokens/{{ .as }}}
+- {name: EQUIPOISE_SIGNING_KEY, value: /etc/equipoise/tokens/{{ .as }}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -41,6 +43,10 @@ certificate and token the pod has. */}}
 - {name: tokens, mountPath: /etc/equipoise/tokens, readOnly: true}
 {{- if eq .as "balancer" }}
 - {name: reader, mountPath: /etc/equipoise/reader, readOnly: true}
+{{- end }}
+{{- if eq (include "equipoise.ownWorkerKey" .) "true" }}
+# With subPath a container sees its own key only; a replaced key needs a new pod.
+- {name: worker-keys, mountPath: /etc/equipoise/own-key, subPathExpr: $(POD_NAME), readOnly: true}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -60,9 +66,13 @@ certificate and token the pod has. */}}
       {{- if and (ne .as "gateway") (ne .component "test") }}
       - {key: accepted, path: accepted}
       {{- end }}
-      {{- if ne .as "balancer" }}
+      {{- if and (ne .as "balancer") (ne (include "equipoise.ownWorkerKey" .) "true") }}
       - {key: {{ .as }}, path: {{ .as }}}
       {{- end }}
+{{- if eq (include "equipoise.ownWorkerKey" .) "true" }}
+- name: worker-keys
+  secret: {secretName: {{ .root.Values.tokens.perWorkerSecret.name }}, defaultMode: 0440}
+{{- end }}
 {{- if eq .as "balancer" }}
 # Separate, because only this key is optional.
 - name: reader
@@ -73,6 +83,11 @@ certificate and token the pod has. */}}
     items: [{key: reader, path: reader}]
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* "true" if the pod has a signing key of its own, in a Secret with a key for each worker. */}}
+{{- define "equipoise.ownWorkerKey" -}}
+{{- if and (eq .as "worker") .root.Values.tokens.perWorkerSecret.name -}}true{{- end -}}
 {{- end -}}
 
 {{/* Probes have no certificate, so they use plain HTTP.

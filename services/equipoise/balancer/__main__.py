@@ -85,7 +85,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             store=store,
             listen=settings.listen,
             credentials=credentials,
-            tokens=settings.tokens,
+            accepted_keys=settings.accepted_keys,
             advertise=settings.advertise,
             policies=PolicyBook(
                 settings.defaults, needs_file=settings.policy is not None, now=time.time()

@@ -36,6 +36,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.identity import Role
+from equipoise.trust.tokens import BALANCER
 from equipoise.wire.limits import MAX_HELLO_BYTES
 from equipoise_api.v1 import (
     admin_pb2,
@@ -123,8 +124,8 @@ class BalancerParts:
     credentials: Credentials
     """Certificates of the gRPC port."""
 
-    tokens: str = ""
-    """File of the tokens that callers must show; none without one."""
+    accepted_keys: str = ""
+    """File of the public keys of callers; without it no tokens are required."""
 
     advertise: str = ""
     """host:port by which others reach this balancer; `listen` if empty."""
@@ -167,13 +168,15 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
 
     Raises:
         BalancerError: the port cannot be listened on.
-        TrustError: the port would be open to other machines, or the tokens are not valid.
+        TrustError: the port would be open to other machines, or the accepted keys are not valid.
         TelemetryError: the port of the metrics, or of the page, cannot be listened on.
         StoreError: the store cannot be read.
     """
     clock = steady_clock()
     store, credentials = parts.store, parts.credentials
-    guard = Guard(credentials.tls, tokens=parts.tokens, rights=_RIGHTS)
+    guard = Guard(
+        credentials.tls, accepted_keys=parts.accepted_keys, audience=BALANCER, rights=_RIGHTS
+    )
     server = grpc.aio.server(
         options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
     )

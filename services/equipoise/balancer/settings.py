@@ -98,9 +98,10 @@ class BalancerSettings:
     tls: Tls = field(default_factory=Tls)
     """Certificates. Without them the port must be on loopback."""
 
-    tokens: str = ""
-    """File of accepted bearer tokens, one per line: worker/POOL/WORKER, gateway, reader or
-    admin/NAME, a space, and the token or its sha256:HEX. Reloaded when it changes."""
+    accepted_keys: str = ""
+    """File of accepted public keys, one per line: worker/POOL/WORKER, gateway, reader or
+    admin/NAME, a space, and the base64 line of an Ed25519 public key in PEM. Calls then need a
+    token signed with one of the keys. Reloaded when it changes."""
 
     policy: Path | None = None
     """BalancePolicy file. It overrides the options below, for all pools or for single pools. Edits

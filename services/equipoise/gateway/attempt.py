@@ -12,6 +12,7 @@ import grpc
 from equipoise.gateway.errors import InvalidRequestError, RankFullError, RankLostError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.trust.credentials import Credentials
+from equipoise.trust.tokens import worker_audience
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import (
     GeneratedTokens,
@@ -32,8 +33,9 @@ async def attempt(
     settings: GatewaySettings,
     accepted: Callable[[], None],
     credentials: Credentials,
+    worker: str,
 ) -> AsyncGenerator[GeneratedTokens, None]:
-    """Yield a request's tokens from one rank, up to and including its finish.
+    """Yield a request's tokens from the rank `worker`, up to and including its finish.
 
     The settings' accept, first-token and silence timeouts bound the waits. Calls `accepted` once
     the rank has accepted the request. Closing the generator ends the call.
@@ -43,7 +45,10 @@ async def attempt(
         RankLostError: the rank failed, timed out, or sent an invalid response.
         InvalidRequestError: the rank rejects the request; its own message.
     """
-    call = stub.Generate(request_to_proto(request), metadata=credentials.metadata())
+    audience = worker_audience(settings.pool, worker)
+    call = stub.Generate(
+        request_to_proto(request), metadata=credentials.metadata(audience=audience)
+    )
     try:
         await _until_accepted(call, settings.accept_timeout_s)
         accepted()

@@ -120,6 +120,7 @@ class Relay:
                 settings=self._settings,
                 accepted=reservation.accepted,
                 credentials=self._credentials,
+                worker=reservation.rank.name,
             )
             async with aclosing(parts):
                 async for part in parts:

@@ -59,7 +59,7 @@ async def serve(
     model = await asyncio.to_thread(_Model, settings)
     credentials = Credentials(
         settings.tls,
-        token_file=settings.token_file,
+        signing_key=settings.signing_key,
         worker_name=settings.tls_worker_name,
         balancer_name=settings.tls_balancer_name,
     )

@@ -107,8 +107,9 @@ class GatewaySettings:
     tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
     """Name in the balancers' certificates, if it differs from the addresses used to reach them."""
 
-    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
-    """File with the bearer token to send to balancers and ranks."""
+    signing_key: str = or_environment("EQUIPOISE_SIGNING_KEY")
+    """PEM file with the Ed25519 key that signs a token for each call. Reloaded when it changes.
+    Needs a balancer, which names the workers that tokens are for."""
 
     def __post_init__(self) -> None:
         listen_address("listen", self.listen)
@@ -124,6 +125,11 @@ class GatewaySettings:
             self.tls.check_dial(address)
         if not self.workers and not self.balancer:
             raise InvalidSettingsError("either balancer or workers must be set")
+        if self.workers and self.signing_key:
+            raise InvalidSettingsError(
+                "signing_key needs the names of workers: replace workers by balancer, or use "
+                "certificates instead of tokens"
+            )
         check_ranges(self)
 
     @property

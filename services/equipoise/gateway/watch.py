@@ -16,6 +16,7 @@ from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.routing import RankState
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
+from equipoise.trust.tokens import BALANCER
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import MAX_STATUS_BYTES
@@ -106,7 +107,7 @@ async def _watch(
     async with credentials.balancer_channel(address, options=limit) as channel:
         call = status_pb2_grpc.StatusStub(channel).WatchStatus(
             status_pb2.WatchStatusRequest(pool=pool, min_interval_s=PACE_S),
-            metadata=credentials.metadata(),
+            metadata=credentials.metadata(audience=BALANCER),
         )
         try:
             while True:

@@ -1,6 +1,7 @@
-"""`Credentials`: this process's certificates and token, for its channels and ports."""
+"""`Credentials`: this process's certificates and signing key, for its channels and ports."""
 
 import logging
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -10,7 +11,7 @@ from equipoise.telemetry.logs import printable
 from equipoise.trust.certificates import CertificateFiles, explain_handshake
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
-from equipoise.trust.tokens import OwnToken
+from equipoise.trust.tokens import SigningKey
 
 Options = Sequence[tuple[str, str | int]]
 Metadata = tuple[tuple[str, str], ...]
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Credentials:
-    """Certificates and a token, reloaded when their files are replaced.
+    """Certificates and a signing key, reloaded when their files are replaced.
 
     If a replaced file is unusable, a warning is logged and the last valid contents stay in use.
 
@@ -34,7 +35,7 @@ class Credentials:
         self,
         tls: Tls | None = None,
         *,
-        token_file: str = "",
+        signing_key: str = "",
         worker_name: str = "",
         balancer_name: str = "",
     ) -> None:
@@ -45,7 +46,7 @@ class Credentials:
         self.tls = tls or Tls()
         self._worker_options = _named(worker_name)
         self._balancer_options = _named(balancer_name)
-        self._token = OwnToken(token_file) if token_file else None
+        self._key = SigningKey(signing_key) if signing_key else None
         self._files = CertificateFiles(self.tls)
         self._certificates = self._files.read(now=datetime.now(UTC))
         self._version = 1
@@ -82,11 +83,12 @@ class Credentials:
             return grpc.insecure_channel(address, options=tuple(options))
         return grpc.secure_channel(address, self._for_channels(), options=tuple(options))
 
-    def metadata(self) -> Metadata:
-        """Metadata to send with every call: the token, if there is one."""
-        if self._token is None:
+    def metadata(self, *, audience: str) -> Metadata:
+        """Metadata of one call to `audience`: a token for it, if there is a signing key."""
+        if self._key is None:
             return ()
-        return (("authorization", f"Bearer {self._token.value()}"),)
+        token = self._key.token(audience=audience, now=time.time())
+        return (("authorization", f"Bearer {token}"),)
 
     def bind(self, server: grpc.aio.Server, listen: str) -> int:
         """Open a port of `server` at host:port; returns the port number.

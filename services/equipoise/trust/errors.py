@@ -7,6 +7,10 @@ class TrustError(RuntimeError):
     """This process's credentials are unusable; one line names the file and the remedy."""
 
 
+class InvalidTokenError(Exception):
+    """A token that proves no identity; the message says why and follows "the token is rejected"."""
+
+
 class RejectedCallerError(Exception):
     """The caller may not do this; `code` is UNAUTHENTICATED or PERMISSION_DENIED."""
 

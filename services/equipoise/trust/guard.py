@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import grpc
 
 from equipoise.telemetry.logs import is_worth_logging
-from equipoise.trust.errors import RejectedCallerError
+from equipoise.trust.errors import InvalidTokenError, RejectedCallerError
 from equipoise.trust.identity import Caller, Role, certified
 from equipoise.trust.settings import Tls
-from equipoise.trust.tokens import AcceptedTokens
+from equipoise.trust.tokens import AcceptedKeys
 
 ANYBODY = None
 """Rights of a service that needs no credentials, such as a health probe."""
@@ -30,17 +31,20 @@ _log = logging.getLogger(__name__)
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs only are generic
     """Admits a call if every credential that the port requires allows its service.
 
-    A port requires a client certificate if its TLS is mutual, and a token if `tokens` names a file.
-    If it requires neither, it admits every call; `Tls` then allows the port on loopback only, or
-    with `insecure`. Workers must belong to `pool`, if given.
+    A port requires a client certificate if its TLS is mutual, and a token for its `audience` if
+    `accepted_keys` names a file. If it requires neither, it admits every call; `Tls` then allows
+    the port on loopback only, or with `insecure`. Workers must belong to `pool`, if given.
 
     Raises:
-        TrustError: the token file is invalid.
+        TrustError: the file of accepted keys is invalid.
     """
 
-    def __init__(self, tls: Tls, *, tokens: str, rights: Rights, pool: str = "") -> None:
+    def __init__(
+        self, tls: Tls, *, accepted_keys: str, audience: str, rights: Rights, pool: str = ""
+    ) -> None:
         self._tls = tls
-        self._tokens = AcceptedTokens(tokens) if tokens else None
+        self._keys = AcceptedKeys(accepted_keys) if accepted_keys else None
+        self._audience = audience
         self._rights = rights
         self._pool = pool
         self.rejected: Counter[str] = Counter()
@@ -52,13 +56,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
             RejectedCallerError: a required credential is missing or not accepted.
         """
         identities = []
-        if self._tokens is not None:
-            found = self._tokens.find(_token(context))
-            if found is None:
+        if self._keys is not None:
+            token = _token(context)
+            try:
+                found = self._keys.identify(token, audience=self._audience, now=time.time())
+            except InvalidTokenError as error:
                 raise RejectedCallerError(
-                    grpc.StatusCode.UNAUTHENTICATED,
-                    "the token is not accepted: check whether it was rotated",
-                )
+                    grpc.StatusCode.UNAUTHENTICATED, f"the token is rejected: {error}"
+                ) from None
             identities.append(found)
         if self._tls.is_mutual:
             common_name, alternative_names = _certified_names(context)
@@ -127,7 +132,7 @@ def _token(context: _Context) -> str:
                 return text[len(_SCHEME) :].strip()
     raise RejectedCallerError(
         grpc.StatusCode.UNAUTHENTICATED,
-        "this port requires a token: set --token-file",
+        "this port requires a token: set --signing-key",
     )
 
 

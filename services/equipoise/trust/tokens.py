@@ -1,118 +1,200 @@
-"""Bearer tokens: the one this process sends, and those it accepts. Both files are reloadable."""
+"""Tokens: short-lived proofs of an identity, each valid for one audience only.
 
-import hashlib
-import hmac
+A caller signs a token for every call with its own key; a port accepts the matching public keys.
+A token names its audience, so its receiver cannot use it elsewhere, and learns no secret from it.
+Tokens are JSON Web Tokens (RFC 7519) with Ed25519 signatures (RFC 8037), so that other programs can
+make them. Their key ID (`kid`) is the raw public key in base64url.
+"""
+
+import base64
+import json
 import logging
 from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
 
-from equipoise.trust.errors import TrustError
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_der_public_key, load_pem_private_key
+
+from equipoise.telemetry.logs import printable
+from equipoise.trust.errors import InvalidTokenError, TrustError
 from equipoise.trust.files import WatchedFiles
 from equipoise.trust.identity import Identity, parse_identity
 
-MIN_TOKEN_LENGTH = 16
-"""Characters; a shorter token could be guessed."""
+BALANCER = "balancer"
+"""Audience of tokens for balancers, which share all their state."""
+
+LIFETIME_S = 60
+"""Validity of a token. Only the start of a call is checked, so it covers delays, not calls."""
+
+CLOCK_SKEW_S = 60
+"""How far the clocks of two machines may differ."""
+
+MAX_TOKEN_LENGTH = 2048
+"""Characters; longer ones are not decoded."""
 
 _log = logging.getLogger(__name__)
 
 
-class OwnToken:
-    """The token in a file, reloaded when the file is replaced.
+def worker_audience(pool: str, worker: str) -> str:
+    """Audience of tokens for one worker."""
+    return f"worker/{quote(pool, safe='')}/{quote(worker, safe='')}"
+
+
+class SigningKey:
+    """The Ed25519 private key in a PEM file, reloaded when the file is replaced.
 
     Raises:
-        TrustError: the file contains no token.
+        TrustError: the file contains no such key.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._files = WatchedFiles((("token_file", path),))
-        self._token = self._read()
+        self._files = WatchedFiles((("signing_key", path),))
+        self._key = self._read()
 
-    def value(self) -> str:
-        """The current token; the last valid one while the file is unusable."""
+    def token(self, *, audience: str, now: float) -> str:
+        """A token for `audience`; signed with the last valid key while the file is unusable."""
         if self._files.changed():
             try:
-                self._token = self._read()
+                self._key = self._read()
             except TrustError as error:
-                _log.warning("keeping the last valid token: %s", error)
-        return self._token
+                _log.warning("keeping the last valid signing key: %s", error)
+        header = {"alg": "EdDSA", "typ": "JWT", "kid": _encoded(_raw(self._key.public_key()))}
+        claims = {"aud": audience, "iat": int(now), "exp": int(now) + LIFETIME_S}
+        signed = ".".join(_encoded(json.dumps(part).encode()) for part in (header, claims))
+        return f"{signed}.{_encoded(self._key.sign(signed.encode()))}"
 
-    def _read(self) -> str:
+    def _read(self) -> Ed25519PrivateKey:
         (text,) = self._files.read()
-        token = text.decode(errors="replace").strip()
-        if not is_token(token):
+        try:
+            key = load_pem_private_key(text, password=None)
+        except (TypeError, ValueError):
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
             raise TrustError(
-                f"token_file {self._path} must contain one line of at least "
-                f"{MIN_TOKEN_LENGTH} letters, digits or -._~+/="
+                f"signing_key {self._path} must contain an unencrypted Ed25519 private key in PEM: "
+                "make one with `openssl genpkey -algorithm ed25519`"
             )
-        return token
+        return key
 
 
-class AcceptedTokens:
-    """The identity for each accepted token, from a file that is reloaded when it is replaced.
+class AcceptedKeys:
+    """The identity for each accepted public key, from a file that is reloaded when replaced.
 
-    A line is an identity, a space, and either a token or `sha256:` with the token's hash in
-    hexadecimal. Lines that begin with # are comments.
+    A line is an identity, a space, and the public key: the one line in the PEM file that
+    `openssl pkey -pubout` writes. Lines that begin with # are comments.
 
     Raises:
-        TrustError: a line has another form, or there is no token.
+        TrustError: a line has another form, a key is there twice, or there is no key.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._files = WatchedFiles((("tokens", path),))
-        self._identity_of_hash = self._read()
+        self._files = WatchedFiles((("accepted_keys", path),))
+        self._accepted = self._read()
 
-    def find(self, token: str) -> Identity | None:
-        """The identity of a token; None if it is not accepted. An invalid file changes nothing."""
+    def identify(self, token: str, *, audience: str, now: float) -> Identity:
+        """The identity that a token proves to `audience` at `now`.
+
+        Raises:
+            InvalidTokenError: it proves none; says why.
+        """
         if self._files.changed():
             try:
-                self._identity_of_hash = self._read()
-                _log.info("reloaded the accepted tokens")
+                self._accepted = self._read()
+                _log.info("reloaded the accepted keys")
             except TrustError as error:
-                _log.warning("keeping the last valid tokens: %s", error)
-        presented = hashlib.sha256(token.encode()).digest()
-        found = None
-        for known, identity in self._identity_of_hash.items():
-            # Compare all of them in constant time, so that the delay reveals nothing.
-            if hmac.compare_digest(known, presented):
-                found = identity
-        return found
+                _log.warning("keeping the last valid accepted keys: %s", error)
+        header, claims, signed, signature = _parts(token)
+        identity = self._accepted.get(header)
+        if identity is None:
+            raise InvalidTokenError("its key is not accepted: check whether it was replaced")
+        try:
+            Ed25519PublicKey.from_public_bytes(header).verify(signature, signed)
+        except InvalidSignature:
+            raise InvalidTokenError("its signature is invalid") from None
+        _check_claims(claims, audience=audience, now=now)
+        return identity
 
     def _read(self) -> Mapping[bytes, Identity]:
         (text,) = self._files.read()
-        identities = {}
+        accepted: dict[bytes, Identity] = {}
         for number, line in enumerate(text.decode(errors="replace").splitlines(), start=1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             identity = parse_identity(words[0]) if len(words) == 2 else None
-            digest = _digest(words[1]) if len(words) == 2 else None
-            if identity is None or digest is None:
-                # The message must not contain the token, because it is logged.
+            key = _public_key(words[1]) if len(words) == 2 else None
+            where = f"accepted_keys {self._path}, line {number}"
+            if identity is None or key is None:
+                # The message must not contain the line, which may be a private key by mistake.
                 raise TrustError(
-                    f"tokens {self._path}, line {number}: must be an identity (worker/POOL/WORKER, "
-                    "gateway, reader or admin/NAME), a space, and a token of at least "
-                    f"{MIN_TOKEN_LENGTH} letters, digits or -._~+/="
+                    f"{where}: must be an identity (worker/POOL/WORKER, gateway, reader or "
+                    "admin/NAME), a space, and the base64 line of an Ed25519 public key in PEM"
                 )
-            identities[digest] = identity
-        if not identities:
-            raise TrustError(f"tokens {self._path} contains no token: add a line")
-        return identities
+            if key in accepted:
+                raise TrustError(f"{where}: the key of {accepted[key]} again: use one key for each")
+            accepted[key] = identity
+        if not accepted:
+            raise TrustError(f"accepted_keys {self._path} contains no key: add a line")
+        return accepted
 
 
-def is_token(text: str) -> bool:
-    """Whether a text is long enough for a token and valid in a header."""
-    return len(text) >= MIN_TOKEN_LENGTH and all(
-        character.isascii() and (character.isalnum() or character in "-._~+/=")
-        for character in text
-    )
+def _check_claims(payload: bytes, *, audience: str, now: float) -> None:
+    """Check a payload whose signature is valid."""
+    claims = _document(payload)
+    named, expiry = claims.get("aud"), claims.get("exp")
+    if named != audience:
+        told = printable(str(named))[:100]
+        raise InvalidTokenError(f"it is for {told}, but this is {audience}: check both names")
+    if type(expiry) is not int:
+        raise InvalidTokenError("it has no whole number as its expiry")
+    if expiry < now - CLOCK_SKEW_S:
+        raise InvalidTokenError(f"it expired {now - expiry:.0f} s ago: check both clocks")
+    if expiry > now + LIFETIME_S + CLOCK_SKEW_S:
+        raise InvalidTokenError(
+            f"it expires more than {LIFETIME_S} s from now: check both clocks, or sign one per call"
+        )
 
 
-def _digest(text: str) -> bytes | None:
-    if text.startswith("sha256:"):
-        try:
-            digest = bytes.fromhex(text.removeprefix("sha256:"))
-        except ValueError:
-            return None
-        return digest if len(digest) == hashlib.sha256().digest_size else None
-    return hashlib.sha256(text.encode()).digest() if is_token(text) else None
+def _parts(token: str) -> tuple[bytes, bytes, bytes, bytes]:
+    """Public key, claims, signed bytes and signature of a token, none of them verified."""
+    words = token.split(".") if len(token) <= MAX_TOKEN_LENGTH else []
+    try:
+        header, claims, signature = (_decoded(word) for word in words)
+        kid = _decoded(str(_document(header).get("kid")))
+    except ValueError:
+        raise InvalidTokenError("it is not a signed token: update the client") from None
+    return kid, claims, token.rpartition(".")[0].encode(), signature
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise InvalidTokenError("it is not a signed token: update the client")
+    return document
+
+
+def _public_key(text: str) -> bytes | None:
+    try:
+        key = load_der_public_key(base64.b64decode(text, validate=True))
+    except ValueError:
+        return None
+    return _raw(key) if isinstance(key, Ed25519PublicKey) else None
+
+
+def _raw(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes_raw()
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _decoded(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -16,6 +16,7 @@ import grpc
 from equipoise.planning.layout import Layout
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
+from equipoise.trust.tokens import BALANCER
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
@@ -194,7 +195,7 @@ class Agent:
             raise LinkLostError(str(error)) from error
         async with opened as channel:
             call: Call = pb_grpc.WorkerLinkStub(channel).Connect(
-                None, metadata=self._credentials.metadata()
+                None, metadata=self._credentials.metadata(audience=BALANCER)
             )
             hello = replace(self._handler.hello(), highest_term=self._highest_term)
             queue = self._outbox.open(hello)

@@ -24,6 +24,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.identity import Role
+from equipoise.trust.tokens import worker_audience
 from equipoise.wire.limits import max_request_bytes
 from equipoise.wire.messages import (
     Abort,
@@ -108,7 +109,11 @@ class Worker:
         self._core = core
         self._location = location
         self._guard = Guard(
-            settings.tls, tokens=settings.tokens, rights=_RIGHTS, pool=settings.pool
+            settings.tls,
+            accepted_keys=settings.accepted_keys,
+            audience=worker_audience(settings.pool, settings.worker),
+            rights=_RIGHTS,
+            pool=settings.pool,
         )
         self.address = ""
         """Advertised host:port of this worker's services; empty before it listens."""
@@ -132,7 +137,7 @@ class Worker:
             health=WorkerHealth(),
             credentials=Credentials(
                 settings.tls,
-                token_file=settings.token_file,
+                signing_key=settings.signing_key,
                 worker_name=settings.tls_worker_name,
                 balancer_name=settings.tls_balancer_name,
             ),

@@ -43,6 +43,7 @@ class WorkerParts:
         """Return a puller of experts from the peers of an epoch."""
         return ExpertPuller(
             join_epoch,
+            pool=self.settings.pool,
             held=held,
             read_checkpoint=self.core.checkpoint.read_expert,
             expert_bytes=self.core.shape.expert_bytes,

@@ -160,11 +160,13 @@ class WorkerSettings:
     """Name in the balancers' certificates, if it differs from the addresses used to reach them,
     which include the leader's address that a follower redirects to."""
 
-    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
-    """File with the bearer token to send to balancers and peers."""
+    signing_key: str = or_environment("EQUIPOISE_SIGNING_KEY")
+    """PEM file with the Ed25519 key that signs a token for each call to a balancer or peer.
+    Reloaded when it changes."""
 
-    tokens: str = ""
-    """File of bearer tokens to accept from peers and gateways, in the balancer's format."""
+    accepted_keys: str = ""
+    """File of the public keys of peers and gateways, in the balancer's format. Calls then need a
+    token that is signed for this worker."""
 
     def __post_init__(self) -> None:
         for name in ("pool", "worker", "host", "advertise_host"):

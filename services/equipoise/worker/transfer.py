@@ -17,6 +17,7 @@ from torch import Tensor
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
+from equipoise.trust.tokens import worker_audience
 from equipoise.wire.messages import JoinEpoch, Wait
 from equipoise.worker.errors import NotHeldError, TransferError
 from equipoise.worker.held import HeldExperts
@@ -100,6 +101,7 @@ class ExpertPuller:
         self,
         join_epoch: JoinEpoch,
         *,
+        pool: str,
         held: HeldExperts | None,
         read_checkpoint: Callable[[int, int], Tensor],
         expert_bytes: int,
@@ -108,8 +110,9 @@ class ExpertPuller:
         bytes_per_s: float = math.inf,
         source_timeout_s: float = SOURCE_TIMEOUT_S,
     ) -> None:
-        """`held` serves moves whose source is this rank; None before its slots are filled.
+        """`pool` is that of the peers.
 
+        `held` serves moves whose source is this rank; None before its slots are filled.
         `read_checkpoint` returns the payload of (layer, expert), on any thread. `bytes_per_s`
         limits the rate at which pulls start, so that steps sharing cores or a network with them
         keep their pace. `source_timeout_s` bounds each attempt.
@@ -118,6 +121,7 @@ class ExpertPuller:
         self._epoch = join_epoch.epoch
         self._rank = join_epoch.rank
         self._peers = join_epoch.peers
+        self._pool = pool
         self._held = held
         self._read_checkpoint = read_checkpoint
         self._expert_bytes = expert_bytes
@@ -222,7 +226,11 @@ class ExpertPuller:
                 raise TransferError(str(error)) from error
         request = pb.FetchRequest(epoch=self._epoch, layer=move.layer, expert=move.expert)
         call = pb_grpc.ExpertTransferStub(self._channels[key]).Fetch(
-            request, timeout=self._source_timeout_s, metadata=self._credentials.metadata()
+            request,
+            timeout=self._source_timeout_s,
+            metadata=self._credentials.metadata(
+                audience=worker_audience(self._pool, self._peers[rank].worker)
+            ),
         )
         data = bytearray()
         try:

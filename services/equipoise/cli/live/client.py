@@ -10,6 +10,7 @@ import grpc
 from equipoise.cli.live.settings import Access, BalancerClientSettings
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
+from equipoise.trust.tokens import BALANCER
 from equipoise.wire.limits import MAX_STATUS_BYTES
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
@@ -39,7 +40,7 @@ def credentials_of(access: Access) -> Credentials:
         TrustError: a file cannot be used.
     """
     return Credentials(
-        access.tls, token_file=access.token_file, balancer_name=access.tls_balancer_name
+        access.tls, signing_key=access.signing_key, balancer_name=access.tls_balancer_name
     )
 
 
@@ -118,7 +119,9 @@ class BalancerClient:
         request = pb.WatchStatusRequest(pool=self._pool)
         try:
             with explained(self.address, self._credentials):
-                stream = self._stub.WatchStatus(request, metadata=self._credentials.metadata())
+                stream = self._stub.WatchStatus(
+                    request, metadata=self._credentials.metadata(audience=BALANCER)
+                )
                 for response in stream:
                     take(response.status)
         except BalancerRejectedError as error:
@@ -127,7 +130,11 @@ class BalancerClient:
 
     def _call(self, method: Callable[..., _R], request: object) -> _R:
         with explained(self.address, self._credentials):
-            return method(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+            return method(
+                request,
+                timeout=self._timeout_s,
+                metadata=self._credentials.metadata(audience=BALANCER),
+            )
 
 
 def _message(error: grpc.Call, address: str, credentials: Credentials) -> str:
@@ -148,7 +155,9 @@ def _leader(settings: BalancerClientSettings, credentials: Credentials) -> str:
     try:
         with credentials.blocking_channel(settings.address) as channel:
             _, call = status_pb2_grpc.StatusStub(channel).ListPools.with_call(
-                pb.ListPoolsRequest(), timeout=settings.timeout_s, metadata=credentials.metadata()
+                pb.ListPoolsRequest(),
+                timeout=settings.timeout_s,
+                metadata=credentials.metadata(audience=BALANCER),
             )
         leader = str(dict(call.trailing_metadata()).get(LEADER_METADATA, settings.address))
         if leader != settings.address:

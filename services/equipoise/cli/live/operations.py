@@ -18,6 +18,7 @@ from equipoise.cli.live.settings import (
     RebalanceSettings,
     RollbackSettings,
 )
+from equipoise.trust.tokens import BALANCER
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc
@@ -169,7 +170,13 @@ def _send_once(
     ):
         call = method(admin_pb2_grpc.AdminStub(channel))
         try:
-            return read(call(request, timeout=settings.timeout_s, metadata=credentials.metadata()))
+            return read(
+                call(
+                    request,
+                    timeout=settings.timeout_s,
+                    metadata=credentials.metadata(audience=BALANCER),
+                )
+            )
         except grpc.RpcError as error:
             if "Deadline" not in (error.details() or ""):
                 raise  # The balancer was unreachable, or rejected the request.

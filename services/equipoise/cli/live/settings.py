@@ -32,8 +32,8 @@ class Access:
     """Name in the balancers' certificates, if it differs from the address, as it does through
     `kubectl port-forward`."""
 
-    token_file: str = or_environment("EQUIPOISE_TOKEN_FILE")
-    """File that holds the bearer token."""
+    signing_key: str = or_environment("EQUIPOISE_SIGNING_KEY")
+    """PEM file with the Ed25519 key that signs a token for each call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
