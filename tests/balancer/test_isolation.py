@@ -109,7 +109,7 @@ def decided(pool, *, times):
 
 
 def reached(pool, name):
-    return next(bound for bound in pool.counters.bounds.all() if bound.name == name)
+    return next(bound for bound in pool.counters.timeouts.all() if bound.name == name)
 
 
 @pytest.fixture

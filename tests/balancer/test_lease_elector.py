@@ -54,7 +54,7 @@ async def test_one_alone_leads_and_gives_the_lease_back_at_the_end():
         tenure = await soon(elector.tenure())
         assert tenure.term == 6
         assert tenure.holds()
-        assert elector.bounds == ()
+        assert elector.timeouts == ()
     assert not tenure.holds()
     assert (await register.read()).record.holder == ""
 
@@ -86,8 +86,8 @@ async def test_a_register_that_stops_answering_ends_the_term_within_the_deadline
         await soon(elector.until_over(tenure))
         assert elector.state.role is LeaderRole.FOLLOWING
         assert elector.state.valid_until_s <= valid_until_s + QUICK.retry_s
-        lease, request = elector.bounds
-        assert (lease.name, lease.bound_s) == ("lease", QUICK.renew_deadline_s)
+        lease, request = elector.timeouts
+        assert (lease.name, lease.timeout_s) == ("lease", QUICK.renew_deadline_s)
         assert lease.reached >= 1
         assert lease.latest == f"term {tenure.term} ended: it was not renewed"
         assert request.name == "register"

@@ -197,7 +197,7 @@ async def test_an_api_server_in_trouble_is_no_register_without_a_lease(
     assert await register.read() == held
 
 
-async def test_an_api_server_that_hangs_is_given_up(open_kubernetes, lease_server):
+async def test_an_api_server_that_hangs_times_out(open_kubernetes, lease_server):
     lease_server.answering.clear()
     with pytest.raises(RegisterError, match="cannot be reached"):
         await open_kubernetes(timeout_s=0.2).read()

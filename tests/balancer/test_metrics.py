@@ -20,7 +20,7 @@ from equipoise.pool.records import PoolMemory
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Wait, WorkerBound
+from equipoise.wire.messages import Wait, WorkerTimeout
 from tests.support.balancers import serving
 from tests.support.scrapes import documented, ours, scrape, value_of
 
@@ -92,14 +92,12 @@ def test_ranks_are_counted_by_what_they_do(serving_harness):
     assert value_of(told, "equipoise_pool_health", pool="tiny", health="degraded") == 1
 
 
-def test_promises_are_counted_by_what_became_of_them_and_the_policy_is_named(
-    serving_harness, skewed
-):
+def test_judged_rollouts_are_counted_by_outcome_and_the_policy_is_named(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=50)
     told = told_of(harness.pool, now=harness.now)
     counts = {
-        outcome: value_of(told, "equipoise_promises_total", pool="tiny", outcome=outcome)
+        outcome: value_of(told, "equipoise_rollouts_judged_total", pool="tiny", outcome=outcome)
         for outcome in ("kept", "traffic_changed", "rolled_back")
     }
     assert counts == {"kept": 1, "traffic_changed": 0, "rolled_back": 0}
@@ -123,17 +121,17 @@ async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
         families = await scrape(seen[0])
     await store.close()
     assert documented("Election").items() <= ours(families).items()
-    assert value_of(families, "equipoise_election_bound_seconds", bound="lease") == 20
-    assert value_of(families, "equipoise_election_bound_reached_total", bound="register") == 0
+    assert value_of(families, "equipoise_election_timeout_seconds", wait="lease") == 20
+    assert value_of(families, "equipoise_election_timeouts_total", wait="register") == 0
 
 
 def test_a_large_pool_has_at_most_2000_series(hello_of, policy):
-    # 61 layers x 320 ranks, and every kind of rejection and of bound that there can be.
+    # 61 layers x 320 ranks, and every kind of rejection and timeout.
     series = _series_of_a_pool(hello_of, policy, num_layers=61, num_ranks=320)
     assert 640 < series <= 2000
 
 
-def test_ranks_beyond_a_bound_have_no_series_of_their_own(hello_of, policy):
+def test_ranks_beyond_a_limit_have_no_series_of_their_own(hello_of, policy):
     few = _series_of_a_pool(hello_of, policy, num_layers=2, num_ranks=MAX_RANKS_LISTED)
     many = _series_of_a_pool(hello_of, policy, num_layers=2, num_ranks=MAX_RANKS_LISTED + 1)
     assert few <= 2000
@@ -197,8 +195,8 @@ def test_a_histogram_counts_a_value_on_its_bound_below_it():
 
 def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
     pool = Pool("big", policies=PolicyBook(policy), memory=PoolMemory())
-    told = [WorkerBound(name=wait, bound_s=1.0) for wait in Wait]
-    pool.counters.bounds.add("worker-0", boot_id="boot-1", reported=told)
+    told = [WorkerTimeout(name=wait, timeout_s=1.0) for wait in Wait]
+    pool.counters.timeouts.add("worker-0", boot_id="boot-1", reported=told)
     for rank in range(num_ranks):
         hello = hello_of(f"worker-{rank}", num_ranks=num_ranks)
         pool.roster._members[hello.worker] = Member(

@@ -1,4 +1,4 @@
-"""Plans in processes of their own: the same plans, and none is left of those that are given up."""
+"""Plans in processes of their own: the same plans, and none is left of those that are abandoned."""
 
 import asyncio
 import os
@@ -179,13 +179,13 @@ async def test_who_waits_no_more_costs_the_others_nothing(planner, request_of_fo
     os.kill(busy, signal.SIGSTOP)
     plans = [made_by(planner, request_of_four_ranks) for _ in range(NUM_AHEAD + 3)]
     await asyncio.sleep(0)
-    given_up = plans[2], plans[-1]  # One that a process has, and one that none has yet.
-    for plan in given_up:
+    abandoned = plans[2], plans[-1]  # One that a process has, and one that none has yet.
+    for plan in abandoned:
         plan.cancel()
     os.kill(busy, signal.SIGCONT)
     made = await asyncio.gather(*plans, return_exceptions=True)
     assert [isinstance(one, asyncio.CancelledError) for one in made] == [
-        plan in given_up for plan in plans
+        plan in abandoned for plan in plans
     ]
     assert children() == [busy]
 

@@ -123,7 +123,7 @@ def test_a_plan_that_is_not_adopted_is_a_trace_by_itself(harness):
     planning.made(proposal(accepted=False))
     harness.spans.decided(planning, adopted=False)
     assert harness.told == [(None, "rebalance"), ("rebalance", "plan")]
-    harness.spans.planning().given_up("it took too long")
+    harness.spans.planning().abandoned("it took too long")
     assert harness.faults == {"plan": "it took too long"}
 
 

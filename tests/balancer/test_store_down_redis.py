@@ -61,7 +61,7 @@ async def balancer_on(url, *, store_down):
 
 
 def bound(status, name):
-    return next(one for one in status.bounds if one.name == name)
+    return next(one for one in status.timeouts if one.name == name)
 
 
 @pytest.mark.parametrize("trouble", ["stopped", "late"])

@@ -119,8 +119,8 @@ async def test_the_latest_decisions_are_shown_with_their_reasons(balancer, addre
 
 async def test_reached_bounds_are_shown(balancer, address, capsys):
     pool = a_pool()
-    pool.bounds.add(name="stage", bound_s=30.0, reached=2, latest="rank 3 did not stage")
-    pool.bounds.add(name="report", bound_s=15.0)
+    pool.timeouts.add(name="stage", timeout_s=30.0, reached=2, latest="rank 3 did not stage")
+    pool.timeouts.add(name="report", timeout_s=15.0)
     await balancer.tell(pool)
     await look(address)
     out = capsys.readouterr().out

@@ -121,9 +121,11 @@ def test_rollout_decisions_switches_and_rejections_are_shown():
         generation=7, step=1234, max_stall_us=800, median_step_us=12_100, moves=12, staging_s=0.31
     )
     status.rejections.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
-    status.promises.add(generation=7, outcome="kept", reason="kept, as expected: 0.91")
-    status.bounds.add(name="switch", bound_s=5.0)
-    status.bounds.add(name="pull", bound_s=5.0, reached=2, latest="worker-1: expert 3 from rank 0")
+    status.gains.add(generation=7, outcome="kept", reason="kept, as expected: 0.91")
+    status.timeouts.add(name="switch", timeout_s=5.0)
+    status.timeouts.add(
+        name="pull", timeout_s=5.0, reached=2, latest="worker-1: expert 3 from rank 0"
+    )
     text = " ".join(printed(pool_view(status), width=200).split())
     for words in (
         "degraded",
@@ -143,7 +145,7 @@ def test_rollout_decisions_switches_and_rejections_are_shown():
 
 def test_an_unchecked_gain_shows_the_expectation():
     status = a_pool()
-    status.promises.add(generation=9, before_generation=7, outcome="open", gain_promised=0.125)
+    status.gains.add(generation=9, before_generation=7, outcome="open", gain_expected=0.125)
     text = " ".join(printed(pool_view(status), width=200).split())
     assert "generation 9 is expected to gain 0.125 over generation 7; to be" in text
 

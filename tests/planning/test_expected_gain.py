@@ -21,7 +21,7 @@ GOOD_FOR_OLD = np.array([[400.0, 100.0, 400.0, 100.0]])
 
 
 def judged(*windows, optimism=0.0, policy=POLICY):
-    promise = ExpectedGain(
+    expected = ExpectedGain(
         before=OLD,
         generation=2,
         balancedness_before=balancedness(layout_loads(OLD, BAD_FOR_OLD)),
@@ -29,7 +29,7 @@ def judged(*windows, optimism=0.0, policy=POLICY):
         optimism=optimism,
     )
     witnesses = [ObservedWindow(load=load, balancedness=measured) for load, measured in windows]
-    return judge_gain(promise, witnesses, policy=policy)
+    return judge_gain(expected, witnesses, policy=policy)
 
 
 def test_a_rollout_that_realises_its_expected_gain_is_kept():

@@ -56,7 +56,7 @@ def test_a_pool_waits_for_its_workers_and_reports_how_many():
 def test_waiting_for_the_start_times_out():
     opening = decide(*workers(NEW, 3), now=60.0)
     assert len(opening.workers) == 3
-    assert opening.bound == "start"
+    assert opening.timeout == "start"
 
 
 def test_too_few_slots_at_the_timeout_mean_the_pool_is_down():
@@ -74,7 +74,7 @@ def test_a_loss_that_all_noticed_opens_an_epoch_of_the_survivors_at_once():
     opening = decide(worker("w-0", MISSING), *workers(SURVIVOR, 3, first=1))
     assert set(opening.workers) == {"w-1", "w-2", "w-3"}
     assert opening.reason == "the group was lost: w-0 is missing: its stream was cut"
-    assert opening.bound == ""
+    assert opening.timeout == ""
 
 
 def test_workers_that_have_not_noticed_a_loss_are_waited_for():
@@ -89,7 +89,7 @@ def test_a_worker_that_never_notices_a_loss_is_left_out_at_the_timeout():
     opening = decide(*pool, now=5.0)
     assert set(opening.workers) == {"w-0", "w-1", "w-2"}
     assert opening.left_out == ("w-3",)
-    assert opening.bound == "reform"
+    assert opening.timeout == "reform"
     assert "w-3 did not leave it within 5 s" in opening.reason
 
 
@@ -165,7 +165,7 @@ def test_a_new_worker_beside_a_missing_one_waits_until_the_timeout():
     assert not decide(*pool, now=5.9).workers
     opening = decide(*pool, now=6.0)
     assert set(opening.workers) == {"w-1", "w-2", "w-3", "w-4"}
-    assert opening.bound == "reform"
+    assert opening.timeout == "reform"
 
 
 def test_a_new_worker_waits_for_ranks_not_yet_connected_to_a_new_balancer():
@@ -184,7 +184,7 @@ def test_survivors_wait_for_ranks_not_yet_connected_to_a_new_balancer():
     assert not decide(*pool, now=4.9, unheard=frozenset({"w-3"})).workers
     opening = decide(*pool, now=5.0, unheard=frozenset({"w-3"}))
     assert len(opening.workers) == 3
-    assert opening.bound == "reform"
+    assert opening.timeout == "reform"
     assert len(decide(*pool, now=0.0).workers) == 3, "all that were known are here"
 
 

@@ -140,7 +140,7 @@ def test_a_hung_rank_is_left_out_when_it_is_silent_and_taken_in_when_it_wakes(se
     for worker in others:
         harness.say(worker, worker.serving())
     assert harness.pool.diagnosis().health is Health.SERVING
-    assert next(b for b in harness.pool.counters.bounds.all() if b.name == "report").reached == 1
+    assert next(b for b in harness.pool.counters.timeouts.all() if b.name == "report").reached == 1
 
     for worker in harness.ranks:
         harness.say(worker, worker.heartbeat())
@@ -166,7 +166,7 @@ def test_a_group_that_only_some_gave_up_is_reformed_without_the_others_at_the_bo
         harness.tick()
     assert stubborn.epoch == 1
     assert {worker.epoch for worker in others} == {2}
-    reform = next(bound for bound in harness.pool.counters.bounds.all() if bound.name == "reform")
+    reform = next(bound for bound in harness.pool.counters.timeouts.all() if bound.name == "reform")
     assert reform.reached == 1
     assert "worker-0 did not leave it within 5 s" in reform.latest
 
@@ -223,7 +223,7 @@ def test_ranks_that_did_not_meet_try_again_with_whoever_is_left(serving_harness)
         harness.say(worker, worker.heartbeat())
     notice(harness, *harness.ranks)
     assert {worker.epoch for worker in harness.ranks} == {3}
-    assert next(b for b in harness.pool.counters.bounds.all() if b.name == "meet").reached == 1
+    assert next(b for b in harness.pool.counters.timeouts.all() if b.name == "meet").reached == 1
     serve_all(harness)
     check(harness)
 

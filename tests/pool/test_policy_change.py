@@ -157,13 +157,13 @@ def test_a_rejected_policy_changes_nothing_and_is_shown_until_a_good_one_comes(m
     assert not pool_status(harness.pool, now=harness.now).policy.rejection
 
 
-def test_bounds_follow_the_policy_and_keep_their_counts(make_harness):
+def test_timeouts_follow_the_policy_and_keep_their_counts(make_harness):
     harness = make_harness()
     harness.serve()
-    harness.pool.counters.bounds.note("stage", "it took too long")
+    harness.pool.counters.timeouts.note("stage", "it took too long")
     offer(harness, "defaults: {timeouts: {stage: 7s}}")
-    (stage,) = (one for one in harness.pool.counters.bounds.all() if one.name == "stage")
-    assert (stage.bound_s, stage.reached) == (7.0, 1)
+    (stage,) = (one for one in harness.pool.counters.timeouts.all() if one.name == "stage")
+    assert (stage.timeout_s, stage.reached) == (7.0, 1)
 
 
 def test_a_shorter_silence_waits_for_workers_that_still_beat_slowly(make_harness):

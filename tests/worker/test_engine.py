@@ -36,7 +36,7 @@ def test_requests_that_are_paused_for_want_of_blocks_lose_nothing(rank_of_one, s
     engine.run()
     assert client.tokens == {key: solo(prompt, 40) for key, prompt in enumerate(PROMPTS)}
     stats = engine.progress().stats
-    assert stats.requests_paused > 0
+    assert stats.requests_preempted > 0
     assert (stats.cache_tokens, stats.cache_tokens_used) == (96, 0)
 
 

@@ -39,7 +39,7 @@ def form(address, **changes):
     """Meet at an address; keyword arguments change the JoinEpoch or how to meet."""
     how = {
         "step_timeout_s": 20.0,
-        "given_up": threading.Event(),
+        "abandoned": threading.Event(),
         "on_met": lambda: None,
         "device": torch.device("cpu"),
         "announcement": "",
@@ -158,25 +158,25 @@ def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
     assert not met
 
 
-@pytest.mark.parametrize("way_out", ["bound", "given_up", "bound, its name gone"])
+@pytest.mark.parametrize("way_out", ["bound", "abandoned", "bound, its name gone"])
 def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     process = context.Process(target=host, args=(told,), daemon=True)
     process.start()
     address = told.get(timeout=60)
-    given_up = threading.Event()
+    abandoned = threading.Event()
     try:
-        form(address, num_ranks=2, epoch=1, given_up=_already_set(), meet_timeout_s=60)
+        form(address, num_ranks=2, epoch=1, abandoned=_already_set(), meet_timeout_s=60)
     except GroupError:
         os.kill(process.pid, signal.SIGSTOP)
     try:
-        if way_out == "given_up":
-            given_up.set()
+        if way_out == "abandoned":
+            abandoned.set()
         if "gone" in way_out:
             monkeypatch.setattr(socket, "getaddrinfo", _not_found)
         with pytest.raises(GroupError, match="did not all reach"):
-            form(address, meet_timeout_s=1000 if way_out == "given_up" else 1, given_up=given_up)
+            form(address, meet_timeout_s=1000 if way_out == "abandoned" else 1, abandoned=abandoned)
     finally:
         process.kill()
         process.join(30)
@@ -203,7 +203,7 @@ def _already_set():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_gives_up_does_not_wait_for_the_others(rendezvous, rank):
     with pytest.raises(GroupError, match="abandoned"):
-        form(rendezvous, rank=rank, meet_timeout_s=100_000, given_up=_already_set())
+        form(rendezvous, rank=rank, meet_timeout_s=100_000, abandoned=_already_set())
 
 
 def test_rows_on_a_gpu_travel_by_nccl_and_headers_always_by_gloo():

@@ -29,7 +29,7 @@ async def test_an_epoch_that_changes_every_slot_is_staged_on_the_host_if_the_dev
     core = ModelCore.load(chosen)
     slots, first, second = slots_of(core, chosen), random_layout(1), random_layout(2)
     for layout in (first, second):
-        apply = await slots.stage(join_epoch([HELLO], layout), given_up=threading.Event())
+        apply = await slots.stage(join_epoch([HELLO], layout), abandoned=threading.Event())
         if layout is second:
             assert slots.held.contents.layout is first, "others have not met it yet"
         apply()
@@ -67,7 +67,7 @@ async def test_experts_are_read_into_their_slots_one_by_one_with_progress(
         noted("write", experts, "write")
     slots = slots_of(core, chosen, say=lambda _, done, total: said.append((done, total)))
     layout = random_layout(1)
-    apply = await slots.stage(join_epoch([HELLO], layout), given_up=threading.Event())
+    apply = await slots.stage(join_epoch([HELLO], layout), abandoned=threading.Event())
     apply()
     num_experts = layout.expert_of_slot.size
     assert events == ["read", "write"] * num_experts

@@ -302,8 +302,8 @@ async def test_a_shutdown_ends_requests_with_the_reason_and_announces_itself(
                 await _read_to_end(call)
         await asyncio.wait_for(rig.task, 60)
         assert link.heard[-1] == Leaving(reason="w-7 is shutting down")
-        (drain,) = (bound for bound in link.heard[-2].stats.bounds if bound.name == Wait.DRAIN)
-        assert (drain.bound_s, drain.reached) == (0.01, 1)
+        (drain,) = (bound for bound in link.heard[-2].stats.timeouts if bound.name == Wait.DRAIN)
+        assert (drain.timeout_s, drain.reached) == (0.01, 1)
         assert drain.latest == "w-7 returned its open requests to the gateways"
 
 

@@ -21,7 +21,7 @@ def collector(rank=None):
     settings = WorkerSettings(drain_timeout_s=0.0)
     parts = parts_of(settings, scheduler=scheduler, timings=Timings(num_corrupted=2))
     parts.waits.note(Wait.OUTAGE, "ended the requests")
-    parts.waits.note(Wait.DRAIN, "there is no such bound")
+    parts.waits.note(Wait.DRAIN, "there is no such wait")
     return WorkerCollector(rank=lambda: rank, parts=parts), scheduler
 
 
@@ -33,11 +33,11 @@ async def test_a_worker_exports_exactly_the_documented_metrics():
     assert value_of(families, "equipoise_worker_serving") == 0
     assert value_of(families, "equipoise_worker_rank") == -1
     assert value_of(families, "equipoise_worker_checksum_failures_total") == 2
-    bounds = {"step": 0, "pull": 0, "ack": 0, "outage": 1}
-    for name, reached in bounds.items():
-        assert value_of(families, "equipoise_worker_bound_reached_total", bound=name) == reached
-    (family,) = (one for one in families.values() if one.name == "equipoise_worker_bound_reached")
-    assert {sample.labels["bound"] for sample in family.samples} == set(bounds)
+    counts = {"step": 0, "pull": 0, "ack": 0, "outage": 1}
+    for name, reached in counts.items():
+        assert value_of(families, "equipoise_worker_timeouts_total", wait=name) == reached
+    (family,) = (one for one in families.values() if one.name == "equipoise_worker_timeouts")
+    assert {sample.labels["wait"] for sample in family.samples} == set(counts)
 
 
 def test_cache_usage_is_a_fraction_of_all_blocks():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.counters import Phase
-from equipoise.wire.messages import RankStats, Wait, WorkerBound
+from equipoise.wire.messages import RankStats, Wait, WorkerTimeout
 from equipoise.worker.engine import EngineProgress
 from equipoise.worker.reporter import FINAL_REPORTS, Reporter
 from equipoise.worker.waits import Waits
@@ -48,7 +48,7 @@ def told(reports):
 
 def test_a_report_names_its_boot_rank_and_generation():
     [report] = reporter().build(progress(7))
-    assert report.stats == replace(STATS, bounds=(WorkerBound(name="step", bound_s=4.0),))
+    assert report.stats == replace(STATS, timeouts=(WorkerTimeout(name="step", timeout_s=4.0),))
     load = report.load
     assert (load.boot_id, load.epoch, load.rank, load.generation) == ("b", 4, 2, 7)
     assert load.phase is Phase.MIXED

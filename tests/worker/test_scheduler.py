@@ -186,13 +186,13 @@ def test_the_youngest_is_paused_for_blocks_and_finds_its_prefix_cached():
         scheduler.submit(Request(key=key, prompt=prompt, max_tokens=15))
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        if scheduler.counts.paused == 1 and scheduler.num_active == 1:
+        if scheduler.counts.preempted == 1 and scheduler.num_active == 1:
             assert [chunk.key for chunk in plan.chunks] in ([0], [1])
         for emission in scheduler.commit(plan, *model.run(plan)):
             got[emission.key].append(emission.token)
     for key, prompt in prompts.items():
         assert got[key] == solo(Request(key=key, prompt=prompt, max_tokens=15))
-    assert scheduler.counts.paused == 1
+    assert scheduler.counts.preempted == 1
     assert scheduler.counts.processed > 2 * (7 + 14)
 
 

@@ -153,10 +153,11 @@ def test_ten_minutes_of_streams_leak_nothing():
     settled = len(sizes) // 10
     print(
         f"{len(sizes)} turns of {NUM_PLACES} requests: {stats.tokens_generated} tokens, "
-        f"{stats.drafts_accepted} of {stats.drafts} drafts right, {stats.requests_paused} pauses, "
+        f"{stats.drafts_accepted} of {stats.drafts} drafts right, "
+        f"{stats.requests_preempted} preempted, "
         f"{stats.prefix_tokens_found} of {stats.prefix_tokens_sought} tokens found; resident "
         f"{mib[0]:.1f} MiB, {mib[settled]:.1f} after a tenth, from {min(mib[settled:]):.1f} to "
         f"{max(mib[settled:]):.1f} since, {mib[-1]:.1f} at the end"
     )
-    assert stats.requests_paused > 0
+    assert stats.requests_preempted > 0
     assert mib[-1] - mib[settled] < 16

@@ -19,11 +19,11 @@ def host():
 def test_only_connections_opened_inside_the_block_are_shut_down(host):
     address = host.getsockname()[:2]
     with socket.create_connection(address) as earlier:
-        given_up = threading.Event()
-        given_up.set()
+        abandoned = threading.Event()
+        abandoned.set()
         name = f"{address[0]}:{address[1]}"
         with (
-            interruptible_store(name, deadline_s=time.monotonic() + 60, given_up=given_up),
+            interruptible_store(name, deadline_s=time.monotonic() + 60, abandoned=abandoned),
             socket.create_connection(address) as blocked,
         ):
             blocked.settimeout(30)

@@ -79,7 +79,7 @@ class RankStatus(_message.Message):
     CACHE_TOKENS_USED_FIELD_NUMBER: _builtins.int
     PREFIX_TOKENS_SOUGHT_FIELD_NUMBER: _builtins.int
     PREFIX_TOKENS_FOUND_FIELD_NUMBER: _builtins.int
-    REQUESTS_PAUSED_FIELD_NUMBER: _builtins.int
+    REQUESTS_PREEMPTED_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -127,7 +127,7 @@ class RankStatus(_message.Message):
     cache_tokens_used: _builtins.int
     prefix_tokens_sought: _builtins.int
     prefix_tokens_found: _builtins.int
-    requests_paused: _builtins.int
+    requests_preempted: _builtins.int
     drafts: _builtins.int
     drafts_accepted: _builtins.int
     device: _builtins.str
@@ -164,7 +164,7 @@ class RankStatus(_message.Message):
         cache_tokens_used: _builtins.int = ...,
         prefix_tokens_sought: _builtins.int = ...,
         prefix_tokens_found: _builtins.int = ...,
-        requests_paused: _builtins.int = ...,
+        requests_preempted: _builtins.int = ...,
         drafts: _builtins.int = ...,
         drafts_accepted: _builtins.int = ...,
         device: _builtins.str = ...,
@@ -174,7 +174,7 @@ class RankStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "generation", b"generation", "host", b"host", "kernels", b"kernels", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "generation", b"generation", "host", b"host", "kernels", b"kernels", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,22 +265,22 @@ class RejectionStatus(_message.Message):
 Global___RejectionStatus: _TypeAlias = RejectionStatus  # noqa: Y015
 
 @_typing.final
-class BoundStatus(_message.Message):
-    """BoundStatus is a wait that has a timeout, and how often it was reached."""
+class TimeoutStatus(_message.Message):
+    """TimeoutStatus is a wait that has a timeout, and how often it was reached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    BOUND_S_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Of the pool: plan, persist (a layout, before it is staged), stage, switch, commit (a layout in
     use), store (one write), report (silence of a rank), reform, meet and start. Of the leader
     election, if there is one: lease (a renewal) and register (one request). Of all workers
-    together, once one has reported: those of WorkerBound.
+    together, once one has reported: those of WorkerTimeout.
     """
-    bound_s: _builtins.float
+    timeout_s: _builtins.float
     """Longest wait, seconds."""
     reached: _builtins.int
     """How often it was reached: since the balancer leads; those of the election since it started,
@@ -292,17 +292,17 @@ class BoundStatus(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        bound_s: _builtins.float = ...,
+        timeout_s: _builtins.float = ...,
         reached: _builtins.int = ...,
         latest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_s", b"bound_s", "latest", b"latest", "name", b"name", "reached", b"reached"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "name", b"name", "reached", b"reached", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BoundStatus: _TypeAlias = BoundStatus  # noqa: Y015
+Global___TimeoutStatus: _TypeAlias = TimeoutStatus  # noqa: Y015
 
 @_typing.final
 class PolicyStatus(_message.Message):
@@ -461,13 +461,13 @@ class PoolStatus(_message.Message):
     ROLLOUTS_COMPLETED_FIELD_NUMBER: _builtins.int
     ROLLOUTS_ABORTED_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
-    BOUNDS_FIELD_NUMBER: _builtins.int
+    TIMEOUTS_FIELD_NUMBER: _builtins.int
     EPOCHS_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
-    PROMISES_FIELD_NUMBER: _builtins.int
+    GAINS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -518,7 +518,7 @@ class PoolStatus(_message.Message):
         """Recent windows, oldest first, at most 128."""
 
     @_builtins.property
-    def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoundStatus]:
+    def timeouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimeoutStatus]:
         """Every wait of the pool that has a timeout."""
 
     @_builtins.property
@@ -544,7 +544,7 @@ class PoolStatus(_message.Message):
         """The policy in force, and whether a newer one was rejected."""
 
     @_builtins.property
-    def promises(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromiseStatus]:
+    def gains(self) -> _containers.RepeatedCompositeFieldContainer[Global___GainStatus]:
         """Expected and realised gains of the latest rollouts, newest first, at most 16."""
 
     def __init__(
@@ -570,17 +570,17 @@ class PoolStatus(_message.Message):
         rollouts_completed: _builtins.int = ...,
         rollouts_aborted: _builtins.int = ...,
         windows: _abc.Iterable[Global___WindowStatus] | None = ...,
-        bounds: _abc.Iterable[Global___BoundStatus] | None = ...,
+        timeouts: _abc.Iterable[Global___TimeoutStatus] | None = ...,
         epochs: _abc.Iterable[Global___EpochStatus] | None = ...,
         hold: Global___HoldStatus | None = ...,
         audit: _abc.Iterable[Global___AuditEntry] | None = ...,
         shares: Global___ShareStatus | None = ...,
         policy: Global___PolicyStatus | None = ...,
-        promises: _abc.Iterable[Global___PromiseStatus] | None = ...,
+        gains: _abc.Iterable[Global___GainStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "bounds", b"bounds", "epoch", b"epoch", "epochs", b"epochs", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "promises", b"promises", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -602,8 +602,8 @@ class PoolStatus(_message.Message):
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
-class PromiseStatus(_message.Message):
-    """PromiseStatus is the expected gain of a rollout and, once judged, its realised gain."""
+class GainStatus(_message.Message):
+    """GainStatus is the expected gain of a rollout and, once judged, its realised gain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -611,9 +611,9 @@ class PromiseStatus(_message.Message):
     BEFORE_GENERATION_FIELD_NUMBER: _builtins.int
     JUDGED_UNIX_S_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
-    BALANCEDNESS_PROMISED_FIELD_NUMBER: _builtins.int
+    BALANCEDNESS_EXPECTED_FIELD_NUMBER: _builtins.int
     BALANCEDNESS_REALISED_FIELD_NUMBER: _builtins.int
-    GAIN_PROMISED_FIELD_NUMBER: _builtins.int
+    GAIN_EXPECTED_FIELD_NUMBER: _builtins.int
     GAIN_REALISED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
@@ -626,11 +626,11 @@ class PromiseStatus(_message.Message):
     """kept, traffic_changed (it fell short, but so would the previous layout), rolled_back, or
     open before the judgement.
     """
-    balancedness_promised: _builtins.float
+    balancedness_expected: _builtins.float
     """Expected balancedness, 0 to 1."""
     balancedness_realised: _builtins.float
     """Measured balancedness, mean over the windows of the judgement; 0 while open."""
-    gain_promised: _builtins.float
+    gain_expected: _builtins.float
     """Expected gain over the layout before, on the load that it was planned for."""
     gain_realised: _builtins.float
     """Realised gain, on the windows of the judgement; 0 while open."""
@@ -643,19 +643,19 @@ class PromiseStatus(_message.Message):
         before_generation: _builtins.int = ...,
         judged_unix_s: _builtins.float = ...,
         outcome: _builtins.str = ...,
-        balancedness_promised: _builtins.float = ...,
+        balancedness_expected: _builtins.float = ...,
         balancedness_realised: _builtins.float = ...,
-        gain_promised: _builtins.float = ...,
+        gain_expected: _builtins.float = ...,
         gain_realised: _builtins.float = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness_promised", b"balancedness_promised", "balancedness_realised", b"balancedness_realised", "before_generation", b"before_generation", "gain_promised", b"gain_promised", "gain_realised", b"gain_realised", "generation", b"generation", "judged_unix_s", b"judged_unix_s", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness_expected", b"balancedness_expected", "balancedness_realised", b"balancedness_realised", "before_generation", b"before_generation", "gain_expected", b"gain_expected", "gain_realised", b"gain_realised", "generation", b"generation", "judged_unix_s", b"judged_unix_s", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PromiseStatus: _TypeAlias = PromiseStatus  # noqa: Y015
+Global___GainStatus: _TypeAlias = GainStatus  # noqa: Y015
 
 @_typing.final
 class ShareStatus(_message.Message):

@@ -569,12 +569,12 @@ class LoadReport(_message.Message):
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
-    BOUNDS_FIELD_NUMBER: _builtins.int
+    TIMEOUTS_FIELD_NUMBER: _builtins.int
     CACHE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_TOKENS_USED_FIELD_NUMBER: _builtins.int
     PREFIX_TOKENS_SOUGHT_FIELD_NUMBER: _builtins.int
     PREFIX_TOKENS_FOUND_FIELD_NUMBER: _builtins.int
-    REQUESTS_PAUSED_FIELD_NUMBER: _builtins.int
+    REQUESTS_PREEMPTED_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFTS_ACCEPTED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
@@ -615,14 +615,14 @@ class LoadReport(_message.Message):
     prefix_tokens_sought: _builtins.int
     """Tokens of requests admitted since boot, and prefix cache hits among them."""
     prefix_tokens_found: _builtins.int
-    requests_paused: _builtins.int
-    """Number of times since boot that a request was paused because the cache was full."""
+    requests_preempted: _builtins.int
+    """Number of times since boot that a request was preempted because the cache was full."""
     drafts: _builtins.int
     """Draft tokens verified since boot, and accepted ones among them."""
     drafts_accepted: _builtins.int
     @_builtins.property
-    def bounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBound]:
-        """All bounded waits of this worker."""
+    def timeouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTimeout]:
+        """All waits of this worker that have a timeout."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
@@ -645,39 +645,39 @@ class LoadReport(_message.Message):
         queued_requests: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
         busy_us: _builtins.int = ...,
-        bounds: _abc.Iterable[Global___WorkerBound] | None = ...,
+        timeouts: _abc.Iterable[Global___WorkerTimeout] | None = ...,
         cache_tokens: _builtins.int = ...,
         cache_tokens_used: _builtins.int = ...,
         prefix_tokens_sought: _builtins.int = ...,
         prefix_tokens_found: _builtins.int = ...,
-        requests_paused: _builtins.int = ...,
+        requests_preempted: _builtins.int = ...,
         drafts: _builtins.int = ...,
         drafts_accepted: _builtins.int = ...,
         heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "bounds", b"bounds", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_paused", b"requests_paused", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "median_step_us", b"median_step_us", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
-class WorkerBound(_message.Message):
-    """WorkerBound is a bounded wait of a worker, and its outcome."""
+class WorkerTimeout(_message.Message):
+    """WorkerTimeout is a wait of a worker that has a timeout, and its outcome."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    BOUND_S_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """step (a collective with peers), pull (an expert from one source), ack (any message of the
     balancer), outage (requests, while ranks re-form) or drain (requests, at a graceful shutdown).
     """
-    bound_s: _builtins.float
+    timeout_s: _builtins.float
     """Timeout, seconds."""
     reached: _builtins.int
     """Number of timeouts since boot."""
@@ -687,17 +687,17 @@ class WorkerBound(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        bound_s: _builtins.float = ...,
+        timeout_s: _builtins.float = ...,
         reached: _builtins.int = ...,
         latest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_s", b"bound_s", "latest", b"latest", "name", b"name", "reached", b"reached"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "name", b"name", "reached", b"reached", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerBound: _TypeAlias = WorkerBound  # noqa: Y015
+Global___WorkerTimeout: _TypeAlias = WorkerTimeout  # noqa: Y015
 
 @_typing.final
 class Source(_message.Message):

@@ -1,4 +1,4 @@
-"""`PoolRunner`: carries out one pool's effects, in order, each within a bound.
+"""`PoolRunner`: carries out one pool's effects, in order, each with a timeout.
 
 It owns the pool's streams, ticks and writes. `equipoise.pool` decides.
 """
@@ -57,9 +57,9 @@ from equipoise.wire.messages import (
 TICK_S = (0.1, 0.5)
 """Least and most seconds between two ticks."""
 
-TICKS_A_BOUND = 10
-"""Ticks within the shortest bound of a policy, if `TICK_S` allows. The ticks of a pool cost as much
-as a report per second."""
+TICKS_PER_TIMEOUT = 10
+"""Ticks within the shortest timeout of a policy, if `TICK_S` allows. The ticks of a pool cost as
+much as a report per second."""
 
 Clock = Callable[[], float]
 
@@ -335,7 +335,7 @@ class PoolRunner:
                 proposal = await self._planning.propose(effect.request)
         except (PlanTimeoutError, PlannerDiedError) as error:
             self._log.error("%s", error, extra=self._about())
-            spans.given_up(str(error))
+            spans.abandoned(str(error))
             is_late = isinstance(error, PlanTimeoutError)
             self._give_up_plan(effect, str(error), timed_out=is_late)
             return
@@ -343,7 +343,7 @@ class PoolRunner:
             # A bug, which must not end the pool's streams.
             self._log.exception("planning failed", extra=self._about())
             reason = f"the planner failed ({error!r}); the next window tries again"
-            spans.given_up(reason)
+            spans.abandoned(reason)
             self._give_up_plan(effect, reason, timed_out=False)
             return
         plan_ms = 1000 * (time.perf_counter() - started_s)
@@ -409,7 +409,7 @@ class PoolRunner:
 
 
 def tick_s(policy: Policy) -> float:
-    """Seconds between two ticks; bounds are late by this at most."""
+    """Seconds between two ticks; timeouts are late by this at most."""
     shortest_s = min(
         policy.interval_s,
         policy.report_interval_s,
@@ -421,13 +421,13 @@ def tick_s(policy: Policy) -> float:
         policy.start_timeout_s,
     )
     least_s, most_s = TICK_S
-    return min(most_s, max(least_s, shortest_s / TICKS_A_BOUND))
+    return min(most_s, max(least_s, shortest_s / TICKS_PER_TIMEOUT))
 
 
 def steady_clock() -> Clock:
     """Return a clock of unix time that advances with the monotonic clock.
 
-    One number serves bounds, which must not jump, and dates.
+    One number serves timeouts, which must not jump, and dates.
     """
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()

@@ -18,7 +18,7 @@ from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import Clock
 from equipoise.balancer.store.store import Store, StoreError, TermOverError
 from equipoise.policy.book import PolicyBook
-from equipoise.pool.counters import Bound
+from equipoise.pool.counters import Timeout
 
 REFRESH_S = 2.0
 """Seconds between two reads of the store by a follower."""
@@ -72,9 +72,9 @@ class Seat:
         return self._elector.state.leader_address or None
 
     @property
-    def bounds(self) -> tuple[Bound, ...]:
+    def timeouts(self) -> tuple[Timeout, ...]:
         """The waits of the election, which belong to no pool."""
-        return self._elector.bounds
+        return self._elector.timeouts
 
     @property
     def elsewhere(self) -> str:

@@ -51,7 +51,7 @@ class PoolSpans:
         self._seen = wave
         if wave is None:
             # Its epoch is over.
-            self._end("given up: a new epoch began")
+            self._end("abandoned: a new epoch began")
             return
         if wave.target.generation != self._generation:
             self._begin_wave(wave, moves=rollouts.moves)
@@ -133,7 +133,7 @@ class PlanSpans:
         )
         self._plan.end()
 
-    def given_up(self, reason: str) -> None:
+    def abandoned(self, reason: str) -> None:
         """There will be no plan."""
         failed(self._plan, reason)
         self._plan.end()

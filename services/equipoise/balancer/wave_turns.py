@@ -31,7 +31,7 @@ heartbeat interval of its ranks."""
 
 RANK_HOLD_S = 0.003
 """A wave goes in any case this many seconds after the previous one, for each rank of that. A wave
-waits within a bound: 200 pools of 32 ranks that roll out all get a turn within the default."""
+waits at most that long: 200 pools of 32 ranks that roll out all get a turn within the default."""
 
 BEHIND_RANK_HOLD_S = 0.03
 """The same for later waves of plans while requested plans are made, which are to begin first."""
@@ -39,8 +39,8 @@ BEHIND_RANK_HOLD_S = 0.03
 MIN_HOLD_S, MAX_HOLD_S = 0.1, 1.0
 """Least and most seconds of that wait, whatever the number of ranks."""
 
-BEHIND_BOUND = 0.25
-"""Most that a wave waits for requested plans, as a fraction of the bound of its staging."""
+BEHIND_TIMEOUT = 0.25
+"""Most that a wave waits for requested plans, as a fraction of its staging timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ class WaveTurns:
         waiting = _Waiting(
             num_ranks=num_ranks,
             first_lag_s=FIRST_LAG * policy.heartbeat_interval_s if is_first else None,
-            behind_until_s=loop.time() + BEHIND_BOUND * policy.stage_timeout_s,
+            behind_until_s=loop.time() + BEHIND_TIMEOUT * policy.stage_timeout_s,
             may_go=loop.create_future(),
             is_wanted=is_wanted,
         )

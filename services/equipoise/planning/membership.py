@@ -62,7 +62,7 @@ class EpochDecision:
     """Workers of the current epoch that do not take part in the next."""
     is_down: bool = False
     """Whether the connected workers have too few slots for all experts."""
-    bound: str = ""
+    timeout: str = ""
     """Name of the wait that timed out, if one did."""
 
 
@@ -156,18 +156,18 @@ def _without_ranks(
         return _open(pool, f"the group was lost: {why}")
     if len(pool.free) >= num_ranks:
         return _open(pool, f"{len(pool.free)} workers are connected")
-    name, bound_s = (
+    name, timeout_s = (
         ("reform", policy.reform_timeout_s) if holders else ("start", policy.start_timeout_s)
     )
-    if waited_s < bound_s:
+    if waited_s < timeout_s:
         return EpochDecision(
             reason=f"{len(pool.free)} of {num_ranks} workers are connected ({_names(pool.free)}): "
-            f"waiting for {num_ranks - len(pool.free)} more, at most {bound_s:g} s"
+            f"waiting for {num_ranks - len(pool.free)} more, at most {timeout_s:g} s"
         )
     return _open(
         pool,
-        f"{len(pool.free)} of {num_ranks} workers connected within {bound_s:g} s",
-        bound=name,
+        f"{len(pool.free)} of {num_ranks} workers connected within {timeout_s:g} s",
+        timeout=name,
     )
 
 
@@ -206,12 +206,12 @@ def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> 
         f"{policy.reform_timeout_s:g} s"
     )
     if len(pool.free) < least:
-        return _open(pool, f"{reason}, but all are needed", bound="reform")
+        return _open(pool, f"{reason}, but all are needed", timeout="reform")
     return EpochDecision(
         workers=tuple(candidate.name for candidate in pool.free),
         left_out=tuple(candidate.name for candidate in pool.bound),
         reason=reason,
-        bound="reform",
+        timeout="reform",
     )
 
 
@@ -230,7 +230,7 @@ def _beside_a_gap(
             reason=f"{_names(pool.new)} waits for a rank: {faults}; the others have "
             f"{policy.reform_timeout_s:g} s to notice"
         )
-    return _open(pool, f"{_names(pool.new)} joins; {faults}", bound="reform")
+    return _open(pool, f"{_names(pool.new)} joins; {faults}", timeout="reform")
 
 
 def _without_slow(pool: _Workers, *, least: int) -> EpochDecision:
@@ -262,11 +262,11 @@ def _growing(pool: _Workers, *, is_rolling_out: bool, policy: Policy, now: float
     return EpochDecision(reason=f"{_names(pool.new)} joins {when}")
 
 
-def _open(pool: _Workers, reason: str, *, bound: str = "") -> EpochDecision:
+def _open(pool: _Workers, reason: str, *, timeout: str = "") -> EpochDecision:
     return EpochDecision(
         workers=tuple(candidate.name for candidate in (*pool.free, *pool.bound)),
         reason=reason,
-        bound=bound,
+        timeout=timeout,
     )
 
 

@@ -218,21 +218,21 @@ def _too_long(wave: Wave, _event: DeadlineCheck, now: float) -> tuple[Wave, Comm
     """Abort, commit, or retry the commit if the wave has been in its state for too long."""
     policy, everyone = wave.policy, set(range(wave.num_ranks))
     is_staged = wave.state in {State.STAGED, State.SWITCHED}
-    bound_s = policy.switch_timeout_s if is_staged else policy.stage_timeout_s
-    if now - wave.entered_s < bound_s:
+    timeout_s = policy.switch_timeout_s if is_staged else policy.stage_timeout_s
+    if now - wave.entered_s < timeout_s:
         return wave, ()
     if wave.state is State.PLANNED:
-        reason = f"it did not get its turn, or the store did not persist it, within {bound_s:g} s"
+        reason = f"it did not get its turn, or the store did not persist it, within {timeout_s:g} s"
         return _enter(wave, State.ABORTED, now, reason), ()
     if wave.state is State.SWITCHED:  # Ranks already run the layout: it cannot be undone.
         reason = (
             f"generation {wave.target.generation} is in use, but the store did not confirm it "
-            f"within {bound_s:g} s; retrying"
+            f"within {timeout_s:g} s; retrying"
         )
         return _commit(wave, now, reason)
     missing = everyone - (wave.switched_ranks if is_staged else wave.staged_ranks)
     what = "report the switch" if is_staged else "stage"
-    cause = f"{_names(missing)} did not {what} within {bound_s:g} s"
+    cause = f"{_names(missing)} did not {what} within {timeout_s:g} s"
     return _abort_unless_switched(wave, cause, now)
 
 

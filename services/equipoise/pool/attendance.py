@@ -31,7 +31,7 @@ class Attendance:
     def __init__(self, policy: PoolPolicy, *, roster: Roster, counters: Counters) -> None:
         self._policy = policy
         self._roster = roster
-        self._bounds = counters.bounds
+        self._timeouts = counters.timeouts
         self._silent: Mapping[int, str] = {}
         self._excluded: dict[str, _Exclusion] = {}
         # No worker can count as silent before that.
@@ -82,7 +82,7 @@ class Attendance:
         }
         fallen = [rank for rank in self._silent if rank not in before]
         for rank in fallen:
-            self._bounds.note("report", self._silent[rank])
+            self._timeouts.note("report", self._silent[rank])
         return [RankLost(rank=rank, reason=self._silent[rank]) for rank in fallen]
 
     def silent_workers(self, *, now: float) -> frozenset[str]:

@@ -133,7 +133,7 @@ class PoolController:
     # The clock, the planner, operators and the store --------------------------------------------
 
     def tick(self, *, now: float) -> Chain:
-        """Time passed: check every bound, settle what is open, close a window that is due."""
+        """Time passed: check every timeout, settle what is open, close a window that is due."""
         pool = self.pool
         before = self._shown()
         effects: list[Effect] = [*pool.membership.write_again(), *self._follow_policy(now=now)]
@@ -183,7 +183,7 @@ class PoolController:
         """The planner failed or took too long; the next window tries again."""
         self.pool.note_change()
         if timed_out:
-            self.pool.counters.bounds.note("plan", reason)
+            self.pool.counters.timeouts.note("plan", reason)
         else:
             self.pool.counters.rejections.count("plan", reason)
         answer = self._operations.plan_failed(requested_by, reason, now=now)
@@ -222,7 +222,7 @@ class PoolController:
         pool, lost = self.pool, (write, *behind)
         pool.note_change()
         if timed_out:
-            pool.counters.bounds.note("store", reason)
+            pool.counters.timeouts.note("store", reason)
         pool.journal.note_failed(lost, reason)
         if any(isinstance(effect, WriteAdopted) for effect in lost):
             pool.layouts.end_adoption(stored_generation=None)
@@ -248,7 +248,7 @@ class PoolController:
             return ()
         pool.note_change()
         change = pool.policy.follow()
-        pool.counters.bounds.adopt(pool.policy.values)
+        pool.counters.timeouts.adopt(pool.policy.values)
         pool.attendance.look_again()
         pool.windows.adopt_policy(now=now)
         return pool.decisions.record_policy(change, now=now) if change else ()

@@ -8,7 +8,7 @@ from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import State, Wave
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
-from equipoise.wire.messages import Report, Staged, Wait, WorkerBound
+from equipoise.wire.messages import Report, Staged, Wait, WorkerTimeout
 
 WRITE_TIMEOUT_S = 10.0
 """Seconds a write to the store may take before it counts as failed."""
@@ -17,7 +17,7 @@ MAX_WORKERS = 2**16
 """Workers whose counts are kept; beyond it the oldest are forgotten."""
 
 MAX_KINDS = 64
-"""Kinds of rejections are constants of our own code; the bound guards against a mistake there."""
+"""Kinds of rejections are constants of our own code; this limit guards against a mistake there."""
 
 MAX_TEXT = 500
 """Characters kept of the latest rejection, because parts of it come from outside."""
@@ -27,7 +27,7 @@ PASSING = (State.PLANNED, State.STAGING, State.STAGED, State.SWITCHED)
 
 _OTHERS = "others"
 
-_BOUND_OF_STATE = {
+_TIMEOUT_OF_STATE = {
     State.PLANNED: "persist",
     State.STAGING: "stage",
     State.STAGED: "switch",
@@ -47,40 +47,40 @@ def answer_timeout_s(policy: Policy) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """A wait that has a bound."""
+class Timeout:
+    """A wait that has a timeout, and how often it was reached."""
 
     name: str
     """Name of the wait."""
 
-    bound_s: float
-    """Seconds that it may take."""
+    timeout_s: float
+    """Timeout, seconds."""
 
     reached: int = 0
-    """How often it took that long."""
+    """How often the wait timed out."""
 
     latest: str = ""
     """What happened the last time."""
 
-    def again(self, what: str) -> "Bound":
-        """It was reached once more; `what` says what was done about it."""
+    def again(self, what: str) -> "Timeout":
+        """Count one more; `what` says what was done about it."""
         return replace(self, reached=self.reached + 1, latest=what)
 
 
-class Bounds:
-    """Counts how often each wait reached its bound; it measures nothing itself.
+class Timeouts:
+    """Counts how often each wait timed out; it measures nothing itself.
 
     Workers count their own waits since they started; their reports are added up by name.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._by_name: dict[str, Bound] = {}
+        self._by_name: dict[str, Timeout] = {}
         self._of_worker: dict[str, _WorkerCounts] = {}
         self.adopt(policy)
 
     def adopt(self, policy: Policy) -> None:
         """Take the lengths of waits from `policy`; the counts stay."""
-        for name, bound_s in (
+        for name, timeout_s in (
             ("plan", policy.plan_timeout_s),
             ("stage", policy.stage_timeout_s),
             ("switch", policy.switch_timeout_s),
@@ -92,19 +92,21 @@ class Bounds:
             ("meet", policy.meet_timeout_s),
             ("start", policy.start_timeout_s),
         ):
-            known = self._by_name.get(name, Bound(name=name, bound_s=bound_s))
-            self._by_name[name] = replace(known, bound_s=bound_s)
+            known = self._by_name.get(name, Timeout(name=name, timeout_s=timeout_s))
+            self._by_name[name] = replace(known, timeout_s=timeout_s)
 
     def note(self, name: str, what: str) -> None:
-        """A bound was reached; `what` says what was done about it."""
+        """A wait timed out; `what` says what was done about it."""
         self._by_name[name] = self._by_name[name].again(what)
 
     def note_wave(self, before: Wave, after: Wave | None) -> None:
-        """Time passed for a wave; if that changed it, its bound was reached."""
+        """Time passed for a wave; if that changed it, its wait timed out."""
         if after is not None and after.reason != before.reason:
-            self.note(_BOUND_OF_STATE[before.state], after.reason)
+            self.note(_TIMEOUT_OF_STATE[before.state], after.reason)
 
-    def add(self, worker: str, *, boot_id: str, reported: Sequence[WorkerBound]) -> tuple[str, ...]:
+    def add(
+        self, worker: str, *, boot_id: str, reported: Sequence[WorkerTimeout]
+    ) -> tuple[str, ...]:
         """Add what a worker counted since its last report; returns the names that are unknown."""
         if not reported:
             return ()
@@ -113,24 +115,24 @@ class Bounds:
             while len(self._of_worker) >= MAX_WORKERS:
                 del self._of_worker[next(iter(self._of_worker))]
             known = self._of_worker[worker] = _WorkerCounts(boot_id=boot_id)
-        for bound in reported:
-            if bound.name in _WAITS:
-                self._add(worker, bound, before=known.reached.get(bound.name, 0))
-                known.note(bound)
-        return tuple(bound.name for bound in reported if bound.name not in _WAITS)
+        for timeout in reported:
+            if timeout.name in _WAITS:
+                self._add(worker, timeout, before=known.reached.get(timeout.name, 0))
+                known.note(timeout)
+        return tuple(timeout.name for timeout in reported if timeout.name not in _WAITS)
 
-    def all(self) -> tuple[Bound, ...]:
-        """Every bound; those of workers once one has reported them."""
+    def all(self) -> tuple[Timeout, ...]:
+        """Every timeout; those of workers once one has reported them."""
         return tuple(self._by_name.values())
 
-    def _add(self, worker: str, reported: WorkerBound, *, before: int) -> None:
+    def _add(self, worker: str, reported: WorkerTimeout, *, before: int) -> None:
         known = self._by_name.get(
-            reported.name, Bound(name=reported.name, bound_s=reported.bound_s)
+            reported.name, Timeout(name=reported.name, timeout_s=reported.timeout_s)
         )
         grown = max(0, reported.reached - before)
-        self._by_name[reported.name] = Bound(
+        self._by_name[reported.name] = Timeout(
             name=reported.name,
-            bound_s=reported.bound_s,
+            timeout_s=reported.timeout_s,
             reached=known.reached + grown,
             latest=f"{worker}: {reported.latest}" if grown else known.latest,
         )
@@ -138,13 +140,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WorkerCounts:
-    """How often each bound was reached since a worker's boot."""
+    """How often each wait timed out since a worker's boot."""
 
     boot_id: str
     reached: dict[str, int] = field(default_factory=dict)
 
-    def note(self, bound: WorkerBound) -> None:
-        self.reached[bound.name] = bound.reached
+    def note(self, timeout: WorkerTimeout) -> None:
+        self.reached[timeout.name] = timeout.reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +220,7 @@ class Tally:
     slow_found: int = 0
     """How often a rank was found to be slow."""
 
-    promises: Counter[GainOutcome] = field(default_factory=Counter)
+    judged: Counter[GainOutcome] = field(default_factory=Counter)
     """Judged rollouts, by outcome."""
 
     plan_s: Histogram = field(default_factory=lambda: Histogram(LONG_S))
@@ -253,7 +255,7 @@ class Tally:
 
     def note_judged(self, outcome: GainOutcome) -> None:
         """A rollout was judged."""
-        self.promises[outcome] += 1
+        self.judged[outcome] += 1
         self.rolled_back += outcome is GainOutcome.ROLLED_BACK
 
     def note_state_left(self, state: State, *, after_s: float) -> None:
@@ -278,12 +280,12 @@ class Counters:
     """All that is counted about one pool."""
 
     def __init__(self, policy: Policy) -> None:
-        self.bounds = Bounds(policy)
+        self.timeouts = Timeouts(policy)
         self.tally = Tally()
         self.rejections = Rejections()
 
     def note_report(self, worker: str, report: Report) -> None:
-        """Add up the waits of a worker that reached their bound; unknown kinds are rejected."""
+        """Add up the waits of a worker that timed out; unknown kinds are rejected."""
         boot_id = report.load.boot_id
-        for name in self.bounds.add(worker, boot_id=boot_id, reported=report.stats.bounds):
-            self.rejections.count("report_bound", f"worker {worker} reports a bound {name!r}")
+        for name in self.timeouts.add(worker, boot_id=boot_id, reported=report.stats.timeouts):
+            self.rejections.count("report_timeouts", f"worker {worker} reports a timeout {name!r}")

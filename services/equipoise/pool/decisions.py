@@ -42,7 +42,7 @@ class WatchedRollout:
     """A rollout of an epoch, and the windows in which its gain was measured so far."""
 
     epoch: int
-    promise: ExpectedGain
+    expected: ExpectedGain
     witnesses: tuple[ObservedWindow, ...] = ()
 
 
@@ -50,7 +50,7 @@ class WatchedRollout:
 class JudgedRollout:
     """What a rollout was expected to gain, what it gained, and when that was judged."""
 
-    promise: ExpectedGain
+    expected: ExpectedGain
     realised: RealisedGain
     judged_s: float
 
@@ -330,25 +330,25 @@ class Decisions:
         balancedness_before = verdict.balancedness_current
         watched = self.watched
         if watched is not None:
-            before, optimism = watched.promise.before, watched.promise.optimism
+            before, optimism = watched.expected.before, watched.expected.optimism
             balancedness_before = balancedness(layout_loads(before, request.window))
         elif request.balancedness is not None:
             optimism = balancedness_before - request.balancedness
-        promise = ExpectedGain(
+        expected = ExpectedGain(
             before=before,
             generation=proposal.waves[-1].generation,
             balancedness_before=balancedness_before,
             balancedness_expected=verdict.balancedness_proposed,
             optimism=optimism,
         )
-        self._watched = WatchedRollout(epoch=self._roster.epoch, promise=promise)
+        self._watched = WatchedRollout(epoch=self._roster.epoch, expected=expected)
 
     def _judge_rollout(self, window: ClosedWindow, *, now: float) -> Chain:
         """A window has closed: judge the latest rollout, once enough have; perhaps roll back."""
         watched, current = self.watched, self._layouts.current
         if watched is None or current is None or self._rollouts.current is not None:
             return ()
-        if current.generation != watched.promise.generation:
+        if current.generation != watched.expected.generation:
             # It was aborted half-way, or something else was rolled out since.
             self._watched = None
             return ()
@@ -356,18 +356,18 @@ class Decisions:
             witness = ObservedWindow(load=window.load, balancedness=window.balancedness)
             watched = replace(watched, witnesses=(*watched.witnesses, witness))
             self._watched = watched
-        realised = judge_gain(watched.promise, watched.witnesses, policy=self._policy.values)
-        return () if realised is None else self._conclude(watched.promise, realised, now=now)
+        realised = judge_gain(watched.expected, watched.witnesses, policy=self._policy.values)
+        return () if realised is None else self._conclude(watched.expected, realised, now=now)
 
-    def _conclude(self, promise: ExpectedGain, realised: RealisedGain, *, now: float) -> Chain:
+    def _conclude(self, expected: ExpectedGain, realised: RealisedGain, *, now: float) -> Chain:
         if realised.goes_back and (self._journal.hold.reason or not self.can_roll_out):
             return ()  # Judged again at the next window, when it may be possible.
         self._watched = None
         self._tally.note_judged(realised.outcome)
-        self._judged.appendleft(JudgedRollout(promise=promise, realised=realised, judged_s=now))
-        log = Log(text=realised.reason, generation=promise.generation)
+        self._judged.appendleft(JudgedRollout(expected=expected, realised=realised, judged_s=now))
+        log = Log(text=realised.reason, generation=expected.generation)
         if not realised.goes_back:
             return (log,)
         self._rolled_back_s = now
-        back = self.adopt(promise.before, algorithm="rollback", reason=realised.reason, now=now)
+        back = self.adopt(expected.before, algorithm="rollback", reason=realised.reason, now=now)
         return (log, *back)

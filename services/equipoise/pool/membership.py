@@ -77,7 +77,7 @@ class Membership:
         self._layouts = layouts
         self._windows = windows
         self._rollouts = rollouts
-        self._bounds = counters.bounds
+        self._timeouts = counters.timeouts
         self._unheard = unheard
         self._opening = EpochDecision()
         self._epochs: deque[EpochRecord] = deque(maxlen=MAX_EPOCHS)
@@ -147,7 +147,7 @@ class Membership:
         is_first = all(one.lost_reason is None for one in self._roster.seated())
         meet_timeout_s = self._policy.values.meet_timeout_s
         if self._windows.loads is None and is_first and now - opened_s >= meet_timeout_s:
-            self._bounds.note("meet", f"epoch {lost.epoch} was abandoned: {lost.reason}")
+            self._timeouts.note("meet", f"epoch {lost.epoch} was abandoned: {lost.reason}")
         member.lose_group(lost, now=now)
         effects: Chain = ()
         if member.rank is not None:
@@ -290,8 +290,8 @@ class Membership:
 
     def _note_opened(self, opening: EpochDecision, *, now: float) -> Log:
         members = self._roster.epoch_members()
-        if opening.bound:
-            self._bounds.note(opening.bound, opening.reason)
+        if opening.timeout:
+            self._timeouts.note(opening.timeout, opening.reason)
         self._epochs.appendleft(
             EpochRecord(
                 epoch=members.epoch, workers=members.workers, reason=opening.reason, opened_s=now

@@ -108,7 +108,7 @@ class Rollouts:
         self._policy = policy
         self._roster = roster
         self._layouts = layouts
-        self._bounds, self._tally = counters.bounds, counters.tally
+        self._timeouts, self._tally = counters.timeouts, counters.tally
         self._tracked: _TrackedWave | None = None
         self._waves: Sequence[LayoutChange] = ()
         self._num_begun = 0
@@ -212,7 +212,7 @@ class Rollouts:
         effects = self._effects(self._step(event, now=now))
         wave = self.latest
         if before is not None and isinstance(event, DeadlineCheck):
-            self._bounds.note_wave(before, wave)
+            self._timeouts.note_wave(before, wave)
         if self._completed > completed:
             self._setbacks = Setbacks()
         if self._aborted <= aborted or wave is None:

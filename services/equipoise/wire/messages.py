@@ -159,13 +159,13 @@ class Wait(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerBound:
+class WorkerTimeout:
     """The timeout of a wait on a worker, and how often it was reached."""
 
     name: str
     """A `Wait`, or one of a newer release."""
 
-    bound_s: float
+    timeout_s: float
     """The timeout in seconds."""
 
     reached: int = 0
@@ -200,7 +200,7 @@ class RankStats:
     busy_us: int = 0
     """Time in this epoch's steps without waits for peers, microseconds."""
 
-    bounds: tuple[WorkerBound, ...] = ()
+    timeouts: tuple[WorkerTimeout, ...] = ()
     """Every wait that has a timeout."""
 
     cache_tokens: int = 0
@@ -215,7 +215,7 @@ class RankStats:
     prefix_tokens_found: int = 0
     """Those of them that were cache hits."""
 
-    requests_paused: int = 0
+    requests_preempted: int = 0
     """Times since boot that a request was preempted for lack of cache room."""
 
     drafts: int = 0

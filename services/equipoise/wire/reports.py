@@ -8,11 +8,11 @@ from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import Heartbeat, RankStats, Report, WorkerBound
+from equipoise.wire.messages import Heartbeat, RankStats, Report, WorkerTimeout
 from equipoise_api.v1 import worker_link_pb2 as pb
 
-MAX_BOUNDS = 16
-"""Most bounds in a report."""
+MAX_TIMEOUTS = 16
+"""Most timeouts in a report."""
 
 _PHASES = {
     pb.PHASE_PREFILL: Phase.PREFILL,
@@ -32,7 +32,7 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         generation=load.generation,
         phase=_PHASE_NUMBERS[load.phase],
         assignments=load.assignments.astype("<u8", copy=False).tobytes(),
-        bounds=[pb.WorkerBound(**asdict(bound)) for bound in report.stats.bounds],
+        timeouts=[pb.WorkerTimeout(**asdict(timeout)) for timeout in report.stats.timeouts],
         heartbeat=None if beat is None else pb.Heartbeat(**asdict(beat)),
         **{name: getattr(report.stats, name) for name in _STAT_COUNTS},
     )
@@ -86,25 +86,25 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
 def _stats_from_proto(message: pb.LoadReport) -> RankStats:
     return RankStats(
         **checks.counts("report", message, *_STAT_COUNTS),
-        bounds=_bounds_from_proto(message) if message.bounds else (),
+        timeouts=_timeouts_from_proto(message) if message.timeouts else (),
     )
 
 
-def _bounds_from_proto(message: pb.LoadReport) -> tuple[WorkerBound, ...]:
-    if len(message.bounds) > MAX_BOUNDS:
+def _timeouts_from_proto(message: pb.LoadReport) -> tuple[WorkerTimeout, ...]:
+    if len(message.timeouts) > MAX_TIMEOUTS:
         raise InvalidMessageError(
-            "report_bounds",
-            f"report: bounds must be at most {MAX_BOUNDS}, not {len(message.bounds)}",
+            "report_timeouts",
+            f"report: timeouts must be at most {MAX_TIMEOUTS}, not {len(message.timeouts)}",
         )
     return tuple(
-        WorkerBound(
-            name=checks.name("report", "bound", bound.name),
-            bound_s=checks.duration_s("report", "bound_s", bound.bound_s),
-            reached=checks.count("report", "reached", bound.reached),
-            latest=checks.reason(bound.latest) if bound.latest else "",
+        WorkerTimeout(
+            name=checks.name("report", "timeout", timeout.name),
+            timeout_s=checks.duration_s("report", "timeout_s", timeout.timeout_s),
+            reached=checks.count("report", "reached", timeout.reached),
+            latest=checks.reason(timeout.latest) if timeout.latest else "",
         )
-        for bound in message.bounds
+        for timeout in message.timeouts
     )
 
 
-_STAT_COUNTS = tuple(one.name for one in fields(RankStats) if one.name != "bounds")
+_STAT_COUNTS = tuple(one.name for one in fields(RankStats) if one.name != "timeouts")

@@ -191,7 +191,7 @@ class Engine:
                 cache_tokens_used=blocks.num_used * blocks.block_tokens,
                 prefix_tokens_sought=counts.sought,
                 prefix_tokens_found=counts.found,
-                requests_paused=counts.paused,
+                requests_preempted=counts.preempted,
                 drafts=counts.drafted,
                 drafts_accepted=counts.accepted,
             )

@@ -28,7 +28,7 @@ class Epochs:
         self._slots = WorkerSlots(parts, loading=Loading(log_format=parts.settings.log_format))
         self.state = EpochState()
         self._next: asyncio.Queue[JoinEpoch] = asyncio.Queue()
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
         self._outage: asyncio.TimerHandle | None = None
         self._ended = False
         self.rank: Rank | None = None
@@ -67,18 +67,18 @@ class Epochs:
 
     def _leave(self) -> None:
         """Announce to the peers in the next header, or stop joining."""
-        self._given_up.set()
+        self._abandoned.set()
         if self.rank is not None:
             self.rank.engine.leave()
 
     async def _run_epoch(self, join_epoch: JoinEpoch) -> None:
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
         held = self._slots.held
         if held is not None:
             self._parts.transfer.open(held, epoch=join_epoch.epoch)
         try:
             joined = await join(
-                join_epoch, slots=self._slots, parts=self._parts, given_up=self._given_up
+                join_epoch, slots=self._slots, parts=self._parts, abandoned=self._abandoned
             )
             await self._serve(joined)
         except TransferError as error:
@@ -92,7 +92,7 @@ class Epochs:
         rank = Rank(joined, self._parts)
         self.rank = rank
         self.state.lost = None
-        if self._given_up.is_set():
+        if self._abandoned.is_set():
             rank.engine.leave()
         self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch)
         if self._outage is not None:
@@ -114,7 +114,7 @@ class Epochs:
             self._parts.send(rank.last_switch)
 
     def _lose(self, join_epoch: JoinEpoch, reason: str) -> None:
-        """Report that the group is lost; requests wait for the next one, up to a bound."""
+        """Report that the group is lost; requests wait for the next one, up to a timeout."""
         if self._ended:
             return
         held = self._slots.held

@@ -130,7 +130,7 @@ def meet(
     join_epoch: JoinEpoch,
     *,
     step_timeout_s: float,
-    given_up: threading.Event,
+    abandoned: threading.Event,
     on_met: Callable[[], None],
     device: torch.device,
     announcement: str,
@@ -140,8 +140,8 @@ def meet(
 
     Calls `on_met` once, when all ranks have arrived and before they form the group: from then on no
     peer needs what this rank held before. Waits at most the message's `meet_timeout_s` for the
-    other ranks, and returns shortly after `given_up` is set. Afterwards every collective is bounded
-    by `step_timeout_s`. `device` holds the rows that the ranks will exchange.
+    other ranks, and returns shortly after `abandoned` is set. Afterwards every collective times out
+    after `step_timeout_s`. `device` holds the rows that the ranks will exchange.
 
     Every rank publishes its `announcement` in an `Arrival`. Ranks that were sent different peers or
     layouts form no group. `check` receives all announcements in rank order before `on_met`, and may
@@ -159,8 +159,8 @@ def meet(
     address, timeout_s = join_epoch.rendezvous_address, join_epoch.meet_timeout_s
     deadline_s = time.monotonic() + timeout_s
     try:
-        with interruptible_store(address, deadline_s=deadline_s, given_up=given_up):
-            store = _connect(address, deadline_s=deadline_s, given_up=given_up)
+        with interruptible_store(address, deadline_s=deadline_s, abandoned=abandoned):
+            store = _connect(address, deadline_s=deadline_s, abandoned=abandoned)
             # An earlier epoch may have left keys behind.
             store = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"epoch-{epoch}", store
@@ -169,7 +169,7 @@ def meet(
             keys = [f"arrived/{number}" for number in range(len(names))]
             store.set(keys[rank], Arrival.of(join_epoch, announcement=announcement).to_json())
             while not store.check(keys):
-                _pause(deadline_s=deadline_s, given_up=given_up)
+                _pause(deadline_s=deadline_s, abandoned=abandoned)
             _agree([store.get(key).decode() for key in keys], names, check=check, epoch=epoch)
             on_met()
             _form(join_epoch, store, step_timeout_s=step_timeout_s, device=device)
@@ -244,7 +244,7 @@ def _form(
         ) from error
 
 
-def _connect(address: str, *, deadline_s: float, given_up: threading.Event) -> Any:
+def _connect(address: str, *, deadline_s: float, abandoned: threading.Event) -> Any:
     """Connect to the rendezvous; returns a TCPStore, which torch does not type."""
     host, port = parse_address(address)
     while True:
@@ -258,12 +258,12 @@ def _connect(address: str, *, deadline_s: float, given_up: threading.Event) -> A
             )
         except RuntimeError:
             # A native wait cannot be interrupted, so it is short and repeated.
-            _pause(deadline_s=deadline_s, given_up=given_up)
+            _pause(deadline_s=deadline_s, abandoned=abandoned)
 
 
-def _pause(*, deadline_s: float, given_up: threading.Event) -> None:
+def _pause(*, deadline_s: float, abandoned: threading.Event) -> None:
     """Sleep between two polls; raises TimeoutError if abandoned or past the deadline."""
-    if given_up.wait(_POLL_S):
+    if abandoned.wait(_POLL_S):
         raise TimeoutError("abandoned")
     if time.monotonic() > deadline_s:
         raise TimeoutError("some ranks have not arrived")

@@ -50,27 +50,27 @@ class WorkerSlots:
         """None until the slots were filled once."""
 
     async def stage(
-        self, join_epoch: JoinEpoch, *, given_up: threading.Event
+        self, join_epoch: JoinEpoch, *, abandoned: threading.Event
     ) -> Callable[[], None]:
         """Fetch the experts that the slots lack; the result applies them once all ranks have met.
 
         Slots that were never filled serve no peer and are filled at once.
 
         Raises:
-            GroupError: `given_up` was set.
+            GroupError: `abandoned` was set.
             TransferError: an expert is unavailable from every source.
         """
         held = self.held
         layout, rank = join_epoch.layout, join_epoch.rank
         wanted = layout.expert_of_slot[:, layout.own_slots(rank)]
         if held is None:
-            await self._load(wanted, join_epoch, given_up=given_up)
+            await self._load(wanted, join_epoch, abandoned=abandoned)
             return lambda: self._hold(join_epoch)
         missing: dict[SlotIndex, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
             for layer, slot in np.argwhere(wanted != held.expert_of_slot)
         }
-        payloads = await self._fetch(missing, join_epoch, given_up=given_up)
+        payloads = await self._fetch(missing, join_epoch, abandoned=abandoned)
         contents = await asyncio.to_thread(
             lambda: held.contents.changed(
                 layout, {index: checksum(payload) for index, payload in payloads.items()}
@@ -107,7 +107,7 @@ class WorkerSlots:
             ) from error
 
     async def _load(
-        self, wanted: ExpertTable, join_epoch: JoinEpoch, *, given_up: threading.Event
+        self, wanted: ExpertTable, join_epoch: JoinEpoch, *, abandoned: threading.Event
     ) -> None:
         """Fill every slot: a layer's pulled experts together, experts read from disk one by one."""
         first = join_epoch.layout.own_slots(join_epoch.rank).start
@@ -119,24 +119,24 @@ class WorkerSlots:
                 pulled = {index: one for index, one in experts.items() if index in moved}
                 read = [{index: one} for index, one in experts.items() if index not in moved]
                 for batch in ([pulled] if pulled else []) + read:
-                    payloads = await self._fetch(batch, join_epoch, given_up=given_up)
+                    payloads = await self._fetch(batch, join_epoch, abandoned=abandoned)
                     await asyncio.to_thread(self._write, payloads)
                     done += len(batch)
                     report(done * expert_bytes, wanted.size * expert_bytes)
 
     async def _fetch(
-        self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, given_up: threading.Event
+        self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, abandoned: threading.Event
     ) -> dict[SlotIndex, Tensor]:
         """Return the payload for each slot: pulled if there is a move for it, else read."""
         first = join_epoch.layout.own_slots(join_epoch.rank).start
         moves = {(move.layer, move.slot - first): move for move in join_epoch.moves}
         pulled = [index for index in missing if index in moves]
-        _check(given_up)
+        _check(abandoned)
         payloads = await self._pull([moves[index] for index in pulled], join_epoch)
         by_index = dict(zip(pulled, payloads, strict=True))
         for (layer, slot), expert in missing.items():
             if (layer, slot) not in by_index:
-                _check(given_up)
+                _check(abandoned)
                 by_index[layer, slot] = await asyncio.to_thread(
                     self._core.checkpoint.read_expert, layer, expert
                 )
@@ -169,21 +169,21 @@ class WorkerSlots:
 
 
 async def join(
-    join_epoch: JoinEpoch, *, slots: WorkerSlots, parts: WorkerParts, given_up: threading.Event
+    join_epoch: JoinEpoch, *, slots: WorkerSlots, parts: WorkerParts, abandoned: threading.Event
 ) -> EpochGroup:
-    """Become a rank of an epoch; returns shortly after `given_up` is set.
+    """Become a rank of an epoch; returns shortly after `abandoned` is set.
 
     Raises:
         GroupError: the ranks did not meet in time, or cannot exchange rows.
         TransferError: an expert is unavailable from every source.
     """
     operations = parts.core.operations
-    apply = await slots.stage(join_epoch, given_up=given_up)
+    apply = await slots.stage(join_epoch, abandoned=abandoned)
     group = await asyncio.to_thread(
         meet,
         join_epoch,
         step_timeout_s=parts.settings.step_timeout_s,
-        given_up=given_up,
+        abandoned=abandoned,
         on_met=apply,
         device=operations.device,
         announcement=operations.announcement,
@@ -194,6 +194,6 @@ async def join(
     return EpochGroup(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
 
 
-def _check(given_up: threading.Event) -> None:
-    if given_up.is_set():
+def _check(abandoned: threading.Event) -> None:
+    if abandoned.is_set():
         raise GroupError("the epoch was abandoned before its ranks met")

@@ -47,9 +47,9 @@ class WorkerCollector(Collector):
 
     def _counters(self, rank: Rank | None) -> Iterator[Metric]:
         counts = self._scheduler.counts
-        timeouts = {bound.name: bound.reached for bound in self._waits.all()}
+        timeouts = {timeout.name: timeout.reached for timeout in self._waits.all()}
         corrupted = self._timings.num_corrupted + (rank.puller.num_corrupted if rank else 0)
-        yield _labelled("bound_reached", "Timeouts of a bounded wait.", "bound", timeouts)
+        yield _labelled("timeouts", "Times that a wait timed out.", "wait", timeouts)
         yield _labelled(
             "tokens",
             "Tokens run through the model, and tokens generated.",
@@ -69,7 +69,11 @@ class WorkerCollector(Collector):
             {"verified": counts.drafted, "accepted": counts.accepted},
         )
         for name, text, value in (
-            ("requests_paused", "Requests paused because the cache was full.", counts.paused),
+            (
+                "requests_preempted",
+                "Requests preempted because the cache was full.",
+                counts.preempted,
+            ),
             ("checksum_failures", "Pulled experts that failed their checksum.", corrupted),
         ):
             yield CounterMetricFamily(f"equipoise_worker_{name}", text, value=value)

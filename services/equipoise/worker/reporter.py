@@ -62,7 +62,7 @@ class Reporter:
             self._generation, self._finals_left = current.generation, FINAL_REPORTS
         finals = previous if self._finals_left > 0 else []
         self._finals_left -= 1
-        stats = replace(progress.stats, bounds=self._waits.all())
+        stats = replace(progress.stats, timeouts=self._waits.all())
         return [
             Report(
                 load=LoadReport(

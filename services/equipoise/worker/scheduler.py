@@ -42,8 +42,8 @@ class SchedulerCounts:
     accepted: int = 0
     """Those of them that were right."""
 
-    paused: int = 0
-    """Times a request was paused."""
+    preempted: int = 0
+    """Times a request was preempted."""
 
 
 class Scheduler:
@@ -121,7 +121,7 @@ class Scheduler:
     def cancel(self, key: int) -> bool:
         """Remove a request and free its blocks; False if it is unknown."""
         if key in self._active:
-            self._active.pop(key).pause()
+            self._active.pop(key).preempt()
             return True
         for waiting in self._queue:
             if waiting.request.key == key:
@@ -130,7 +130,7 @@ class Scheduler:
         return False
 
     def plan(self) -> StepPlan:
-        """Admit and pause requests as blocks allow, and choose the tokens of the next step.
+        """Admit and preempt requests as blocks allow, and choose the tokens of the next step.
 
         A plan that is not committed is planned again.
         """
@@ -173,7 +173,7 @@ class Scheduler:
             if emitted and emitted[-1].is_last:
                 if emitted[-1].sampled.fault:
                     self._suspect_blocks += sequence.forget_blocks()
-                self._active.pop(chunk.key).pause()
+                self._active.pop(chunk.key).preempt()
             elif drafts is not None:
                 sequence.drafts = drafts.get(chunk.key, ())[: self._num_drafts]
         self.counts.generated += sum(not one.sampled.fault for one in emissions)
@@ -221,12 +221,12 @@ class Scheduler:
         return {key: num_tokens[key] for key in self._active if key in num_tokens}
 
     def _provide(self, wanted: Mapping[int, int]) -> None:
-        """Provide blocks for the requests that run, oldest first; pause the youngest if needed."""
+        """Provide blocks for running requests, oldest first; preempt the youngest if needed."""
         for key, num_tokens in wanted.items():
             sequence = self._active.get(key)
             while sequence is not None and not sequence.grow(num_tokens):
                 _, youngest = self._active.popitem()
-                youngest.pause()
+                youngest.preempt()
                 self._queue.appendleft(youngest)
-                self.counts.paused += 1
+                self.counts.preempted += 1
                 sequence = self._active.get(key)

@@ -170,7 +170,7 @@ class Sequence:
         self.num_run = self.table.num_found_tokens
         return self.num_run
 
-    def pause(self) -> None:
+    def preempt(self) -> None:
         """Release all blocks; tokens that are no longer cached must run again."""
         assert self.table is not None
         self.table.release()

@@ -42,12 +42,12 @@ def reset_group_count() -> None:
 
 @contextmanager
 def interruptible_store(
-    address: str, *, deadline_s: float, given_up: threading.Event
+    address: str, *, deadline_s: float, abandoned: threading.Event
 ) -> Iterator[None]:
     """Bound the store calls made inside the block, even if the store's host (`address`) hangs.
 
     A TCPStore client reads replies without a timeout, except in `wait`
-    (https://github.com/pytorch/pytorch/pull/100594). Once `given_up` is set or `deadline_s`
+    (https://github.com/pytorch/pytorch/pull/100594). Once `abandoned` is set or `deadline_s`
     (`time.monotonic`) has passed, this shuts down the connections to `address` that were opened
     since the block began, so that the blocked call raises.
     """
@@ -56,7 +56,7 @@ def interruptible_store(
 
     def watch() -> None:
         while not done.wait(_POLL_S):
-            if given_up.is_set() or time.monotonic() > deadline_s + _GRACE_S:
+            if abandoned.is_set() or time.monotonic() > deadline_s + _GRACE_S:
                 _shut_down_connections(address, keep=before)
 
     watcher = threading.Thread(target=watch, name="rendezvous watch", daemon=True)

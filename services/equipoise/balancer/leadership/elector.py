@@ -29,7 +29,7 @@ from equipoise.balancer.leadership.leader_state import (
     Wrote,
 )
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
-from equipoise.pool.counters import Bound
+from equipoise.pool.counters import Timeout
 
 _MAX_REQUESTS = 4
 """Requests per round: a renewal that was overtaken, a read, and another renewal."""
@@ -75,11 +75,11 @@ class Elector:
         self._changed = asyncio.Event()
         self._pending: Request = None
         self._looked = asyncio.Event()
-        self._lease = Bound(name="lease", bound_s=timing.renew_deadline_s)
-        self._request = Bound(name="register", bound_s=timing.request_timeout_s)
+        self._lease = Timeout(name="lease", timeout_s=timing.renew_deadline_s)
+        self._request = Timeout(name="register", timeout_s=timing.request_timeout_s)
 
     @property
-    def bounds(self) -> tuple[Bound, ...]:
+    def timeouts(self) -> tuple[Timeout, ...]:
         """Waits since the process started; empty if no other candidate can reach the register."""
         return () if self._state.timing == ALONE else (self._lease, self._request)
 

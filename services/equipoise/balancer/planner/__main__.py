@@ -1,4 +1,4 @@
-"""The planner process: reads requests from a socket and answers with proposals.
+"""The planning process: reads requests from a socket and answers with proposals.
 
     python -m equipoise.balancer.planner FD
 

@@ -1,4 +1,4 @@
-"""Messages between a balancer and its planner processes: pickles, each with its length.
+"""Messages between a balancer and its planning processes: pickles, each with its length.
 
 Both sides run on one machine and are of one release, unless the package is upgraded under a running
 balancer; then messages cannot be decoded.

@@ -46,16 +46,16 @@ class Planning:
             PlannerDiedError: the process that made it has ended.
         """
         timeout_s = request.policy.plan_timeout_s
-        bound = asyncio.timeout(timeout_s)
+        limit = asyncio.timeout(timeout_s)
         loop = asyncio.get_running_loop()
 
         def begins() -> None:
             # When many pools are due at once, the last one gets the same time for its plan.
-            bound.reschedule(loop.time() + timeout_s)
+            limit.reschedule(loop.time() + timeout_s)
 
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
-            async with bound:
+            async with limit:
                 return await self._planner.propose(request, pool=self._pool, begins=begins)
         except TimeoutError:
             raise PlanTimeoutError(

@@ -115,7 +115,7 @@ class PlannerProcess:
     def died(self) -> PlannerDiedError:
         """The error for the plan that it was making when it ended."""
         return PlannerDiedError(
-            f"planner process {self.pid} exited with status {self._process.returncode}: see its "
+            f"planning process {self.pid} exited with status {self._process.returncode}: see its "
             "messages in the log, and whether the balancer has enough memory; the next window "
             "tries again"
         )
@@ -155,7 +155,7 @@ class PlannerProcess:
         except (asyncio.IncompleteReadError, OSError):
             pass  # The process has ended.
         except Exception:  # noqa: BLE001 - another process takes over
-            _log.exception("undecodable message from planner process %d", self.pid)
+            _log.exception("undecodable message from planning process %d", self.pid)
         finally:
             self._end()
 

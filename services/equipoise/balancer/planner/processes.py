@@ -69,8 +69,8 @@ class PlannerProcesses:
         except TimeoutError:
             process.kill()
             raise PlannerDiedError(
-                f"planner process {process.pid} was not ready within {START_TIMEOUT_S:g} s and was "
-                f"killed; the first plan starts another one"
+                f"planning process {process.pid} was not ready within {START_TIMEOUT_S:g} s and "
+                f"was killed; the first plan starts another one"
             ) from None
         if process.ended:
             raise process.died()
@@ -103,7 +103,7 @@ class PlannerProcesses:
             try:
                 process = self._next()
             except OSError as error:
-                words = f"cannot start a planner process: {error}; the next window tries again"
+                words = f"cannot start a planning process: {error}; the next window tries again"
                 _fail(self._waiting.popleft(), PlannerDiedError(words))
                 continue
             if process is None:

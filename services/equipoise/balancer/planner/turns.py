@@ -14,9 +14,9 @@ machine."""
 
 
 def num_at_once(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many plans may be under way; one processor is left to the event loop.
+    """Return how many plans may be in progress; one processor is left to the event loop.
 
-    A lower priority for planner processes is not enough: with one on each of two processors,
+    A lower priority for planning processes is not enough: with one on each of two processors,
     reports took three times as long. Processors are those that this process may use, at most the
     quota of its control group in `cpu_max` (cgroup v2), if that can be read.
     """

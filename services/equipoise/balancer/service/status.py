@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
 from equipoise.planning.slowness import slowdowns
-from equipoise.pool.counters import Bound
+from equipoise.pool.counters import Timeout
 from equipoise.pool.decisions import MAX_JUDGED
 from equipoise.pool.health import Health
 from equipoise.pool.loads import ClosedWindow
@@ -25,7 +25,7 @@ _HEALTH = {
 }
 
 
-def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb.PoolStatus:
+def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> pb.PoolStatus:
     """The whole state of one pool; `election` are waits that belong to no pool."""
     diagnosis = pool.diagnosis()
     latest = _LatestWindow.of(pool)
@@ -47,7 +47,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
         rollouts_completed=pool.rollouts.completed,
         rollouts_aborted=pool.rollouts.aborted,
         windows=[_window_status(window) for window in pool.windows.closed],
-        bounds=[_bound_status(bound) for bound in (*pool.counters.bounds.all(), *election)],
+        timeouts=[_timeout_status(one) for one in (*pool.counters.timeouts.all(), *election)],
         policy=_policy_status(pool),
         epochs=[
             pb.EpochStatus(
@@ -60,7 +60,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Bound] = ()) -> pb
             for record in pool.membership.epochs
         ],
         audit=[audit_to_proto(record) for record in pool.journal.audit],
-        promises=_promises(pool),
+        gains=_gains(pool),
     )
     if pool.roster.shape is not None:
         model = pool.roster.shape.model
@@ -224,7 +224,7 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         status.cache_tokens_used = member.stats.cache_tokens_used
         status.prefix_tokens_sought = member.stats.prefix_tokens_sought
         status.prefix_tokens_found = member.stats.prefix_tokens_found
-        status.requests_paused = member.stats.requests_paused
+        status.requests_preempted = member.stats.requests_preempted
         status.drafts = member.stats.drafts
         status.drafts_accepted = member.stats.drafts_accepted
     return status
@@ -283,27 +283,27 @@ def _policy_status(pool: Pool) -> pb.PolicyStatus:
     )
 
 
-def _promises(pool: Pool) -> list[pb.PromiseStatus]:
+def _gains(pool: Pool) -> list[pb.GainStatus]:
     waiting = (
-        [] if pool.decisions.watched is None else [_promise_status(pool.decisions.watched.promise)]
+        [] if pool.decisions.watched is None else [_gain_status(pool.decisions.watched.expected)]
     )
     judged = [
-        _promise_status(one.promise, realised=one.realised, judged_s=one.judged_s)
+        _gain_status(one.expected, realised=one.realised, judged_s=one.judged_s)
         for one in pool.decisions.judged
     ]
     return (waiting + judged)[:MAX_JUDGED]
 
 
-def _promise_status(
-    promise: ExpectedGain, *, realised: RealisedGain | None = None, judged_s: float = 0.0
-) -> pb.PromiseStatus:
-    status = pb.PromiseStatus(
-        generation=promise.generation,
-        before_generation=promise.before.generation,
+def _gain_status(
+    expected: ExpectedGain, *, realised: RealisedGain | None = None, judged_s: float = 0.0
+) -> pb.GainStatus:
+    status = pb.GainStatus(
+        generation=expected.generation,
+        before_generation=expected.before.generation,
         judged_unix_s=judged_s,
         outcome="open",
-        balancedness_promised=promise.balancedness_expected,
-        gain_promised=promise.gain,
+        balancedness_expected=expected.balancedness_expected,
+        gain_expected=expected.gain,
     )
     if realised is not None:
         status.outcome = realised.outcome.value
@@ -313,9 +313,12 @@ def _promise_status(
     return status
 
 
-def _bound_status(bound: Bound) -> pb.BoundStatus:
-    return pb.BoundStatus(
-        name=bound.name, bound_s=bound.bound_s, reached=bound.reached, latest=bound.latest
+def _timeout_status(timeout: Timeout) -> pb.TimeoutStatus:
+    return pb.TimeoutStatus(
+        name=timeout.name,
+        timeout_s=timeout.timeout_s,
+        reached=timeout.reached,
+        latest=timeout.latest,
     )
 
 

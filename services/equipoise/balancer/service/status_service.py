@@ -131,7 +131,7 @@ class StatusService(pb_grpc.StatusServicer):
         )
 
     def _status(self, runner: PoolView) -> pb.PoolStatus:
-        return pool_status(runner.pool, now=self._clock(), election=self._seat.bounds)
+        return pool_status(runner.pool, now=self._clock(), election=self._seat.timeouts)
 
     async def _find(self, name: str, context: _Context) -> PoolView:
         self._name_leader(context)

@@ -42,17 +42,17 @@ class BalancerCollector(Collector):
 
     def _election(self) -> Iterator[Metric]:
         longest = GaugeMetricFamily(
-            "equipoise_election_bound_seconds",
+            "equipoise_election_timeout_seconds",
             "Timeout of a wait of the leader election.",
-            labels=("bound",),
+            labels=("wait",),
         )
         reached = CounterMetricFamily(
-            "equipoise_election_bound_reached",
+            "equipoise_election_timeouts",
             "Times that a wait of the leader election reached its timeout.",
-            labels=("bound",),
+            labels=("wait",),
         )
-        for bound in self._seat.bounds:
-            longest.add_metric([bound.name], bound.bound_s)
-            reached.add_metric([bound.name], float(bound.reached))
+        for timeout in self._seat.timeouts:
+            longest.add_metric([timeout.name], timeout.timeout_s)
+            reached.add_metric([timeout.name], float(timeout.reached))
         yield longest
         yield reached

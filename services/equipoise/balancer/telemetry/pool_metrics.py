@@ -52,14 +52,14 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         "Mean over layers of max / mean rank load in the latest window.",
     ),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
-    "predicted_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
+    "expected_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
     "realised_gain": (_P, "Realised gain in balancedness of the latest judged rollout."),
     "report_age_max_seconds": (
         _P,
         "Longest time since the last message of any rank.",
     ),
     "store_up": (_P, "1 if the pool's latest write to the store succeeded, else 0."),
-    "bound_seconds": (("pool", "bound"), "Timeout of a wait."),
+    "timeout_seconds": (("pool", "wait"), "Timeout of a wait."),
     "rank_load_ratio": (_RANK, "Load of a rank in the latest window as a multiple of the mean."),
     "rank_slowdown_ratio": (
         _RANK,
@@ -75,7 +75,7 @@ _COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "shifts": (_P, "Windows in which traffic had shifted."),
     "decisions": (("pool", "verdict"), "Verdicts, yes or no."),
     "rollouts": (("pool", "outcome"), "Rollouts that ended: completed, aborted or rolled_back."),
-    "promises": (
+    "rollouts_judged": (
         ("pool", "outcome"),
         "Rollouts judged by their realised gain: kept, traffic_changed or rolled_back.",
     ),
@@ -84,7 +84,10 @@ _COUNTERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "moves": (_P, "Moves: slots whose expert changed."),
     "pulled_bytes": (("pool", "source"), "Bytes pulled for moves, from a peer or the checkpoint."),
     "rejections": (("pool", "kind"), "Messages and workers rejected."),
-    "bound_reached": (("pool", "bound"), "Times that a wait reached its timeout."),
+    "timeouts": (
+        ("pool", "wait"),
+        "Times that a wait reached its timeout, including those of workers.",
+    ),
 }
 
 _HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -125,9 +128,9 @@ class PoolMetrics:
         self._add_ranks(pool)
         self._add_balance(pool)
         self._add_tally(pool)
-        for bound in pool.counters.bounds.all():
-            self._gauge("bound_seconds", pool, bound.bound_s, bound.name)
-            self._count("bound_reached", pool, bound.reached, bound.name)
+        for timeout in pool.counters.timeouts.all():
+            self._gauge("timeout_seconds", pool, timeout.timeout_s, timeout.name)
+            self._count("timeouts", pool, timeout.reached, timeout.name)
         for rejection in pool.counters.rejections.all():
             self._count("rejections", pool, rejection.count, rejection.kind)
 
@@ -202,9 +205,9 @@ class PoolMetrics:
         self._count("pulled_bytes", pool, tally.peer_bytes, "peer")
         self._count("pulled_bytes", pool, tally.checkpoint_bytes, "checkpoint")
         for outcome in GainOutcome:
-            self._count("promises", pool, tally.promises[outcome], outcome.value)
+            self._count("rollouts_judged", pool, tally.judged[outcome], outcome.value)
         if pool.decisions.judged:
-            self._gauge("predicted_gain", pool, pool.decisions.judged[0].promise.gain)
+            self._gauge("expected_gain", pool, pool.decisions.judged[0].expected.gain)
             self._gauge("realised_gain", pool, pool.decisions.judged[0].realised.gain)
         self._histogram("plan_seconds", pool, tally.plan_s)
         self._histogram("wave_seconds", pool, tally.wave_s)

@@ -282,12 +282,12 @@ function drawDecisions(pool) {
 function drawEvents(pool) {
   const events = [
     ...pool.switches.map((one) => [one.time_unix_s, "switch", "", `generation ${one.generation} at step ${one.step.toLocaleString("en")}`, `${count(one.moves, "move")} staged in ${one.staging_s.toFixed(2)} s · longest stall ${duration(one.max_stall_us)}`]),
-    ...pool.promises.filter((one) => one.judged_unix_s).map((one) => [one.judged_unix_s, "gain", one.outcome === "kept" ? "good" : "fair", `generation ${one.generation}: ${one.outcome.replace("_", " ")}`, `balancedness ${one.balancedness_promised.toFixed(3)} expected, ${one.balancedness_realised.toFixed(3)} realised`]),
+    ...pool.gains.filter((one) => one.judged_unix_s).map((one) => [one.judged_unix_s, "gain", one.outcome === "kept" ? "good" : "fair", `generation ${one.generation}: ${one.outcome.replace("_", " ")}`, `balancedness ${one.balancedness_expected.toFixed(3)} expected, ${one.balancedness_realised.toFixed(3)} realised`]),
     ...pool.epochs.map((one) => [one.opened_unix_s, "epoch", "fair", `epoch ${one.epoch}: ${one.reason}`, one.serving_after_s ? `${one.workers.length} ranks served after ${one.serving_after_s.toFixed(1)} s` : `${one.workers.length} ranks, not serving yet`]),
     ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "request" : "rejected", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
   ].sort((a, b) => b[0] - a[0]).slice(0, 40).map(([time, word, kind, text, facts]) => item(word, kind, time, text, facts));
   const counted = [
-    ...pool.bounds.filter((one) => one.reached).map((one) => item(`${one.reached} × timeout`, "bad", 0, one.latest, `${one.name}, after ${one.bound_s} s`)),
+    ...pool.timeouts.filter((one) => one.reached).map((one) => item(`${one.reached} × timeout`, "bad", 0, one.latest, `${one.name}, after ${one.timeout_s} s`)),
     ...pool.rejections.map((one) => item(`${one.count} × rejected`, "fair", 0, one.latest, one.kind)),
   ];
   const items = [...counted, ...events];

@@ -276,13 +276,15 @@ def _facts(
         table.add_row(
             "rollouts", f"{status.rollouts_completed} completed, {status.rollouts_aborted} aborted"
         )
-    if status.promises:
-        table.add_row("gain", _gain_text(status.promises[0]))
-    for bound in status.bounds:
-        if bound.reached:
+    if status.gains:
+        table.add_row("gain", _gain_text(status.gains[0]))
+    for timeout in status.timeouts:
+        if timeout.reached:
             table.add_row(
                 "timeout",
-                Text(f"{bound.reached} x {bound.name}, {bound.bound_s:g} s: {bound.latest}"),
+                Text(
+                    f"{timeout.reached} x {timeout.name}, {timeout.timeout_s:g} s: {timeout.latest}"
+                ),
                 style="yellow",
             )
     for rejection in status.rejections:
@@ -312,12 +314,12 @@ def _rollout_text(rollout: status_pb2.RolloutStatus) -> Text:
     )
 
 
-def _gain_text(promise: status_pb2.PromiseStatus) -> Text:
-    if promise.reason:
-        return Text(promise.reason, style="" if promise.outcome == "kept" else "yellow")
+def _gain_text(expected: status_pb2.GainStatus) -> Text:
+    if expected.reason:
+        return Text(expected.reason, style="" if expected.outcome == "kept" else "yellow")
     return Text(
-        f"generation {promise.generation} is expected to gain {promise.gain_promised:.3f} over "
-        f"generation {promise.before_generation}; to be checked on the next windows"
+        f"generation {expected.generation} is expected to gain {expected.gain_expected:.3f} over "
+        f"generation {expected.before_generation}; to be checked on the next windows"
     )
 
 

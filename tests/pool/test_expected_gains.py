@@ -1,4 +1,4 @@
-"""Rollouts are held to what they promised."""
+"""Rollouts are judged by their expected gain."""
 
 import numpy as np
 import pytest
@@ -37,8 +37,8 @@ def be_lopsided(harness):
 def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(harness, hot):
     first = harness.pool.layouts.current
     harness.run_traffic(hot, seconds=10)
-    promised = harness.decisions()[-1]
-    assert promised.accepted
+    planned = harness.decisions()[-1]
+    assert planned.accepted
     goal = harness.pool.layouts.current.generation
     be_lopsided(harness)
     harness.run_traffic(hot, seconds=30)
@@ -50,13 +50,13 @@ def test_a_rollout_that_made_it_worse_is_rolled_back_as_a_new_generation(harness
     assert current.same_placement(first)
     assert harness.pool.layouts.stored_generation == current.generation
     assert harness.pool.counters.tally.rolled_back == 1
-    judged = pool_status(harness.pool, now=harness.now).promises[-1]
+    judged = pool_status(harness.pool, now=harness.now).gains[-1]
     assert (judged.generation, judged.before_generation) == (goal, first.generation)
     assert judged.outcome == "rolled_back"
-    assert judged.gain_realised < 0 < judged.gain_promised
-    assert judged.balancedness_realised < judged.balancedness_promised - 0.05
+    assert judged.gain_realised < 0 < judged.gain_expected
+    assert judged.balancedness_realised < judged.balancedness_expected - 0.05
     assert judged.reason == back.reason
-    assert harness.pool.counters.tally.promises == {GainOutcome.ROLLED_BACK: 1}
+    assert harness.pool.counters.tally.judged == {GainOutcome.ROLLED_BACK: 1}
 
 
 def test_a_plan_that_waited_for_its_turn_is_held_to_what_its_own_window_measured(harness, hot):
@@ -76,7 +76,7 @@ def test_a_plan_that_waited_for_its_turn_is_held_to_what_its_own_window_measured
     assert request.window.size > measured.load.size == 0  # Its tables are gone.
     harness.perform(controller.proposed(proposal, plan_ms=1.0, now=harness.now, requested_by=None))
     computed = balancedness(layout_loads(request.current, request.window))
-    optimism = harness.pool.decisions.watched.promise.optimism
+    optimism = harness.pool.decisions.watched.expected.optimism
     assert optimism == pytest.approx(computed - measured.balancedness)
     assert optimism > 0.05
 
@@ -104,23 +104,23 @@ def test_traffic_that_shifts_after_a_switch_is_not_blamed_on_the_plan(harness, s
     assert all(one.algorithm != "rollback" for one in harness.decisions())
 
 
-def test_a_rollout_that_keeps_its_promise_is_judged_and_kept(harness, skewed):
+def test_a_rollout_that_reaches_its_expected_gain_is_kept(harness, skewed):
     harness.run_traffic(skewed(1), seconds=40)
     assert harness.pool.decisions.watched is None
     assert harness.pool.counters.tally.rolled_back == 0
-    judged = pool_status(harness.pool, now=harness.now).promises[-1]
+    judged = pool_status(harness.pool, now=harness.now).gains[-1]
     assert judged.outcome == "kept"
     assert judged.reason.startswith("kept, as expected")
-    assert judged.gain_realised == pytest.approx(judged.gain_promised, abs=0.05)
+    assert judged.gain_realised == pytest.approx(judged.gain_expected, abs=0.05)
     assert judged.judged_unix_s > 1000.0
 
 
-def test_a_promise_is_shown_open_until_windows_have_told(harness, skewed):
+def test_a_gain_is_shown_as_open_until_it_is_judged(harness, skewed):
     harness.run_traffic(skewed(1), seconds=10)
-    (promise,) = pool_status(harness.pool, now=harness.now).promises
-    assert promise.outcome == "open"
-    assert promise.gain_promised > 0
-    assert (promise.judged_unix_s, promise.balancedness_realised, promise.reason) == (0, 0, "")
+    (gain,) = pool_status(harness.pool, now=harness.now).gains
+    assert gain.outcome == "open"
+    assert gain.gain_expected > 0
+    assert (gain.judged_unix_s, gain.balancedness_realised, gain.reason) == (0, 0, "")
 
 
 def test_a_paused_pool_is_not_rolled_back_before_it_is_resumed(harness, hot):

@@ -1,36 +1,36 @@
-"""Waits that reached their bound: workers' are added up, and each says what happened."""
+"""Waits that timed out: workers' are added up, and each says what happened."""
 
 from dataclasses import replace
 
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Policy
-from equipoise.pool.counters import WRITE_TIMEOUT_S, Bounds
-from equipoise.wire.messages import WorkerBound
+from equipoise.pool.counters import WRITE_TIMEOUT_S, Timeouts
+from equipoise.wire.messages import WorkerTimeout
 
 
-def bounds():
-    return Bounds(Policy())
+def timeouts():
+    return Timeouts(Policy())
 
 
 def step(reached, latest="epoch 3 ended"):
-    return (WorkerBound(name="step", bound_s=4.0, reached=reached, latest=latest),)
+    return (WorkerTimeout(name="step", timeout_s=4.0, reached=reached, latest=latest),)
 
 
-def of(bounds, name):
-    return next(bound for bound in bounds.all() if bound.name == name)
+def of(timeouts, name):
+    return next(one for one in timeouts.all() if one.name == name)
 
 
 def test_what_workers_count_is_added_up_and_told_again_it_counts_once():
-    pool = bounds()
-    assert "step" not in {bound.name for bound in pool.all()}
+    pool = timeouts()
+    assert "step" not in {one.name for one in pool.all()}
     for worker, reached in (("a", 1), ("b", 2), ("a", 1), ("a", 3), ("b", 2)):
         assert pool.add(worker, boot_id="1", reported=step(reached)) == ()
     told = of(pool, "step")
-    assert (told.bound_s, told.reached, told.latest) == (4.0, 5, "a: epoch 3 ended")
+    assert (told.timeout_s, told.reached, told.latest) == (4.0, 5, "a: epoch 3 ended")
 
 
 def test_a_worker_that_started_anew_counts_from_zero():
-    pool = bounds()
+    pool = timeouts()
     pool.add("a", boot_id="1", reported=step(7))
     pool.add("a", boot_id="2", reported=step(0, latest=""))
     pool.add("a", boot_id="2", reported=step(1))
@@ -38,21 +38,21 @@ def test_a_worker_that_started_anew_counts_from_zero():
 
 
 def test_a_count_that_shrinks_takes_nothing_back():
-    pool = bounds()
+    pool = timeouts()
     pool.add("a", boot_id="1", reported=step(7))
     pool.add("a", boot_id="1", reported=step(2))
     assert of(pool, "step").reached == 7
 
 
-def test_a_bound_of_a_newer_release_is_named_and_makes_no_series(serving_harness):
+def test_a_timeout_of_a_newer_release_is_named_and_makes_no_series(serving_harness):
     harness = serving_harness
     worker = harness.ranks[1]
     report = worker.report()
-    unknown = WorkerBound(name="teleport", bound_s=1.0, reached=1)
-    told = replace(report, stats=replace(report.stats, bounds=(unknown, *step(1))))
+    unknown = WorkerTimeout(name="teleport", timeout_s=1.0, reached=1)
+    told = replace(report, stats=replace(report.stats, timeouts=(unknown, *step(1))))
     harness.say(worker, told)
-    assert harness.pool.counters.rejections.of("report_bound") == 1
-    shown = {one.name: one for one in pool_status(harness.pool, now=harness.now).bounds}
+    assert harness.pool.counters.rejections.of("report_timeouts") == 1
+    shown = {one.name: one for one in pool_status(harness.pool, now=harness.now).timeouts}
     assert "teleport" not in shown
     assert shown["step"].latest == f"{worker.hello.worker}: epoch 3 ended"
 
@@ -61,11 +61,11 @@ def test_a_write_that_took_too_long_is_counted_and_one_that_failed_is_not(servin
     controller = serving_harness.controller
     controller.write_failed(None, reason="rejected", timed_out=False)
     controller.write_failed(None, reason="no answer", timed_out=True)
-    store = of(controller.pool.counters.bounds, "store")
-    assert (store.bound_s, store.reached, store.latest) == (WRITE_TIMEOUT_S, 1, "no answer")
+    store = of(controller.pool.counters.timeouts, "store")
+    assert (store.timeout_s, store.reached, store.latest) == (WRITE_TIMEOUT_S, 1, "no answer")
 
 
-def test_a_late_commit_is_counted_under_the_bound_it_waited_for(make_harness, policy, skewed):
+def test_a_late_commit_is_counted_under_the_timeout_it_reached(make_harness, policy, skewed):
     harness = make_harness(policy=replace(policy, switch_timeout_s=7.0, stage_timeout_s=60.0))
     harness.serve()
     harness.run_traffic(skewed(1), seconds=10, carry_out=False)
@@ -77,7 +77,7 @@ def test_a_late_commit_is_counted_under_the_bound_it_waited_for(make_harness, po
         harness.controller.message(worker.hello.worker, value, now=harness.now)
     harness.now += 7.0
     harness.controller.tick(now=harness.now)
-    late = of(harness.pool.counters.bounds, "commit")
-    assert (late.bound_s, late.reached) == (7.0, 1)
+    late = of(harness.pool.counters.timeouts, "commit")
+    assert (late.timeout_s, late.reached) == (7.0, 1)
     assert "the store did not confirm it within 7 s" in late.latest
-    assert of(harness.pool.counters.bounds, "persist").reached == 0
+    assert of(harness.pool.counters.timeouts, "persist").reached == 0
