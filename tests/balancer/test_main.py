@@ -118,11 +118,36 @@ def test_a_redis_that_is_not_there_is_one_line_and_exit_status_1(capsys):
 def test_a_wrong_password_is_one_line_without_the_password(tmp_path, capsys):
     require_redis()
     with RedisServer(tmp_path / "redis", password="open-sesame") as server:
-        store = server.url.replace("sesame", "barley")
-        assert run(BalancerSettings(listen="127.0.0.1:0", store=store)) == 1
+        path = tmp_path / "password"
+        path.write_text("open-barley\n")
+        store = f"redis://127.0.0.1:{server.port}/0"
+        settings = BalancerSettings(
+            listen="127.0.0.1:0", store=store, store_password_file=str(path)
+        )
+        assert run(settings) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "rejects the credentials: check user and password" in line
     assert "barley" not in line
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "redis://:open-sesame@r:6379/0",
+        "rediss://user:open-sesame@r/0",
+        "redis://:open-sesame/with/slashes@r/0",
+        "redis://:open-sesame@with@signs@r/0",
+        "redis://r:6379/0?password=open-sesame",
+    ],
+)
+def test_a_password_in_the_command_line_is_rejected_and_not_repeated(store):
+    with pytest.raises(InvalidSettingsError, match="set store_password_file") as caught:
+        BalancerSettings(store=store)
+    assert "sesame" not in str(caught.value)
+
+
+def test_a_user_in_the_command_line_is_no_secret():
+    assert BalancerSettings(store="redis://balancer@r:6379/0").is_shared
 
 
 def test_a_cluster_that_is_not_there_is_one_line_and_exit_status_1(tmp_path, capsys, monkeypatch):
@@ -155,6 +180,7 @@ def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
             {"store": "redis://r/0", "listen": "0.0.0.0:7070", "tls": Tls(insecure=True)},
             "advertise must be set",
         ),
+        ({"store_password_file": "password"}, "store_password_file is for a Redis store"),
         ({"lease": LeaseKind.KUBERNETES}, "needs a shared store"),
         ({"lease_duration_s": 0.5}, "lease_duration_s must be from 1 to 60"),
         ({"lease_duration_s": float("nan")}, "lease_duration_s must be from 1 to 60"),

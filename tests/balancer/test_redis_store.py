@@ -28,8 +28,8 @@ async def open_at():
     """Opens a store; what was opened is closed at the end."""
     opened = []
 
-    def open_store(url, *, timeout_s=PATIENT_S):
-        opened.append(RedisStore(url, timeout_s=timeout_s))
+    def open_store(url, *, timeout_s=PATIENT_S, password_file=""):
+        opened.append(RedisStore(url, timeout_s=timeout_s, password_file=password_file))
         return opened[-1]
 
     yield open_store
@@ -163,21 +163,33 @@ async def test_a_server_that_went_back_in_time_is_told_what_ranks_run(
 
 
 async def test_a_wrong_password_is_denied_and_never_repeated_in_words(tmp_path, open_at):
+    path = tmp_path / "password"
     with RedisServer(tmp_path / "locked", password="open-sesame") as server:
-        wrong = server.url.replace("sesame", "barley")
-        for url in (wrong, f"redis://127.0.0.1:{server.port}"):
-            error = await fault_of(open_at(url).pools())
+        url = f"redis://127.0.0.1:{server.port}"
+        path.write_text("open-barley\n")
+        for password_file in (str(path), ""):
+            error = await fault_of(open_at(url, password_file=password_file).pools())
             assert error.fault is StoreFault.DENIED
             assert "password" in str(error)
             assert "barley" not in str(error)
-        assert await open_at(server.url).pools() == ()
+        store = open_at(url, password_file=str(path))
+        path.write_text("open-sesame\n")
+        assert await store.pools() == (), "the file is read for every connection"
 
 
-async def test_a_user_without_the_right_to_write_is_denied(redis_server, open_at):
+def test_a_password_file_that_is_missing_is_named(tmp_path):
+    path = tmp_path / "none"
+    with pytest.raises(StoreError, match=f"store_password_file {path}: No such file"):
+        RedisStore("redis://r:6379/0", password_file=str(path))
+
+
+async def test_a_user_without_the_right_to_write_is_denied(redis_server, open_at, tmp_path):
+    path = tmp_path / "password"
+    path.write_text("x")
     with Redis.from_url(redis_server.url) as operator:
         operator.acl_setuser("reader", enabled=True, passwords=["+x"], keys="*", commands=["+get"])
-    url = redis_server.url.replace("redis://", "redis://reader:x@")
-    error = await fault_of(open_at(url).pools())
+    url = redis_server.url.replace("redis://", "redis://reader@")
+    error = await fault_of(open_at(url, password_file=str(path)).pools())
     assert error.fault is StoreFault.DENIED
 
 

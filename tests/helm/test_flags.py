@@ -10,7 +10,10 @@ from tests.support.helm_chart import FULL, TLS, containers, render
 VARIANTS = [
     {},
     FULL,
-    {"worker": {"topology": {"source": "podLabels"}}, "redis": {"url": "redis://r:6379/0"}},
+    {
+        "worker": {"topology": {"source": "podLabels"}},
+        "redis": {"url": "redis://r:6379/0", "existingSecret": {"name": "redis"}},
+    },
     TLS,
 ]
 
@@ -20,8 +23,6 @@ OF_OTHERS = {
     "EQUIPOISE_ADDRESS",
     "EQUIPOISE_TLS_BALANCER_NAME",
     "EQUIPOISE_SIGNING_KEY",
-    # What an argument names.
-    "EQUIPOISE_STORE",
 }
 
 

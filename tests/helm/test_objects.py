@@ -27,7 +27,7 @@ VARIANTS = {
     "labels of the pods": {"worker": {"topology": {"source": "podLabels"}}},
     "a Redis with a secret": {
         "balancer": {"replicas": 3, "lease": "store"},
-        "redis": {"existingSecret": {"name": "redis"}},
+        "redis": {"url": "rediss://balancer@r:6379/0", "existingSecret": {"name": "redis"}},
     },
     "workers of another balancer": {
         "pool": "decode",
@@ -238,6 +238,7 @@ CONTRADICTIONS = {
     "mutually exclusive: set one": {
         "redis": {"url": "redis://r:6379/0", "trial": {"enabled": True}}
     },
+    "is the password of redis.url": {"redis": {"existingSecret": {"name": "redis"}}},
     "is for a balancer without Redis": {
         "balancer": {"storage": {"persistent": True}},
         "redis": {"url": "redis://r:6379/0"},

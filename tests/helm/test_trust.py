@@ -173,3 +173,22 @@ def test_spans_go_to_the_configured_endpoint(objects):
         variables = environment(objects, POD_OF[component])
         assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel.observability.svc:4317"
     assert "OTEL" not in str(render({}))
+
+
+def test_the_password_of_redis_is_in_a_file_and_nowhere_else():
+    redis = {"url": "rediss://eq@redis:6379/0", "existingSecret": {"name": "secret", "key": "pw"}}
+    objects = render({"redis": redis})
+    (balancer,) = pod_specs(objects)[POD_OF["balancer"]]["containers"]
+    flags = dict(flag.partition("=")[::2] for flag in balancer["args"] if "=" in flag)
+    assert flags["--store"] == "rediss://eq@redis:6379/0"
+    folder, _, name = flags["--store-password-file"].rpartition("/")
+    (mount,) = [one for one in balancer["volumeMounts"] if one["mountPath"] == folder]
+    volumes = pod_specs(objects)[POD_OF["balancer"]]["volumes"]
+    (volume,) = [one["secret"] for one in volumes if one["name"] == mount["name"]]
+    assert (volume["secretName"], volume["items"]) == ("secret", [{"key": "pw", "path": name}])
+    assert "secretKeyRef" not in str(balancer)
+    for pod in ("worker", "gateway", "test"):
+        assert "secret" not in {
+            one.get("secret", {}).get("secretName")
+            for one in pod_specs(objects)[POD_OF[pod]]["volumes"]
+        }

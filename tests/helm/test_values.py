@@ -36,6 +36,7 @@ WRONG = {
     "an unknown source of labels": ({"worker": {"topology": {"source": "aws"}}}, "source"),
     "an unknown update strategy": ({"worker": {"updateStrategy": "Recreate"}}, "updateStrategy"),
     "a Redis of another scheme": ({"redis": {"url": "http://redis"}}, "/redis/url"),
+    "a password in a URL": ({"redis": {"url": "redis://:secret@r/0"}}, "/redis/url"),
     "root": ({"runAsUser": 0}, "/runAsUser"),
     "a digest that is none": ({"image": {"worker": {"digest": "latest"}}}, "digest"),
     "an unknown pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),

@@ -3,13 +3,16 @@
 {{- $balancer := .Values.balancer -}}
 {{- $shared := eq (include "equipoise.shared" .) "true" -}}
 {{- if and $balancer.enabled (gt (int $balancer.replicas) 1) (not $shared) -}}
-{{- fail (printf "balancer.replicas is %d, but several balancers need a shared store: set redis.url, redis.existingSecret.name or redis.trial.enabled" (int $balancer.replicas)) -}}
+{{- fail (printf "balancer.replicas is %d, but several balancers need a shared store: set redis.url or redis.trial.enabled" (int $balancer.replicas)) -}}
 {{- end -}}
 {{- if and $balancer.enabled (eq $balancer.lease "kubernetes") (not $shared) -}}
-{{- fail "balancer.lease is kubernetes, but leader election needs a shared store: set redis.url, redis.existingSecret.name or redis.trial.enabled" -}}
+{{- fail "balancer.lease is kubernetes, but leader election needs a shared store: set redis.url or redis.trial.enabled" -}}
 {{- end -}}
-{{- if gt (add (ternary 1 0 .Values.redis.trial.enabled) (ternary 1 0 (ne .Values.redis.url "")) (ternary 1 0 (ne .Values.redis.existingSecret.name ""))) 1 -}}
-{{- fail "redis.url, redis.existingSecret.name and redis.trial.enabled are mutually exclusive: set one" -}}
+{{- if and .Values.redis.trial.enabled .Values.redis.url -}}
+{{- fail "redis.url and redis.trial.enabled are mutually exclusive: set one" -}}
+{{- end -}}
+{{- if and .Values.redis.existingSecret.name (not .Values.redis.url) -}}
+{{- fail "redis.existingSecret.name is the password of redis.url: set both" -}}
 {{- end -}}
 {{- if and $balancer.storage.persistent $shared -}}
 {{- fail "balancer.storage.persistent is for a balancer without Redis: disable one of them" -}}

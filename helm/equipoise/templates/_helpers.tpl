@@ -144,7 +144,7 @@ spec:
 
 {{/* "true" if balancers share a Redis. */}}
 {{- define "equipoise.shared" -}}
-{{- if or .Values.redis.trial.enabled .Values.redis.url .Values.redis.existingSecret.name -}}true{{- end -}}
+{{- if or .Values.redis.trial.enabled .Values.redis.url -}}true{{- end -}}
 {{- end -}}
 
 {{/* Leader election: store or kubernetes. */}}

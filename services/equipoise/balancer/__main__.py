@@ -115,7 +115,9 @@ async def _warm_up(planner: PlannerProcesses) -> None:
 
 
 def _open_store(settings: BalancerSettings) -> Store:
-    return RedisStore(settings.store) if settings.is_shared else SqliteStore(Path(settings.store))
+    if not settings.is_shared:
+        return SqliteStore(Path(settings.store))
+    return RedisStore(settings.store, password_file=settings.store_password_file)
 
 
 async def _until_reached(store: Store, stop: asyncio.Event, *, wait_s: float) -> None:
@@ -145,7 +147,9 @@ async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
         return None
     timeout_s = _timing(settings).request_timeout_s
     if settings.lease is LeaseKind.STORE:
-        return RedisRegister(settings.store, timeout_s=timeout_s)
+        return RedisRegister(
+            settings.store, timeout_s=timeout_s, password_file=settings.store_password_file
+        )
     try:
         kubernetes = importlib.import_module("equipoise.balancer.leadership.kubernetes_register")
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
 from equipoise.telemetry.spans_settings import check_endpoint
-from equipoise.trust.settings import Tls
+from equipoise.trust.settings import Tls, or_environment
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
@@ -50,8 +50,11 @@ class BalancerSettings:
 
     store: str = "equipoise-state.sqlite"
     """Where to keep committed layouts, averages and decisions. A file path is an SQLite file for
-    one balancer, created if missing. redis://[:password@]host:port/db can be shared by several
+    one balancer, created if missing. redis://[user@]host:port/db can be shared by several
     balancers, one of which leads."""
+
+    store_password_file: str = or_environment("EQUIPOISE_STORE_PASSWORD_FILE")
+    """File that contains the password of a Redis store. Read for every connection."""
 
     store_wait_s: Annotated[float, Range(0, HOUR_S)] = 0.0
     """Seconds to wait at startup for a store that cannot be reached before exiting."""
@@ -126,6 +129,16 @@ class BalancerSettings:
         check_endpoint(self.tracing_endpoint)
         if not self.store:
             raise InvalidSettingsError("store must be a file or redis://host:port/db")
+        if self.is_shared and _has_password(self.store):
+            # The message must not contain the password.
+            raise InvalidSettingsError(
+                "store must not contain a password, because the list of processes shows it: write "
+                "it to a file and set store_password_file"
+            )
+        if self.store_password_file and not self.is_shared:
+            raise InvalidSettingsError(
+                "store_password_file is for a Redis store: add --store=redis://host:port/db"
+            )
         if self.lease is LeaseKind.KUBERNETES and not self.is_shared:
             raise InvalidSettingsError(
                 "lease kubernetes needs a shared store: add --store=redis://host:port/db"
@@ -146,3 +159,9 @@ class BalancerSettings:
                 f"web_listen {address}: the page does not authenticate: listen on 127.0.0.1 and "
                 "use `kubectl port-forward` or `ssh -L`, or add --insecure"
             )
+
+
+def _has_password(url: str) -> bool:
+    """Whether a Redis URL contains a password, even one that breaks the URL's form."""
+    rest = url.partition("://")[2]
+    return ":" in rest.rpartition("@")[0] or "password=" in rest

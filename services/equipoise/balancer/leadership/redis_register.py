@@ -23,11 +23,11 @@ class RedisRegister:
     """A `LeaseRegister` in the Redis server at `url`, with its own connection.
 
     Raises:
-        StoreError: the URL is not valid.
+        StoreError: the URL is not valid, or the password file cannot be read.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._link = RedisLink(url, timeout_s=timeout_s)
+    def __init__(self, url: str, *, timeout_s: float, password_file: str = "") -> None:
+        self._link = RedisLink(url, timeout_s=timeout_s, password_file=password_file)
         self._replace = self._link.redis.register_script(_REPLACE)
 
     async def read(self) -> Sighting | None:

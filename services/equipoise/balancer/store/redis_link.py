@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from redis import exceptions as faults
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 
 from equipoise.balancer.store.store import StoreError, StoreFault
 
@@ -20,24 +22,33 @@ _QUEUE_TIMEOUT_S = 10.0
 
 
 class RedisLink:
-    """The server at `url` (redis://[user:password@]host:port/db, or rediss://).
+    """The server at `url` (redis://[user@]host:port/db, or rediss://).
 
-    Nothing is retried here: only the caller knows whether a retry is safe.
+    The password is read from `password_file`, if given, for every connection. Nothing is retried
+    here: only the caller knows whether a retry is safe.
 
     Raises:
-        StoreError: the URL is not valid.
+        StoreError: the URL is not valid, or the password file cannot be read.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, password_file: str = "") -> None:
         parts = urlsplit(url)
         self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
         self._timeout_s = timeout_s
+        login = _Login(parts.username or "", password_file) if password_file else None
+        if login is not None:
+            url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+            try:
+                login.get_credentials()
+            except faults.AuthenticationError as error:
+                raise StoreError(str(error)) from error
         self._turns = asyncio.Semaphore(_MAX_REQUESTS)
         try:
             # `request` limits each request as a whole. With a `socket_timeout` the library would
             # send with wait_for, which in Python 3.11 can swallow a cancellation.
             self.redis: Redis = Redis.from_url(
                 url,
+                credential_provider=login,
                 socket_timeout=None,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
@@ -129,8 +140,31 @@ class RedisLink:
         return fault, f"{sentence} ({error})" if str(error) else sentence
 
 
+class _Login(CredentialProvider):
+    """The user, and the password in a file, which may be replaced at any time."""
+
+    def __init__(self, user: str, password_file: str) -> None:
+        self._user = user
+        self._password_file = password_file
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """User and password for a new connection.
+
+        Raises:
+            AuthenticationError: the file cannot be read.
+        """
+        try:
+            password = Path(self._password_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise faults.AuthenticationError(
+                f"store_password_file {self._password_file}: {reason}"
+            ) from error
+        return (self._user, password) if self._user else (password,)
+
+
 _ANSWERS = (
-    ("NOAUTH", StoreFault.DENIED, "requires a password: add it to the address"),
+    ("NOAUTH", StoreFault.DENIED, "requires a password: set --store-password-file"),
     ("NOREPLICAS", StoreFault.FULL, "accepts no writes without its replicas: repair them"),
     ("MISCONF", StoreFault.FULL, "cannot write to its disk: free some space"),
     (

@@ -59,11 +59,13 @@ class RedisStore:
     again.
 
     Raises:
-        StoreError: the URL is not valid.
+        StoreError: the URL is not valid, or the password file cannot be read.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        self._link = RedisLink(url, timeout_s=timeout_s)
+    def __init__(
+        self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S, password_file: str = ""
+    ) -> None:
+        self._link = RedisLink(url, timeout_s=timeout_s, password_file=password_file)
         self._incarnation: str | None = None
         self._opening = Lock()
 
