@@ -6,7 +6,7 @@ from equipoise.planning.membership import EpochCandidate, MemberState, next_epoc
 from equipoise.planning.policy import Policy
 
 POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
-NEW, SURVIVOR, JOINING, SERVING, SLOW, MISSING, STUCK = MemberState
+NEW, SURVIVOR, AHEAD, JOINING, SERVING, SLOW, MISSING, STUCK = MemberState
 
 
 def worker(name, state, *, since_s=0.0, holds=None, reason="its stream was cut"):
@@ -132,6 +132,15 @@ def test_a_loss_while_ranks_form_opens_the_next_epoch_at_once(number):
     opening = decide(*pool)
     assert set(opening.workers) == {f"w-{other}" for other in range(4)} - {f"w-{number}"}
     assert f"w-{number} is missing: its stream was cut, before all ranks served" in opening.reason
+
+
+@pytest.mark.parametrize("others", [AHEAD, JOINING, SURVIVOR, SERVING])
+def test_a_rank_that_took_up_a_later_epoch_gets_one_above_it_at_once(others):
+    ahead = worker("w-3", AHEAD, reason="it took up epoch 58 before")
+    opening = decide(*workers(others, 3), ahead)
+    assert len(opening.workers) == 4
+    assert opening.reason.endswith("w-3 is ahead: it took up epoch 58 before")
+    assert not opening.left_out
 
 
 def test_new_workers_wait_until_joining_ranks_serve():

@@ -49,6 +49,8 @@ HELLO = Hello(
     kernels="triton, gemm_large=scaled_mm",
     cache_token_bytes=40_016,
     backends=("gemm=triton|reference", "gemm_large=scaled_mm|triton|reference"),
+    highest_epoch=58,
+    highest_generation=9,
 )
 LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)
 RUNS = replace(LAYOUT, generation=3, expert_of_slot=LAYOUT.expert_of_slot[:, ::-1])
@@ -108,6 +110,7 @@ JOIN_EPOCH = JoinEpoch(
     report_interval_s=1.0,
     heartbeat_interval_s=0.5,
     term=3,
+    join_timeout_s=90.0,
 )
 STAGE = Stage(
     epoch=1,

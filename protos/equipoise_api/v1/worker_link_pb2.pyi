@@ -213,6 +213,8 @@ class Hello(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
+    HIGHEST_GENERATION_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool to serve in."""
     worker: _builtins.str
@@ -249,6 +251,12 @@ class Hello(_message.Message):
     """What the model computes with: "torch", or the kernels' backends; human-readable."""
     cache_token_bytes: _builtins.int
     """Size of a token in the worker's latent cache, over all layers, bytes; 0 if not reported."""
+    highest_epoch: _builtins.int
+    """Newest epoch that this process has taken up, whether or not it serves in it; 0 if none. The
+    worker takes up later epochs only, so the balancer's next epoch must be above it.
+    """
+    highest_generation: _builtins.int
+    """Highest generation that this process has started in, run or staged; 0 if none. Never reused."""
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -290,10 +298,12 @@ class Hello(_message.Message):
         kernels: _builtins.str = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         cache_token_bytes: _builtins.int = ...,
+        highest_epoch: _builtins.int = ...,
+        highest_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015
@@ -454,6 +464,7 @@ class JoinEpoch(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     MEET_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    JOIN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership number; grows by one with every change of membership."""
     rank: _builtins.int
@@ -470,6 +481,10 @@ class JoinEpoch(_message.Message):
     """
     meet_timeout_s: _builtins.float
     """Timeout for all ranks to meet, seconds; a rank that waited longer sends GroupLost."""
+    join_timeout_s: _builtins.float
+    """Timeout from this message until the receiver serves, seconds, for all that it has to fetch and
+    wait for; a rank that took longer sends GroupLost. If absent, the receiver uses 600 s.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """All ranks of the epoch, the receiver included, ordered by rank."""
@@ -498,10 +513,11 @@ class JoinEpoch(_message.Message):
         term: _builtins.int = ...,
         moves: _abc.Iterable[Global___Move] | None = ...,
         meet_timeout_s: _builtins.float = ...,
+        join_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "meet_timeout_s", b"meet_timeout_s", "moves", b"moves", "peers", b"peers", "rank", b"rank", "rendezvous_address", b"rendezvous_address", "report_interval_s", b"report_interval_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "join_timeout_s", b"join_timeout_s", "layout", b"layout", "meet_timeout_s", b"meet_timeout_s", "moves", b"moves", "peers", b"peers", "rank", b"rank", "rendezvous_address", b"rendezvous_address", "report_interval_s", b"report_interval_s", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,8 +906,8 @@ class GroupLost(_message.Message):
     whichever layout; empty if the slots were never filled. Survivors keep their slots if possible.
     """
     generation: _builtins.int
-    """Highest generation that it ran or staged, 0 for none: numbers are never reused, even if the
-    store lost them.
+    """Highest generation that it started in, ran or staged, 0 for none: numbers are never reused, even
+    if the store lost them.
     """
     def __init__(
         self,
@@ -959,12 +975,17 @@ class LayoutRejected(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     """Generation that was rejected."""
     reason: _builtins.str
     """One sentence: the fault and the remedy."""
+    highest_epoch: _builtins.int
+    """Set if a JoinEpoch was rejected because the worker has taken up this epoch, which is later or
+    another one with the same number: the balancer must open one above it. Else 0.
+    """
     def __init__(
         self,
         *,
@@ -972,10 +993,11 @@ class LayoutRejected(_message.Message):
         rank: _builtins.int = ...,
         generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        highest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "highest_epoch", b"highest_epoch", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

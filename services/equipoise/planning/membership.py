@@ -19,6 +19,10 @@ class MemberState(StrEnum):
     SURVIVOR = "survivor"
     """Its group of the current epoch is over; it waits for a rank in the next."""
 
+    AHEAD = "ahead"
+    """Has a rank, but cannot take it up: it has taken up an epoch that the balancer forgot. The
+    next epoch has a higher number."""
+
     JOINING = "joining"
     """Has a rank but does not serve yet."""
 
@@ -47,7 +51,7 @@ class EpochCandidate:
     holds: bool = False
     """Whether its slots hold experts of an epoch that is over."""
     reason: str = ""
-    """Why it is missing or slow."""
+    """Why it is missing, slow or ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class _Workers:
 
     new: list[EpochCandidate]
     survivor: list[EpochCandidate]
+    ahead: list[EpochCandidate]
     joining: list[EpochCandidate]
     serving: list[EpochCandidate]
     slow: list[EpochCandidate]
@@ -80,7 +85,7 @@ class _Workers:
 
     @property
     def free(self) -> list[EpochCandidate]:
-        return [*self.new, *self.survivor]
+        return [*self.new, *self.survivor, *self.ahead]
 
     @property
     def bound(self) -> list[EpochCandidate]:
@@ -121,15 +126,17 @@ def next_epoch(
         }
     )
     least = -(-num_experts // slots_per_rank)
-    opening = _without_ranks(
-        pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now
-    ) or _beside_ranks(
-        pool,
-        least=least,
-        unheard=unheard,
-        is_rolling_out=is_rolling_out,
-        policy=policy,
-        now=now,
+    opening = (
+        _above(pool)
+        or _without_ranks(pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now)
+        or _beside_ranks(
+            pool,
+            least=least,
+            unheard=unheard,
+            is_rolling_out=is_rolling_out,
+            policy=policy,
+            now=now,
+        )
     )
     num_slots = len(opening.workers) * slots_per_rank
     if opening.workers and num_slots < num_experts:
@@ -139,6 +146,11 @@ def next_epoch(
             is_down=True,
         )
     return opening
+
+
+def _above(pool: _Workers) -> EpochDecision | None:
+    """Some workers cannot take up the current epoch, so its ranks would wait for them in vain."""
+    return _open(pool, _faults([*pool.ahead, *pool.missing])) if pool.ahead else None
 
 
 def _without_ranks(
@@ -270,8 +282,10 @@ def _open(pool: _Workers, reason: str, *, timeout: str = "") -> EpochDecision:
     )
 
 
-def _faults(missing: list[EpochCandidate]) -> str:
-    return "; ".join(f"{candidate.name} is missing: {candidate.reason}" for candidate in missing)
+def _faults(candidates: list[EpochCandidate]) -> str:
+    return "; ".join(
+        f"{candidate.name} is {candidate.state}: {candidate.reason}" for candidate in candidates
+    )
 
 
 def _names(candidates: Sequence[EpochCandidate]) -> str:

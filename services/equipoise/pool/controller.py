@@ -318,6 +318,8 @@ class PoolController:
                 pool.counters.tally.note_staged(value)
                 staged = RankStaged(rank=rank, generation=generation)
                 return (*pool.rollouts.handle(staged, now=now), *self._drop_stray(member))
+            case LayoutRejected() if value.highest_epoch:
+                return pool.membership.reject_epoch(member, value, now=now)
             case LayoutRejected():
                 if not member.serving:
                     pool.agreement.note_joining(rank, rejected=value.reason)

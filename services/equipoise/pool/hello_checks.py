@@ -1,6 +1,7 @@
-"""Checks of a worker's Hello against the pool's state. Each raises `RejectedWorkerError`."""
+"""Checks of a worker against the pool's state. Those of a Hello raise `RejectedWorkerError`."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from equipoise.planning.layout import Layout
 from equipoise.wire.messages import Hello
@@ -8,6 +9,10 @@ from equipoise.wire.messages import Hello
 MAX_LEAP = 2**32
 """How many epochs, or generations, a worker may be ahead of this balancer. A balancer that lost its
 store meets such workers, but a wrong number could never be taken back."""
+
+MAX_REPORTED = 2**52
+"""Highest epoch or generation that is taken over from a worker: half of the valid numbers remain
+for those that follow."""
 
 
 class RejectedWorkerError(Exception):
@@ -18,23 +23,38 @@ class RejectedWorkerError(Exception):
         self.kind = kind
 
 
-def check_numbers(hello: Hello, *, highest_epoch: int, next_generation: int) -> None:
-    """Reject a worker whose epoch or generation would use up the numbers."""
-    running, lost = hello.running, hello.group_lost
-    epoch = running.epoch if running is not None else lost.epoch if lost is not None else 0
-    generation = lost.generation if lost is not None else 0
-    if running is not None:
-        generation = max(running.generation, running.staged_generation)
-    for what, reported, known in (
-        ("epoch", epoch, highest_epoch),
-        ("generation", generation, next_generation),
-    ):
-        if reported > known + MAX_LEAP:
-            raise RejectedWorkerError(
-                f"hello_{what}_leap",
-                f"worker {hello.worker} reports {what} {reported}, but pool {hello.pool} is at "
-                f"{known}: restart the worker",
-            )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedNumbers:
+    """The highest numbers that a worker knows of: the balancer must use higher ones."""
+
+    epoch: int = 0
+    """Newest epoch that it has taken up; 0 for none."""
+
+    generation: int = 0
+    """Highest generation that it has started in, run or staged; 0 for none."""
+
+    @classmethod
+    def in_hello(cls, hello: Hello) -> "UsedNumbers":
+        """All that a Hello says; an older release says it of a group only."""
+        running, lost = hello.running, hello.group_lost
+        epochs, generations = [hello.highest_epoch], [hello.highest_generation]
+        if running is not None:
+            epochs.append(running.epoch)
+            generations += [running.generation, running.staged_generation]
+        if lost is not None:
+            epochs.append(lost.epoch)
+            generations.append(lost.generation)
+        return cls(epoch=max(epochs), generation=max(generations))
+
+    def leap(self, *, highest_epoch: int, next_generation: int) -> tuple[str, int, int] | None:
+        """Return which number would use up too many, as (name, reported, known), or None."""
+        for what, reported, known in (
+            ("epoch", self.epoch, highest_epoch),
+            ("generation", self.generation, next_generation),
+        ):
+            if reported > max(known, min(known + MAX_LEAP, MAX_REPORTED)):
+                return what, reported, known
+        return None
 
 
 def check_running_layout(hello: Hello, ours: Layout | None) -> None:

@@ -63,6 +63,9 @@ class Member:
     left_out: str | None = None
     """Why the current epoch has no rank for it although it is connected."""
 
+    later_epoch: int = 0
+    """Epoch that it has taken up, if that keeps it from the current one; else 0."""
+
     held: ExpertTable | None = None
     """What its slots hold, int32 [layers, slots_per_rank]; None if unknown."""
 
@@ -125,6 +128,10 @@ class Member:
         self.serving, self.since_s = False, now
         self.staged_generation = 0
 
+    def reject_epoch(self, later_epoch: int) -> None:
+        """It cannot join the current epoch, because it has taken up `later_epoch`."""
+        self.later_epoch = later_epoch
+
     def leave(self, reason: str) -> None:
         """Its stream has ended."""
         self.gone_reason = self.gone_reason or reason
@@ -143,7 +150,7 @@ class Member:
         """Assign a rank of a new epoch."""
         self.rank = rank
         self.lost_reason = self.left_out = None
-        self.generation = self.staged_generation = 0
+        self.generation = self.staged_generation = self.later_epoch = 0
 
     def keep_seat(self, rank: int | None, held: ExpertTable | None) -> None:
         """Keep the rank that it had on its previous stream."""
@@ -186,6 +193,10 @@ class Roster:
     def highest_epoch(self) -> int:
         """The highest epoch ever seen: epochs are never reused."""
         return self._highest_epoch
+
+    def reserve_epoch(self, epoch: int) -> None:
+        """A worker has taken up this epoch: later ones must be above it."""
+        self._highest_epoch = max(self._highest_epoch, epoch)
 
     @property
     def num_ranks(self) -> int:
@@ -232,6 +243,8 @@ class Roster:
         elif known is not None and known.hello.boot_id == hello.boot_id:
             # The stream failed before the worker had anything to report; it keeps its rank.
             member.keep_seat(known.rank, known.held)
+            if hello.highest_epoch > self._epoch:
+                member.reject_epoch(hello.highest_epoch)
         self._shape = shape
         self._members[hello.worker] = member
         self._note_seats()
@@ -354,7 +367,6 @@ class Roster:
         if known is not None and known.rank is not None and lost.epoch < self._epoch:
             member.keep_seat(known.rank, lost.expert_of_slot)
             return
-        self._highest_epoch = max(self._highest_epoch, lost.epoch)
         member.keep_seat(known.rank if known is not None else None, None)
         member.lose_group(lost, now=now)
 
@@ -375,7 +387,6 @@ class Roster:
             # No other worker runs anything: what this balancer knew is older.
             self._forget_seats()
             self._epoch = running.epoch
-            self._highest_epoch = max(self._highest_epoch, running.epoch)
         self._num_ranks = running.layout.num_ranks
         holder = self._holder(running.rank)
         if holder is not None and holder.name != member.name and holder.connected:
@@ -412,6 +423,8 @@ def _candidate(member: Member, *, is_silent: bool, excluded: str) -> EpochCandid
         reason = member.lost_reason
     elif member.left_out is not None:
         state, reason = MemberState.STUCK, member.left_out
+    elif member.rank is not None and member.later_epoch:
+        state, reason = MemberState.AHEAD, f"it took up epoch {member.later_epoch} before"
     elif member.rank is not None:
         state = MemberState.SERVING if member.serving else MemberState.JOINING
     return EpochCandidate(

@@ -17,14 +17,15 @@ from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
-from equipoise.pool.hello_checks import check_numbers, check_running_layout
+from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers, check_running_layout
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.members import Member, Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import EpochMembers
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.windows import Windows
-from equipoise.wire.messages import GroupLost, Hello, JoinEpoch
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import GroupLost, Hello, JoinEpoch, LayoutRejected
 
 FIRST_LOOK_S = 1.0
 """Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits
@@ -107,10 +108,12 @@ class Membership:
         Raises:
             RejectedWorkerError: it cannot be in this pool; nothing changed.
         """
-        self._check(hello)
+        used = UsedNumbers.in_hello(hello)
+        self._check(hello, used)
         epoch = self._roster.epoch
         before = self._roster.members.get(hello.worker)
         member = self._roster.admit(hello, now=now)
+        self._reserve(used)
         effects: list[Effect] = []
         self._unheard -= {hello.worker}
         self._attendance.look_again()
@@ -121,7 +124,6 @@ class Membership:
             if self._roster.epoch != epoch:
                 self._begin_epoch(opened_here=False, now=now)
             self._layouts.remember(hello.running.layout)
-            self._layouts.reserve(hello.running.staged_generation)
             self._agreement.merge_checksums(member, hello.running.layout, hello.running.checksums)
         if hello.group_lost is not None:
             # A worker that reconnects later may have staged one more.
@@ -139,8 +141,27 @@ class Membership:
             effects = self._rollouts.handle(RankLost(rank=rank, reason=reason), now=now)
         return (*effects, *self._open_if_due(now=now))
 
+    def reject_epoch(self, member: Member, rejected: LayoutRejected, *, now: float) -> Chain:
+        """A worker has taken up another epoch than that which it was sent: it needs a later one.
+
+        Raises:
+            InvalidMessageError: that epoch is out of reach.
+        """
+        assert member.rank is not None, "only a rank rejects an epoch"
+        self._count(member, UsedNumbers(epoch=rejected.highest_epoch), kind="rejected")
+        member.reject_epoch(rejected.highest_epoch)
+        reason = f"it took up epoch {rejected.highest_epoch} before"
+        effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
+        return (*effects, *self._open_if_due(now=now))
+
     def lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
-        """A rank can no longer step with the others; the rollout in progress ends."""
+        """A rank can no longer step with the others; the rollout in progress ends.
+
+        Raises:
+            InvalidMessageError: its numbers are out of reach.
+        """
+        used = UsedNumbers(epoch=lost.epoch, generation=lost.generation)
+        self._count(member, used, kind="group_lost")
         if lost.epoch < self._roster.epoch and member.rank is not None:
             return ()  # It has a rank in a later epoch, which it will be sent.
         opened_s = self._epochs[0].opened_s if self._epochs else now
@@ -200,12 +221,11 @@ class Membership:
 
     # Epochs -------------------------------------------------------------------------------------
 
-    def _check(self, hello: Hello) -> None:
-        check_numbers(
-            hello,
-            highest_epoch=self._roster.highest_epoch,
-            next_generation=self._layouts.next_generation,
-        )
+    def _check(self, hello: Hello, used: UsedNumbers) -> None:
+        leap = self._leap(hello.worker, used)
+        if leap is not None:
+            what, reason = leap
+            raise RejectedWorkerError(f"hello_{what}_leap", reason)
         others_run = any(
             member.connected and member.serving and member.name != hello.worker
             for member in self._roster.seated()
@@ -213,6 +233,39 @@ class Membership:
         if hello.running is not None and others_run:
             ours = self._layouts.get(hello.running.layout.generation)
             check_running_layout(hello, ours)
+
+    def _count(self, member: Member, used: UsedNumbers, *, kind: str) -> None:
+        """Take over the numbers that a connected worker reports.
+
+        Raises:
+            InvalidMessageError: they are out of reach.
+        """
+        leap = self._leap(member.name, used)
+        if leap is not None:
+            what, reason = leap
+            raise InvalidMessageError(f"{kind}_{what}_leap", reason)
+        self._reserve(used)
+
+    def _leap(self, worker: str, used: UsedNumbers) -> tuple[str, str] | None:
+        """Which number of a worker is out of reach, and the reason to reject it; None if none is.
+
+        Numbers are never taken back, so a wrong one must not use them up.
+        """
+        leap = used.leap(
+            highest_epoch=self._roster.highest_epoch, next_generation=self._layouts.next_generation
+        )
+        if leap is None:
+            return None
+        what, reported, known = leap
+        reason = (
+            f"worker {worker} reports {what} {reported}, but its pool is at {known}: restart it"
+        )
+        return what, reason
+
+    def _reserve(self, used: UsedNumbers) -> None:
+        """Use higher numbers from here on, whatever the store forgot."""
+        self._roster.reserve_epoch(used.epoch)
+        self._layouts.reserve(used.generation)
 
     def _open_after(self, hello: Hello, *, now: float) -> Chain:
         """Open an epoch if it is due now that a worker said Hello.

@@ -16,6 +16,9 @@ from equipoise.planning.topology import ModelShape
 PROTOCOL_VERSION = 2
 """Version of the contract; a Hello with another version is rejected."""
 
+JOIN_TIMEOUT_S = 600.0
+"""Time within which a rank must serve unless a JoinEpoch says otherwise, seconds."""
+
 
 # From a worker ------------------------------------------------------------------------------------
 
@@ -112,6 +115,13 @@ class Hello:
 
     cache_token_bytes: int = 0
     """Bytes of a token in the latent cache, for display; 0 if unknown."""
+
+    highest_epoch: int = 0
+    """Newest epoch that this process has taken up, whether or not it serves in it; 0 for none. It
+    takes up later epochs only."""
+
+    highest_generation: int = 0
+    """Highest generation that this process has started in, run or staged; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -260,6 +270,9 @@ class LayoutRejected(RankMessage):
     reason: str
     """One sentence, human-readable."""
 
+    highest_epoch: int = 0
+    """Epoch that the worker has taken up instead of the rejected one; 0 if that is not why."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Switched(RankMessage):
@@ -320,7 +333,8 @@ class GroupLost:
     """Experts in its slots, int32 [layers, slots_per_rank]; None for empty slots."""
 
     generation: int = 0
-    """Highest generation that it ran or staged, which must not be reused; 0 for none."""
+    """Highest generation that it started in, ran or staged, which must not be reused; 0 for
+    none."""
 
 
 WorkerMessage = (
@@ -382,6 +396,9 @@ class JoinEpoch:
 
     meet_timeout_s: float = 60.0
     """Time within which the ranks must have met, seconds."""
+
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    """Time within which the receiver must serve, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

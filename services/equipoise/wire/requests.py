@@ -57,6 +57,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         ),
         **checks.names("hello", message, "host", "zone", "device", "kernels", optional=True),
         **checks.counts("hello", message, "highest_term", "cache_token_bytes"),
+        **checks.counts("hello", message, "highest_epoch", "highest_generation"),
         address=checks.address("hello", "address", message.address),
         rendezvous_address=checks.address(
             "hello", "rendezvous_address", message.rendezvous_address
@@ -102,6 +103,7 @@ def layout_rejected_from_proto(message: pb.LayoutRejected) -> LayoutRejected:
     """Raises InvalidMessageError: a number is out of range."""
     return LayoutRejected(
         **checks.place("rejected", message),
+        **checks.counts("rejected", message, "highest_epoch"),
         reason=checks.reason(message.reason),
     )
 

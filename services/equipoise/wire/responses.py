@@ -8,6 +8,7 @@ from equipoise.planning.moves import CHECKSUM_BYTES, CheckpointSource, Move, Ran
 from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
+    JOIN_TIMEOUT_S,
     Abort,
     HeartbeatAck,
     Hello,
@@ -51,6 +52,9 @@ def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
             name: checks.duration_s("join_epoch", name, getattr(message, name))
             for name in ("report_interval_s", "heartbeat_interval_s", "meet_timeout_s")
         },
+        join_timeout_s=checks.duration_s(
+            "join_epoch", "join_timeout_s", message.join_timeout_s or JOIN_TIMEOUT_S
+        ),
         term=checks.count("join_epoch", "term", message.term),
         moves=_moves_from_proto("join_epoch", message.moves, layout=layout),
     )

@@ -34,6 +34,12 @@ class Epochs:
         self.rank: Rank | None = None
         """This worker's rank; None unless it serves."""
 
+    @property
+    def highest_generation(self) -> int:
+        """The highest generation that this worker has started in, run or staged; 0 for none."""
+        self._count_generations()
+        return self.state.highest_generation
+
     def join(self, join_epoch: JoinEpoch) -> None:
         """Become a rank of an epoch; the newest epoch wins, and a repetition changes nothing."""
         rank = self.rank
@@ -44,8 +50,10 @@ class Epochs:
         elif self.state.take_up(join_epoch):
             self._next.put_nowait(join_epoch)
             self._leave()
-        else:
-            _log.info("ignored epoch %d: this or a later one was taken up", join_epoch.epoch)
+        elif rejection := self.state.rejection(join_epoch):
+            # The balancer has forgotten the newest epoch and waits for ranks that never come.
+            _log.warning("rejected epoch %d: %s", join_epoch.epoch, rejection.reason)
+            self._parts.send(rejection)
 
     async def run(self) -> None:
         """Serve one epoch after another until cancelled or ended.
@@ -104,9 +112,14 @@ class Epochs:
         try:
             await rank.run()
         finally:
-            self.state.use(max(rank.engine.generation, rank.engine.staged_generation))
+            self._count_generations()
             self.rank = None
             self._parts.timings.num_corrupted += rank.puller.num_corrupted
+
+    def _count_generations(self) -> None:
+        if self.rank is not None:
+            engine = self.rank.engine
+            self.state.use(max(engine.generation, engine.staged_generation))
 
     def _send_serving(self, rank: Rank) -> None:
         self._parts.send(rank.serving())

@@ -303,6 +303,8 @@ class Worker:
             checkpoint_fingerprint=self._core.checkpoint.fingerprint,
             running=rank.state() if rank else None,
             group_lost=None if rank else self._epochs.state.lost,
+            highest_epoch=self._epochs.state.highest_epoch,
+            highest_generation=self._epochs.highest_generation,
         )
 
     def heartbeat(self, sequence: int) -> Heartbeat:

@@ -1,0 +1,222 @@
+"""The store forgets an epoch that ranks have taken up: the pool still ends up serving."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from equipoise.pool.health import Health
+from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.records import EpochMembers, PoolMemory
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import GroupLost, LayoutRejected
+from tests.support.joining_workers import Fleet, memory_of
+
+AN_OUTAGE_S = 30
+"""Worker's requests fail after this without a group: `outage_timeout_s`."""
+
+
+@pytest.fixture
+def fleet(make_harness):
+    """A pool that served in epoch 57 and whose ranks have taken up epoch 58, and do not serve."""
+    members = EpochMembers(epoch=56, workers=tuple(f"worker-{number}" for number in range(4)))
+    fleet = Fleet(make_harness, memory=PoolMemory(members=members))
+    fleet.live(seconds=5)
+    check(fleet)
+    assert fleet.harness.pool.roster.epoch == 57
+    fleet.kill("worker-3")
+    fleet.live(seconds=6, forms=False)
+    assert {worker.epoch for worker in fleet.alive} == {58}
+    assert not any(worker.serves for worker in fleet.alive)
+    return fleet
+
+
+def check(fleet):
+    """All living workers are the ranks of one epoch, and serve."""
+    pool = fleet.harness.pool
+    assert pool.diagnosis().health is Health.SERVING, pool.diagnosis().reason
+    assert {worker.epoch for worker in fleet.alive} == {pool.roster.epoch}
+    assert all(worker.serves for worker in fleet.alive)
+    assert {one.layout.generation for one in fleet.alive} == {pool.layouts.stored_generation}
+    assert [one.rank for one in fleet.harness.pool.roster.seated()] == list(range(len(fleet.alive)))
+
+
+def survives_a_death(fleet):
+    """What the pool is for: one more rank may die."""
+    fleet.restart("worker-3")
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+    fleet.kill("worker-0")
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+    assert len(fleet.alive) == 3
+
+
+@pytest.mark.parametrize("forms", ["before they connect", "after they connect", "in between"])
+def test_an_emptied_store_while_ranks_join_costs_one_epoch(fleet, forms):
+    fleet.succeed()
+    if forms == "before they connect":
+        fleet.live(seconds=1)
+    fleet.connect(*["worker-0"] if forms == "in between" else [])
+    fleet.live(seconds=1)
+    fleet.connect(*[] if forms != "in between" else ["worker-1", "worker-2"])
+    fleet.live(seconds=70)
+    check(fleet)
+    assert fleet.harness.pool.roster.epoch >= 58
+    assert fleet.harness.pool.counters.rejections.all() == () or forms == "in between"
+    survives_a_death(fleet)
+
+
+@pytest.mark.parametrize("forgotten", range(5))
+def test_a_failover_that_lost_writes_while_ranks_join_costs_one_epoch(fleet, forgotten):
+    fleet.succeed(memory_of(fleet.harness.writes, forgotten=forgotten))
+    fleet.connect()
+    fleet.live(seconds=20)
+    check(fleet)
+    survives_a_death(fleet)
+
+
+@pytest.mark.parametrize("forgotten", range(5))
+@pytest.mark.parametrize("heard", [(), ("worker-0",), ("worker-1", "worker-2")])
+def test_a_balancer_that_dies_before_all_ranks_have_their_epoch_is_succeeded(
+    fleet, forgotten, heard
+):
+    """Epoch 59 is recorded, and sent to some only; the store may have lost that again."""
+    harness = fleet.harness
+    fleet.live(seconds=1)
+    fleet.workers["worker-3"].restart()
+    fleet.workers["worker-3"].alive = True
+    fleet.connect("worker-3")
+    harness.disconnected |= set(fleet.workers) - set(heard)
+    harness.tick(seconds=1.0)
+    assert fleet.opened()[-1] == 59
+    assert {name for name, one in fleet.workers.items() if one.state.highest_epoch == 59} == {
+        *heard
+    }
+    fleet.succeed(memory_of(harness.writes, forgotten=forgotten))
+    fleet.connect()
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+    fleet.kill("worker-0")
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+
+
+@pytest.mark.parametrize("forgotten", [1, 2, 4, 1000])
+@pytest.mark.parametrize("restarted", ["worker-0", "worker-2"])
+def test_a_worker_that_restarts_meanwhile_does_not_hide_the_epoch_of_the_others(
+    fleet, forgotten, restarted
+):
+    writes = fleet.harness.writes
+    fleet.succeed(memory_of(writes, forgotten=min(forgotten, len(writes))))
+    fleet.restart(restarted)
+    fleet.live(seconds=2)
+    fleet.connect(*{one.hello.worker for one in fleet.alive} - {restarted})
+    fleet.live(seconds=70)
+    check(fleet)
+    survives_a_death(fleet)
+
+
+def test_no_generation_that_a_joining_rank_starts_in_is_used_again(fleet):
+    taken_up = fleet.workers["worker-0"].layout.generation
+    fleet.succeed()
+    fleet.connect()
+    fleet.live(seconds=70)
+    check(fleet)
+    assert fleet.harness.pool.layouts.current.generation > taken_up
+
+
+def taken_up_before(fleet):
+    """A balancer without memory, and workers that do not say in their Hello what they took up."""
+    fleet.succeed()
+    for worker in fleet.alive:
+        worker.greeting = lambda worker=worker: replace(worker.hello, group_lost=None)
+    fleet.connect()
+    while not fleet.opened():  # At the bound of a start: one worker is missing.
+        for worker in fleet.alive:
+            fleet.harness.say(worker, worker.heartbeat())
+        fleet.harness.tick(seconds=1.0)
+
+
+def test_a_rejected_epoch_is_followed_by_a_higher_one_at_once(fleet):
+    taken_up_before(fleet)
+    assert fleet.opened() == [1]
+    (answer,) = fleet.workers["worker-0"].answers
+    assert isinstance(answer, LayoutRejected)
+    assert (answer.epoch, answer.highest_epoch) == (1, 58)
+    assert "epoch 58 was taken up before" in answer.reason
+    fleet.live(seconds=1)
+    assert fleet.opened() == [1, 59]
+    assert "took up epoch 58" in fleet.harness.pool.membership.epochs[0].reason
+    fleet.live(seconds=5)
+    check(fleet)
+
+
+def test_a_group_lost_in_a_stream_counts_like_one_in_a_hello(fleet):
+    taken_up_before(fleet)
+    taken_up = max(worker.state.highest_generation for worker in fleet.alive)
+    for worker in fleet.alive:
+        worker.answers = []  # An older release ignores the epoch, then loses the one it has.
+        worker.fail("a peer is gone")
+    fleet.live(seconds=10)
+    check(fleet)
+    assert fleet.harness.pool.roster.epoch == 59
+    assert fleet.harness.pool.layouts.next_generation > taken_up
+
+
+def test_numbers_out_of_reach_are_rejected_by_name_in_every_message(fleet):
+    fleet.connect("worker-0")
+    worker, harness = fleet.workers["worker-0"], fleet.harness
+    for changes in {"highest_epoch": 2**40}, {"highest_generation": 2**40}:
+        with pytest.raises(RejectedWorkerError, match=r"worker-0 reports .* 1099511627776"):
+            harness.hello(replace(worker.greeting(), **changes))
+    lost = GroupLost(epoch=2**40, reason="x", expert_of_slot=None, generation=1)
+    refused = LayoutRejected(epoch=58, rank=0, generation=1, reason="x", highest_epoch=2**40)
+    for message in (lost, replace(lost, epoch=58, generation=2**40), refused):
+        with pytest.raises(InvalidMessageError, match=r"worker-0 reports .* 1099511627776"):
+            harness.say(worker, message)
+    assert harness.pool.roster.highest_epoch == 58
+    assert harness.pool.layouts.next_generation < 100
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_forgotten_whenever_the_living_end_up_as_one_group(make_harness, seed):
+    draw = random.Random(seed)
+    fleet = Fleet(make_harness)
+    for _ in range(25):
+        name = draw.choice(sorted(fleet.workers))
+        writes = fleet.harness.writes
+        match draw.choice(["kill", "restart", "restart", "cut", "reconnect", "forget", "idle"]):
+            case "kill" if len(fleet.alive) > 1:
+                fleet.kill(name)
+            case "restart":
+                fleet.restart(name)
+            case "cut":
+                fleet.cut(name)
+            case "reconnect":
+                fleet.cut(name)
+                fleet.connect(name)
+            case "forget":
+                forgotten = draw.choice([1, 2, 3, 4, len(writes)])
+                fleet.succeed(memory_of(writes, forgotten=min(forgotten, len(writes))))
+                names = [one for one in fleet.workers if draw.random() < 0.7]
+                draw.shuffle(names)
+                fleet.connect(*names) if names else None
+        fleet.live(seconds=draw.choice([0.5, 1, 3, 8]), forms=draw.random() < 0.5)
+    for name, worker in fleet.workers.items():
+        if not worker.alive:
+            fleet.restart(name)
+        elif name in fleet.harness.disconnected:
+            fleet.connect(name)
+    fleet.live(seconds=100)
+    check(fleet)
+    survives_a_death(fleet)
+
+
+def test_an_epoch_that_the_store_has_is_not_opened_again(make_harness):
+    members = EpochMembers(epoch=57, workers=("worker-0",))
+    fleet = Fleet(make_harness)
+    fleet.succeed(PoolMemory(members=members))
+    fleet.connect()
+    fleet.live(seconds=70)
+    assert fleet.opened() == [58]
