@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from equipoise_kernels.formats import GROUP, weight_scale_shape
 from equipoise_model.checkpoint_fp8 import STRIP_BYTES, dequantize_strip, quantize
-from equipoise_model.checkpoint_manifest import F32, FP8, SCALE_SUFFIX, TensorSpec, manifest
-from equipoise_model.checkpoint_shard import CheckpointError, Shard
+from equipoise_model.checkpoint_manifest import COMMAND, MANIFEST, Manifest, Payloads, format_name
+from equipoise_model.checkpoint_shard import CheckpointError, Shard, stored_bytes
+from equipoise_model.checkpoint_tensors import F32, FP8, SCALE_SUFFIX, TensorSpec, tensor_specs
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
 from equipoise_model.config import Fp8Config, ModelConfig
+from equipoise_model.experts import CHECKSUM_BYTES
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
-from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names
+from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names, placed_expert
 
 __all__ = ["Checkpoint", "CheckpointError", "ProgressCallback", "save"]
 
@@ -40,29 +42,44 @@ _ORIGINALS = {
     ".embed_tokens.weight": "model.embed_tokens.weight",
     ".shared_head.head.weight": "lm_head.weight",
 }
-_SAMPLE_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
 
 
 class Checkpoint:
     """An opened checkpoint: every tensor is present, with the right shape and type.
 
-    Weights are memory-mapped: opening is cheap, and a read touches only its own bytes and keeps a
-    few MiB of them in memory. Safe to read from any thread.
+    Reads are verified against the manifest, if there is one: a read of other bytes raises
+    CheckpointError, which names file and tensor, and what was read must not be used. Weights are
+    memory-mapped: opening is cheap, and a read touches only its own bytes and keeps a few MiB of
+    them in memory. Safe to read from any thread.
     """
 
     def __init__(
-        self, *, path: Path, config: ModelConfig, fingerprint: str, shards: Mapping[str, Shard]
+        self,
+        *,
+        path: Path,
+        config: ModelConfig,
+        stored_config: ModelConfig,
+        manifest: Manifest | None,
+        shards: Mapping[str, Shard],
     ) -> None:
         """Call `open` instead; `shards` maps every tensor name to its opened file."""
         self.path = path
         self.config = config
-        self.fingerprint = fingerprint
+        self.stored_config = stored_config
+        """The config of the files, whatever payloads are converted to."""
+        self.manifest = manifest
+        """What reads are verified against; None if the checkpoint has none yet."""
         self._shards = shards
 
     @classmethod
     def open(
-        cls, path: Path, *, keep_fp8: bool = False, quantize_as: Fp8Config | None = None
+        cls,
+        path: Path,
+        *,
+        keep_fp8: bool = False,
+        quantize_as: Fp8Config | None = None,
+        ignore_manifest: bool = False,
     ) -> Self:
         """Open and check a checkpoint's folder.
 
@@ -72,21 +89,63 @@ class Checkpoint:
                 payloads and `config` are those of the checkpoint converted to BF16.
             quantize_as: how to quantise a BF16 checkpoint while reading, so that its payloads and
                 `config` are those of an FP8 checkpoint; ignored for an FP8 checkpoint.
+            ignore_manifest: whether to open it as if it had none.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing, unknown, or has
-                another shape or type than the config implies.
+                another shape or type than the config implies, or the manifest is of another
+                checkpoint.
             UnsupportedConfigError: the model cannot run the checkpoint's config.
         """
-        config = _read_config(path / CONFIG)
+        stored_config = config = _read_config(path / CONFIG)
         shards = _open_shards(path)
         _check_tensors(shards, config=config, path=path)
         if config.quantization_config is None:
             config = dataclasses.replace(config, quantization_config=quantize_as)
         elif not keep_fp8 and quantize_as is None:
             config = dataclasses.replace(config, quantization_config=None)
-        files = sorted({shard.file for shard in shards.values()})
-        return cls(path=path, config=config, fingerprint=_fingerprint(config, files), shards=shards)
+        manifest = None if ignore_manifest else Manifest.read(path / MANIFEST)
+        if manifest is not None:
+            manifest.check(stored_config, shards, file=path / MANIFEST)
+        return cls(
+            path=path, config=config, stored_config=stored_config, manifest=manifest, shards=shards
+        )
+
+    def with_manifest(self, manifest: Manifest | None) -> Self:
+        """Return the same checkpoint, verified against another manifest; None verifies nothing."""
+        return type(self)(
+            path=self.path,
+            config=self.config,
+            stored_config=self.stored_config,
+            manifest=manifest,
+            shards=self._shards,
+        )
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the stored tensors."""
+        return tuple(self._shards)
+
+    def size_of(self, name: str) -> int:
+        """Size of a stored tensor in bytes."""
+        stored = self._shards[name].tensors[name]
+        return stored.end - stored.start
+
+    @property
+    def payload_checksums(self) -> Payloads | None:
+        """Checksums of what `read_expert` returns; None if the manifest lacks this format."""
+        if self.manifest is None:
+            return None
+        return self.manifest.payloads.get(format_name(self.config.quantization_config))
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that identify config, weights and the format of payloads.
+
+        Needs a manifest with the payloads of this format: see `checkpoint_digests.verified`.
+        """
+        assert self.manifest is not None, "a manifest"
+        return self.manifest.fingerprint(self.config)
 
     @property
     def has_mtp(self) -> bool:
@@ -215,14 +274,45 @@ class Checkpoint:
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill a tensor of the stored shape; FP8 is converted to BF16 unless `out` is FP8."""
-        shard = self._shards[name]
-        if shard.tensors[name].dtype != FP8 or out.dtype == torch.float8_e4m3fn:
-            for rows, part in shard.pieces(name, max_bytes=_PIECE_BYTES):
+        if self._shards[name].tensors[name].dtype != FP8 or out.dtype == torch.float8_e4m3fn:
+            for rows, part in self.pieces(name, max_bytes=_PIECE_BYTES):
                 out[rows].copy_(part)
             return
         scales = self.read(name + SCALE_SUFFIX)
-        for rows, codes in shard.pieces(name, max_bytes=STRIP_BYTES, multiple=GROUP):
+        for rows, codes in self.pieces(name, max_bytes=STRIP_BYTES, multiple=GROUP):
             out[rows].copy_(dequantize_strip(codes, scales, first=rows.start))
+
+    def pieces(
+        self, name: str, *, max_bytes: int = _PIECE_BYTES, multiple: int = 1
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield a tensor as stored, in pieces of consecutive rows; the end verifies the whole.
+
+        Raises:
+            CheckpointError: the bytes, all of which were yielded, are not those of the manifest.
+        """
+        shard = self._shards[name]
+        pieces = shard.pieces(name, max_bytes=max_bytes, multiple=multiple)
+        if self.manifest is None:
+            yield from pieces
+            return
+        digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        for rows, mapped in pieces:
+            # The file may change, or be read again, between two looks at a mapped page.
+            part = mapped.clone()
+            digest.update(stored_bytes(part))
+            yield rows, part
+        if digest.digest() != self.manifest.tensors[name]:
+            raise CheckpointError(_mismatch(name, shard.file, self.stored_config))
+
+
+def _mismatch(name: str, file: Path, config: ModelConfig) -> str:
+    place = placed_expert(name, config)
+    of_expert = "" if place is None else f" (expert {place[1]} of MoE layer {place[0]})"
+    return (
+        f"{file} is damaged: {name}{of_expert} does not match the digest in {MANIFEST}: copy the "
+        f"file again; after a change of the weights, write the manifest again with {COMMAND} "
+        f"{file.parent} --replace"
+    )
 
 
 def _parts(
@@ -281,7 +371,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _check_tensors(shards: Mapping[str, Shard], *, config: ModelConfig, path: Path) -> None:
     """Compare names, shapes and types with those the config implies."""
-    expected = manifest(config, mtp=any(is_mtp(name, config) for name in shards))
+    expected = tensor_specs(config, mtp=any(is_mtp(name, config) for name in shards))
     for name in sorted(shards.keys() - expected.keys()):
         raise CheckpointError(f"{shards[name].file}: {name} is not part of a model of this config")
     for name, spec in expected.items():
@@ -302,22 +392,3 @@ def _check_tensor(name: str, spec: TensorSpec, *, shard: Shard) -> None:
             f"{shard.file}: {name} is {stored.dtype}, the config implies {spec.dtype}: convert the "
             "checkpoint"
         )
-
-
-def _fingerprint(config: ModelConfig, files: list[Path]) -> str:
-    """Return 32 hex digits that identify a checkpoint, wherever it is stored.
-
-    Covers the config, each shard's header and size, and the first and last MiB of its weights. A
-    change of a few weights within a large shard may go unnoticed here; experts' checksums catch it.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(config.to_dict(), sort_keys=True).encode())
-    for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_size = stream.read(8)
-            digest.update(size.to_bytes(8, "little") + header_size)
-            digest.update(stream.read(int.from_bytes(header_size, "little") + _SAMPLE_BYTES))
-            stream.seek(max(size - _SAMPLE_BYTES, stream.tell()))
-            digest.update(stream.read())
-    return digest.hexdigest()

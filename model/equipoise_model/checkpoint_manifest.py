@@ -1,131 +1,220 @@
-"""`manifest`: every tensor of a checkpoint, derived from its config.
+"""`Manifest`: the digests of a checkpoint's contents, in a file beside the weights.
 
-Knows which tensors exist, their shapes and storage types. Needs neither a model nor files.
+Every read is verified against it, so that a damaged file is found by whoever reads it. The digests
+of experts' payloads are what a pool compares, pulls and reports by.
 """
 
-import math
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
-from equipoise_kernels.formats import weight_scale_shape
-from equipoise_model.config import ModelConfig
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
-BF16, F32, FP8 = "BF16", "F32", "F8_E4M3"
-SCALE_SUFFIX = "_scale_inv"
+from equipoise_model.checkpoint_shard import CheckpointError, stored_bytes
+from equipoise_model.checkpoint_tensors import SCALE_SUFFIX
+from equipoise_model.config import Fp8Config, ModelConfig
+from equipoise_model.experts import CHECKSUM_BYTES
+from equipoise_model.tensor_names import payload_names, placed_expert
 
-ITEM_BYTES = {BF16: 2, F32: 4, FP8: 1}
+MANIFEST = "equipoise-manifest.json"
+"""Name of the file, in the checkpoint's folder."""
 
+UNFINISHED = f"{MANIFEST}.*.new"
+"""Pattern of files whose writer died."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """A tensor's shape and storage type, by safetensors' name."""
+COMMAND = "equipoise checkpoint manifest --checkpoint"
 
-    shape: tuple[int, ...]
-    dtype: str
-    """The type that is written."""
-    also: tuple[str, ...] = ()
-    """Further types that are read."""
-    optional: bool = False
-    """Whether it repeats another tensor, so that a checkpoint may omit it."""
+Payloads = npt.NDArray[np.uint8]
+"""Checksums of experts' payloads in one format, [MoE layers, experts, 16]."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes, as written."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def manifest(config: ModelConfig, *, mtp: bool = True) -> dict[str, TensorSpec]:
-    """List the tensors of a checkpoint by name, in layer order.
-
-    Includes the multi-token-prediction modules of the config, or none. With `quantization_config`,
-    each linear map of attention and of feed-forward networks is a pair, `weight` and
-    `weight_scale_inv`.
-    """
-    dim, vocab = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, dim)}
-    for layer in range(config.num_hidden_layers):
-        sparse = layer >= config.first_k_dense_replace
-        shapes |= _under(f"model.layers.{layer}", _block(config, sparse=sparse))
-    shapes |= {"model.norm.weight": (dim,), "lm_head.weight": (vocab, dim)}
-    copies = set()
-    for depth in range(config.num_nextn_predict_layers if mtp else 0):
-        prefix = f"model.layers.{config.num_hidden_layers + depth}"
-        shapes |= _under(prefix, _mtp_module(config))
-        copies |= {f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"}
-    specs: dict[str, TensorSpec] = {}
-    for name, shape in shapes.items():
-        if name.endswith(".e_score_correction_bias"):
-            specs[name] = TensorSpec(shape=shape, dtype=F32, also=(BF16,))
-        elif config.quantization_config is not None and name.endswith(_QUANTIZED):
-            specs[name] = TensorSpec(shape=shape, dtype=FP8)
-            specs[name + SCALE_SUFFIX] = TensorSpec(shape=weight_scale_shape(shape), dtype=F32)
-        else:
-            specs[name] = TensorSpec(shape=shape, dtype=BF16, optional=name in copies)
-    return specs
+_VERSION = 1
 
 
-# Every linear map except the router, the head, and `eh_proj`.
-_QUANTIZED = (
-    *(f".{name}_proj.weight" for name in ("q", "q_a", "q_b", "kv_b", "o", "gate", "up", "down")),
-    ".kv_a_proj_with_mqa.weight",
-)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Manifest:
+    """What a checkpoint's files hold, by digest; all digests are BLAKE2b-128."""
 
+    tensors: Mapping[str, bytes]
+    """Digest of each tensor's stored bytes, by checkpoint name."""
 
-def _under(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+    payloads: Mapping[str, Payloads]
+    """Checksums of payloads by format: at least that in which the checkpoint is stored."""
 
+    @classmethod
+    def read(cls, file: Path) -> Self | None:
+        """Read a file; None if there is none.
 
-def _mtp_module(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """A sparse layer, the projection of its two inputs, and copies of the embedding and head."""
-    dim, vocab = config.hidden_size, config.vocab_size
-    return _block(config, sparse=True) | {
-        "embed_tokens.weight": (vocab, dim),
-        "enorm.weight": (dim,),
-        "hnorm.weight": (dim,),
-        "eh_proj.weight": (dim, 2 * dim),
-        "shared_head.norm.weight": (dim,),
-        "shared_head.head.weight": (vocab, dim),
-    }
+        Raises:
+            CheckpointError: it cannot be read, is damaged, or has another version.
+        """
+        try:
+            document = _document(file.read_bytes())
+            return cls(
+                tensors={name: bytes.fromhex(one) for name, one in document["tensors"].items()},
+                payloads={name: _table(rows) for name, rows in document["payloads"].items()},
+            )
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file} is damaged ({error}): copy it again, or, if the weights are known to be "
+                f"good, write it again with {COMMAND} {file.parent} --replace"
+            ) from error
 
+    def write(self, file: Path) -> None:
+        """Write the file in one step: readers see the old one or the new one, never a part.
 
-def _block(config: ModelConfig, *, sparse: bool) -> dict[str, tuple[int, ...]]:
-    dim = config.hidden_size
-    norms = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
-    parts = norms | _under("self_attn", _attention(config))
-    if not sparse:
-        return parts | _under("mlp", _feed_forward(dim, config.intermediate_size))
-    num_experts, expert_dim = config.n_routed_experts, config.moe_intermediate_size
-    parts |= {
-        "mlp.gate.weight": (num_experts, dim),
-        "mlp.gate.e_score_correction_bias": (num_experts,),
-    }
-    shared = _feed_forward(dim, config.n_shared_experts * expert_dim)
-    parts |= _under("mlp.shared_experts", shared)
-    for expert in range(num_experts):
-        parts |= _under(f"mlp.experts.{expert}", _feed_forward(dim, expert_dim))
-    return parts
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        document = self._document()
+        document["digest"] = _digest_of(document).hex()
+        unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.new")
+        try:
+            with unfinished.open("x", encoding="utf-8") as stream:
+                stream.write(json.dumps(document, indent=0) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
+    def with_payloads(self, name: str, checksums: Payloads) -> "Manifest":
+        """Return the manifest with the checksums of one more format."""
+        return replace(self, payloads={**self.payloads, name: checksums})
 
-def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    dim, heads = config.hidden_size, config.num_attention_heads
-    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
-    queries: dict[str, tuple[int, ...]] = {"q_proj.weight": (heads * config.qk_head_dim, dim)}
-    if q_rank is not None:
-        queries = {
-            "q_a_proj.weight": (q_rank, dim),
-            "q_a_layernorm.weight": (q_rank,),
-            "q_b_proj.weight": (heads * config.qk_head_dim, q_rank),
+    def check(self, config: ModelConfig, names: Iterable[str], *, file: Path) -> None:
+        """Check that it is about a checkpoint of these tensors.
+
+        Raises:
+            CheckpointError: it is about another checkpoint.
+        """
+        shape = (config.num_moe_layers, config.n_routed_experts, CHECKSUM_BYTES)
+        stored = format_name(config.quantization_config)
+        different = sorted(set(names) ^ self.tensors.keys())
+        shapes = {table.shape for table in self.payloads.values()}
+        if different or shapes != {shape} or stored not in self.payloads:
+            about = f": {different[0]} is in one of them only" if different else ""
+            raise CheckpointError(
+                f"{file} describes another checkpoint than the files beside it{about}: copy both "
+                f"again, or write it again with {COMMAND} {file.parent} --replace"
+            )
+
+    def fingerprint(self, config: ModelConfig) -> str:
+        """Return 32 hex digits that identify the weights under a config, wherever they are stored.
+
+        They change with every bit of every tensor, and with the format of payloads.
+        """
+        digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        digest.update(json.dumps(config.to_dict(), sort_keys=True).encode())
+        for name in sorted(self.tensors):
+            digest.update(name.encode() + b"\0" + self.tensors[name])
+        digest.update(self.payloads[format_name(config.quantization_config)].tobytes())
+        return digest.hexdigest()
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "tensors": {name: self.tensors[name].hex() for name in sorted(self.tensors)},
+            "payloads": {
+                name: [layer.tobytes().hex() for layer in self.payloads[name]]
+                for name in sorted(self.payloads)
+            },
         }
-    return queries | {
-        "kv_a_proj_with_mqa.weight": (config.latent_dim, dim),
-        "kv_a_layernorm.weight": (kv_rank,),
-        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), kv_rank),
-        "o_proj.weight": (dim, heads * config.v_head_dim),
-    }
 
 
-def _feed_forward(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "gate_proj.weight": (hidden_dim, dim),
-        "up_proj.weight": (hidden_dim, dim),
-        "down_proj.weight": (dim, hidden_dim),
-    }
+class ManifestBuilder:
+    """Computes a manifest from the stored bytes of tensors.
+
+    Each tensor is added once. The tensors of one expert are added in the order gate, up, down, with
+    scales behind their weight, by one thread; otherwise the order is free.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        """`config` is that of the checkpoint as stored."""
+        self._config = config
+        self._tensors: dict[str, bytes] = {}
+        shape = (config.num_moe_layers, config.n_routed_experts, CHECKSUM_BYTES)
+        self._payloads = np.zeros(shape, dtype=np.uint8)
+        self._open: dict[tuple[int, int], _Payload] = {}
+
+    def add(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Add a tensor as consecutive pieces of any shape, in the type that is stored."""
+        own = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        place = placed_expert(name, self._config)
+        payload = None if place is None else self._open.setdefault(place, _Payload())
+        for piece in pieces:
+            data = stored_bytes(piece)
+            own.update(data)
+            if payload is not None:
+                payload.add(data, is_scale=name.endswith(SCALE_SUFFIX))
+        self._tensors[name] = own.digest()
+        if place is not None and payload is not None and name == self._last_name(*place):
+            self._payloads[place] = np.frombuffer(payload.digest(), dtype=np.uint8)
+            del self._open[place]
+
+    def build(self) -> Manifest:
+        """Return the manifest of everything that was added."""
+        assert not self._open, "every expert is complete"
+        stored = format_name(self._config.quantization_config)
+        return Manifest(tensors=self._tensors, payloads={stored: self._payloads})
+
+    def _last_name(self, layer: int, expert: int) -> str:
+        last = payload_names(self._config, layer=layer, expert=expert)[-1]
+        return last if self._config.quantization_config is None else last + SCALE_SUFFIX
+
+
+def format_name(fp8: Fp8Config | None) -> str:
+    """Name of a payload's format: bf16, fp8, or fp8-ue8m0 with powers of two as scales."""
+    if fp8 is None:
+        return "bf16"
+    return "fp8" if fp8.scale_fmt is None else f"fp8-{fp8.scale_fmt}"
+
+
+class _Payload:
+    """The checksum of a payload in the making: weights, then scales."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+        self._scales: list[bytes] = []
+
+    def add(self, data: memoryview, *, is_scale: bool) -> None:
+        if is_scale:
+            self._scales.append(bytes(data))
+        else:
+            self._hash.update(data)
+
+    def digest(self) -> bytes:
+        for scales in self._scales:
+            self._hash.update(scales)
+        return self._hash.digest()
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    """Parse a file; anything but a whole manifest raises ValueError, KeyError or TypeError."""
+    document: dict[str, Any] = json.loads(data)
+    claimed = document.pop("digest")
+    if claimed != _digest_of(document).hex():
+        raise ValueError("its own digest differs")
+    if document["version"] != _VERSION:
+        raise ValueError(f"its version is {document['version']!r}, this release reads {_VERSION}")
+    return document
+
+
+def _digest_of(document: Mapping[str, Any]) -> bytes:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=CHECKSUM_BYTES).digest()
+
+
+def _table(rows: list[str]) -> Payloads:
+    flat = np.frombuffer(b"".join(bytes.fromhex(row) for row in rows), dtype=np.uint8)
+    return flat.reshape(len(rows), -1, CHECKSUM_BYTES)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from equipoise_model.checkpoint_manifest import BF16, F32, FP8
+from equipoise_model.checkpoint_tensors import BF16, F32, FP8
 
 DTYPES = {BF16: torch.bfloat16, F32: torch.float32, FP8: torch.float8_e4m3fn}
 
@@ -111,6 +111,11 @@ class Shard:
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{self.file}: {name} cannot be read: {error}") from error
         return torch.frombuffer(pages, dtype=torch.uint8, count=count, offset=before)
+
+
+def stored_bytes(tensor: Tensor) -> memoryview:
+    """View a contiguous tensor's bytes, as a file stores them."""
+    return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def header_of(tensors: Mapping[str, StoredTensor]) -> bytes:

@@ -1,7 +1,8 @@
 """`save`: write a model as a checkpoint; `write`: write one from any source of tensors.
 
 Assigns tensors to shards and replaces files atomically, the index last: after a crash there is the
-old checkpoint, or one that readers reject. Holds one tensor at a time plus the source.
+old checkpoint, or one that readers reject. The manifest is computed from the bytes in memory, not
+from what arrived on the disk. Holds one tensor at a time plus the source.
 """
 
 import dataclasses
@@ -10,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from torch import Tensor
 
 from equipoise_model.checkpoint_fp8 import quantize
-from equipoise_model.checkpoint_manifest import (
+from equipoise_model.checkpoint_manifest import MANIFEST, UNFINISHED, ManifestBuilder
+from equipoise_model.checkpoint_shard import DTYPES, StoredTensor, header_of, stored_bytes
+from equipoise_model.checkpoint_tensors import (
     FP8,
     ITEM_BYTES,
     SCALE_SUFFIX,
     TensorSpec,
-    manifest,
+    tensor_specs,
 )
-from equipoise_model.checkpoint_shard import DTYPES, StoredTensor, header_of
 from equipoise_model.config import Fp8Config, ModelConfig
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.tensor_names import dense_tensors, expert_tensors, mtp_copies
@@ -81,17 +82,19 @@ def write(
     Raises:
         OSError: the folder cannot be written.
     """
-    specs = manifest(config, mtp=mtp)
+    specs = tensor_specs(config, mtp=mtp)
     total = sum(spec.num_bytes for spec in specs.values())
     shards = _deal(specs, max_bytes=max_shard_bytes or total)
     files = _file_names(len(shards))
     path.mkdir(parents=True, exist_ok=True)
-    for unfinished in path.glob("*.safetensors.new"):
-        unfinished.unlink()
-    done = 0
+    for pattern in ("*.safetensors.new", UNFINISHED):
+        for unfinished in path.glob(pattern):
+            unfinished.unlink()
+    digests, done = ManifestBuilder(config), 0
     for names, file in zip(shards, files, strict=True):
         with (path / f"{file}.new").open("wb") as stream:
-            writer = _ShardWriter(stream, {name: specs[name] for name in names})
+            own = {name: specs[name] for name in names}
+            writer = _ShardWriter(stream, own, digests=digests)
             for name in names:
                 if name.endswith(SCALE_SUFFIX):
                     continue
@@ -99,6 +102,7 @@ def write(
                 if progress is not None:
                     progress(done, total)
     _write_json(path / f"{CONFIG}.new", config.to_dict())
+    digests.build().write(path / f"{MANIFEST}.new")
     if len(files) > 1:
         file_of = {n: file for names, file in zip(shards, files, strict=True) for n in names}
         _write_json(
@@ -110,8 +114,11 @@ def write(
 class _ShardWriter:
     """Writes the tensors of one file in any order, each at its offset."""
 
-    def __init__(self, stream: BinaryIO, specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, stream: BinaryIO, specs: Mapping[str, TensorSpec], *, digests: ManifestBuilder
+    ) -> None:
         self._stream = stream
+        self._digests = digests
         self._places: dict[str, StoredTensor] = {}
         end = 0
         # Widest element type first, so that every tensor starts at a multiple of its element size.
@@ -139,8 +146,9 @@ class _ShardWriter:
         place = self._places[name]
         assert tuple(tensor.shape) == place.shape
         stored = tensor.detach().to(device="cpu", dtype=DTYPES[place.dtype]).contiguous()
+        self._digests.add(name, (stored,))
         self._stream.seek(self._begin + place.start)
-        return self._stream.write(stored.view(torch.uint8).numpy().data)
+        return self._stream.write(stored_bytes(stored))
 
 
 def _deal(specs: Mapping[str, TensorSpec], *, max_bytes: int) -> list[list[str]]:
@@ -172,11 +180,12 @@ def _write_json(file: Path, value: object) -> None:
 
 def _replace(path: Path, files: Sequence[str]) -> None:
     """Replace all old files with the new ones."""
-    (path / INDEX).unlink(missing_ok=True)
+    for name in (INDEX, MANIFEST):
+        (path / name).unlink(missing_ok=True)
     for old in [path / WEIGHTS, *path.glob("model-*-of-*.safetensors")]:
         if old.name not in files:
             old.unlink(missing_ok=True)
-    for name in (CONFIG, *files):
+    for name in (CONFIG, MANIFEST, *files):
         (path / f"{name}.new").replace(path / name)
     if len(files) > 1:
         (path / f"{INDEX}.new").replace(path / INDEX)

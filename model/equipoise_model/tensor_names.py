@@ -14,6 +14,7 @@ from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
 
 _MTP = re.compile(r"mtp_layers\.(\d+)\.")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
 
 
@@ -58,6 +59,14 @@ def payload_names(config: ModelConfig, *, layer: int, expert: int) -> list[str]:
     """The tensors of one expert's payload, in order; MoE layers count from 0."""
     prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.experts.{expert}"
     return [f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
+
+
+def placed_expert(name: str, config: ModelConfig) -> tuple[int, int] | None:
+    """Return the MoE layer, from 0, and the expert of a tensor of an expert that layouts place."""
+    match = _EXPERT.match(name)
+    if match is None or is_mtp(name, config):
+        return None
+    return int(match[1]) - config.first_k_dense_replace, int(match[2])
 
 
 def is_mtp(name: str, config: ModelConfig) -> bool:

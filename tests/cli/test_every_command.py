@@ -59,6 +59,7 @@ GOOD = {
     "whatif": ([*LOADS, "--ranks", "4"], DONE),
     "convert": (["--file", LOADS[1], "--out", "{folder}/loads.npz", "--format", "deepseek"], DONE),
     "checkpoint convert": (["--checkpoint", str(TINY), "--out", "{folder}/fp8"], DONE),
+    "checkpoint manifest": (["--checkpoint", str(TINY)], DONE),
     "demo": (
         [
             *("--plain", "--workers=2", "--nodes=1", "--slots-per-rank=16", "--domains=code"),
@@ -96,6 +97,7 @@ BAD = [
     ("whatif", [*LOADS, "--ranks", "0"], 2),
     ("convert", ["--file", "{folder}/missing.json", "--out", "{folder}/x.json"], 2),
     ("checkpoint convert", ["--checkpoint", "{folder}/missing", "--out", "{folder}/x"], 2),
+    ("checkpoint manifest", ["--checkpoint", "{folder}/missing"], 2),
     ("demo", ["--workers", "3"], 2),
     ("demo", ["--checkpoint", "{folder}/missing"], 2),
     ("generate", ["x", "--checkpoint", "{folder}/missing"], 1),

@@ -7,6 +7,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
+from equipoise_model.checkpoint_digests import verified
+from equipoise_model.checkpoint_manifest import MANIFEST
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.generate import greedy
 from equipoise_model.plain.transformer import Transformer
@@ -32,10 +34,11 @@ def saved(random_model, tmp_path):
 
 
 def rewrite(path, change):
-    """Save the checkpoint's weights again after `change` has worked on them."""
+    """Save the weights again after `change` has worked on them, on purpose: without a manifest."""
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
+    (path / MANIFEST).unlink(missing_ok=True)
 
 
 def test_a_saved_model_comes_back_exactly(config, random_model, tmp_path):
@@ -120,7 +123,8 @@ def test_saving_again_replaces_the_checkpoint(random_model, tmp_path):
     before = Checkpoint.open(tmp_path).fingerprint
     save(random_model(TINY, seed=1), tmp_path)
     assert Checkpoint.open(tmp_path).fingerprint != before
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    left = sorted(file.name for file in tmp_path.iterdir())
+    assert left == ["config.json", MANIFEST, "model.safetensors"]
 
 
 def test_the_fingerprint_is_the_same_wherever_the_same_checkpoint_is(saved, tmp_path):
@@ -141,7 +145,7 @@ def test_the_fingerprint_sees_other_weights(saved, name):
     _, path = saved
     before = Checkpoint.open(path).fingerprint
     rewrite(path, lambda tensors: tensors[name].neg_())
-    assert Checkpoint.open(path).fingerprint != before
+    assert verified(Checkpoint.open(path)).fingerprint != before
 
 
 def test_the_fingerprint_sees_another_config(saved):

@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
 from equipoise_model.checkpoint_convert import convert
-from equipoise_model.checkpoint_manifest import SCALE_SUFFIX
+from equipoise_model.checkpoint_digests import verified
+from equipoise_model.checkpoint_tensors import SCALE_SUFFIX
 from equipoise_model.config import Fp8Config
 from equipoise_model.generate import greedy
 from equipoise_model.presets import TINY
@@ -109,7 +110,8 @@ def test_a_payload_is_that_of_the_checkpoint_converted_to_bf16(saved, tmp_path):
 
 def test_checkpoints_of_other_payloads_have_other_fingerprints(saved):
     _, path = saved
-    kept, converted = Checkpoint.open(path, keep_fp8=True), Checkpoint.open(path)
+    kept = verified(Checkpoint.open(path, keep_fp8=True))
+    converted = verified(Checkpoint.open(path))
     assert kept.fingerprint != converted.fingerprint
 
 

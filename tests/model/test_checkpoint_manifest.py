@@ -1,94 +1,261 @@
-import dataclasses
-import json
+"""Every read is verified against the manifest; the manifest is there, or is made."""
 
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import threading
+
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from equipoise_model.checkpoint import Checkpoint
-from equipoise_model.checkpoint_manifest import SCALE_SUFFIX, manifest
-from equipoise_model.checkpoint_shard import StoredTensor, header_of
+from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
+from equipoise_model.checkpoint_convert import convert
+from equipoise_model.checkpoint_digests import compute, verified, verify_all
+from equipoise_model.checkpoint_manifest import MANIFEST, Manifest
 from equipoise_model.config import Fp8Config
+from equipoise_model.experts import checksum
 from equipoise_model.plain.transformer import Transformer
-from equipoise_model.presets import DEEPSEEK_V3
-from equipoise_model.tensor_names import dense_tensors, expert_tensors, mtp_copies
+from equipoise_model.presets import TINY
+from tests.support.damaged_files import flip_bit
+
+SMALL = dataclasses.replace(TINY, num_hidden_layers=3, n_routed_experts=16)
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"  # MoE layer 1
+FORMATS = {"bf16": None, "fp8": Fp8Config(), "fp8-ue8m0": Fp8Config(scale_fmt="ue8m0")}
 
 
-@pytest.fixture(scope="module")
-def published():
-    return manifest(DEEPSEEK_V3)
+@pytest.fixture(params=list(FORMATS))
+def stored_as(request):
+    return request.param
 
 
-def test_the_manifest_of_the_published_model_has_its_tensors_and_bytes(published):
-    assert len(published) == 91_991
-    assert sum(spec.num_bytes for spec in published.values()) == 688_574_839_360
-    main = manifest(DEEPSEEK_V3, mtp=False)
-    assert len(main) == 90_427
-    assert sum(spec.num_bytes for spec in main.values()) == 673_150_611_808
+@pytest.fixture
+def path(random_model, stored_as, tmp_path):
+    """The folder of a checkpoint with MTP, in some shards."""
+    folder = tmp_path / "checkpoint"
+    save(random_model(SMALL, mtp=True), folder, fp8=FORMATS[stored_as], max_shard_bytes=400_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def opened(path):
+    """A checkpoint in the format in which it is stored."""
+    return Checkpoint.open(path, keep_fp8=True)
+
+
+def read_everything(checkpoint):
+    """Read as a worker does: the dense part, then each expert."""
+    model = Transformer(checkpoint.config, mtp=checkpoint.has_mtp)
+    checkpoint.load_dense(model)
+    return [
+        checkpoint.read_expert(*place)
+        for place in np.ndindex(SMALL.num_moe_layers, SMALL.n_routed_experts)
+    ]
+
+
+def test_what_is_written_is_what_is_computed_from_the_files(path, stored_as):
+    written = Manifest.read(path / MANIFEST)
+    computed = compute(Checkpoint.open(path))
+    assert written.tensors == computed.tensors
+    assert written.payloads.keys() == computed.payloads.keys() == {stored_as}
+    assert np.array_equal(written.payloads[stored_as], computed.payloads[stored_as])
+
+
+def test_the_checksum_of_every_payload_is_known_in_every_format(path, stored_as):
+    formats = [{"keep_fp8": True}, {}]
+    if stored_as == "bf16":
+        formats.append({"quantize_as": Fp8Config()})
+    for chosen in formats:
+        checkpoint = verified(Checkpoint.open(path, **chosen))
+        table = checkpoint.payload_checksums
+        for place in np.ndindex(table.shape[:2]):
+            assert table[place].tobytes() == checksum(checkpoint.read_expert(*place))
+        again = Checkpoint.open(path, **chosen)
+        assert np.array_equal(again.payload_checksums, table), "it was written"
+
+
+def test_a_good_checkpoint_is_read_whole(path):
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.manifest is not None
+    read_everything(checkpoint)
+    verify_all(checkpoint)
+
+
+@pytest.mark.parametrize("keep_fp8", [False, True])
+def test_one_flipped_bit_of_an_expert_is_found_by_who_reads_it(path, keep_fp8):
+    file = flip_bit(path, EXPERT)
+    checkpoint = Checkpoint.open(path, keep_fp8=keep_fp8)
+    with pytest.raises(CheckpointError, match="expert 5 of MoE layer 1") as caught:
+        checkpoint.read_expert(1, 5)
+    assert str(file) in str(caught.value)
+    assert EXPERT in str(caught.value)
+    checkpoint.read_expert(1, 4)
+    with pytest.raises(CheckpointError, match=file.name):
+        verify_all(checkpoint)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "scales"),
+    "name",
     [
-        ("layers.0.self_attn.kv_a_proj_with_mqa.weight", (576, 7168), (5, 56)),
-        ("layers.0.self_attn.q_a_proj.weight", (1536, 7168), (12, 56)),
-        ("layers.60.self_attn.kv_b_proj.weight", (32768, 512), (256, 4)),
-        ("layers.2.mlp.down_proj.weight", (7168, 18432), (56, 144)),
-        ("layers.61.mlp.experts.255.up_proj.weight", (2048, 7168), (16, 56)),
-        ("layers.3.mlp.shared_experts.down_proj.weight", (7168, 2048), (56, 16)),
+        "lm_head.weight",
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+        "model.layers.3.mlp.experts.0.up_proj.weight",
     ],
 )
-def test_linear_maps_of_the_published_model_are_pairs(published, name, shape, scales):
-    weight, scale = published[f"model.{name}"], published[f"model.{name}{SCALE_SUFFIX}"]
-    assert (weight.dtype, weight.shape) == ("F8_E4M3", shape)
-    assert (scale.dtype, scale.shape) == ("F32", scales)
+def test_one_flipped_bit_of_the_dense_part_is_found_when_it_is_loaded(path, name):
+    flip_bit(path, name)
+    checkpoint = Checkpoint.open(path)
+    with pytest.raises(CheckpointError, match=name):
+        checkpoint.load_dense(Transformer(checkpoint.config, mtp=True))
+
+
+def test_damage_is_not_converted_into_a_good_checkpoint(path, stored_as, tmp_path):
+    flip_bit(path, EXPERT)
+    fp8 = Fp8Config() if stored_as == "bf16" else None
+    with pytest.raises(CheckpointError, match="expert 5 of MoE layer 1"):
+        convert(Checkpoint.open(path), tmp_path / "converted", fp8=fp8)
+
+
+def test_a_flipped_bit_of_a_scale_is_found(random_model, tmp_path):
+    save(random_model(SMALL), tmp_path, fp8=Fp8Config())
+    flip_bit(tmp_path, EXPERT + "_scale_inv")
+    for keep_fp8 in (False, True):
+        with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale_inv \(expert 5"):
+            Checkpoint.open(tmp_path, keep_fp8=keep_fp8).read_expert(1, 5)
+
+
+def test_a_missing_manifest_is_computed_and_written(path):
+    before = opened(path).fingerprint
+    (path / MANIFEST).unlink()
+    assert Checkpoint.open(path).manifest is None
+    told = []
+    checkpoint = verified(opened(path), progress=lambda *both: told.append(both))
+    assert checkpoint.fingerprint == before
+    assert opened(path).fingerprint == before
+    assert (path / MANIFEST).stat().st_mode == (path / "config.json").stat().st_mode
+    done, total = told[-1]
+    assert done == total > sum(f.stat().st_size for f in path.glob("*.safetensors")) * 0.9
+
+
+def test_a_folder_that_cannot_be_written_needs_no_manifest(path, monkeypatch, caplog):
+    before = opened(path).fingerprint
+    (path / MANIFEST).unlink()
+
+    def fail(*_arguments, **_options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    checkpoint = verified(opened(path))
+    assert checkpoint.fingerprint == before
+    flip_bit(path, EXPERT)
+    with pytest.raises(CheckpointError, match="expert 5 of MoE layer 1"):
+        checkpoint.read_expert(1, 5)
+    assert "cannot be written (Read-only file system)" in caplog.text
+    assert not [file for file in path.iterdir() if MANIFEST in file.name], "nothing is left"
 
 
 @pytest.mark.parametrize(
-    "name", ["lm_head", "model.layers.3.mlp.gate", "model.layers.61.eh_proj", "model.norm"]
+    "change",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: '{"version": 1}',
+        lambda text: text.replace('"bf16"', '"fp16"').replace('"fp8', '"fp7'),
+        lambda text: text.replace("a", "b", 1),
+    ],
+    ids=["half", "empty", "list", "no digest", "other format", "one digit"],
 )
-def test_what_is_sensitive_stays_in_bf16(published, name):
-    assert published[f"{name}.weight"].dtype == "BF16"
-    assert f"{name}.weight{SCALE_SUFFIX}" not in published
+def test_a_damaged_manifest_is_rejected(path, change):
+    file = path / MANIFEST
+    file.write_text(change(file.read_text()))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged") as caught:
+        Checkpoint.open(path)
+    assert "checkpoint manifest --checkpoint" in str(caught.value)
 
 
-def test_the_published_model_opens_though_it_is_larger_than_memory_and_disk(published, tmp_path):
-    places, end = {}, 0
-    for name, spec in published.items():
-        begin, end = end, end + spec.num_bytes
-        places[name] = StoredTensor(dtype=spec.dtype, shape=spec.shape, start=begin, end=end)
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3.to_dict()))
-    with (tmp_path / "model.safetensors").open("wb") as stream:
-        header = header_of(places)
-        stream.write(header)
-        last = places["model.layers.60.mlp.experts.255.down_proj.weight" + SCALE_SUFFIX]
-        stream.seek(len(header) + last.end - 1)
-        stream.write(b"\x7f")
-        stream.truncate(len(header) + end)  # all the rest is a hole
-    checkpoint = Checkpoint.open(tmp_path, keep_fp8=True)
-    assert checkpoint.has_mtp
-    assert checkpoint.is_fp8
-    payload = checkpoint.read_expert(57, 255)
-    assert payload.shape == (44_050_944,)
-    assert payload.count_nonzero() == 1
-    assert payload[-1] == 0x7F
+def test_the_manifest_of_another_checkpoint_is_rejected(path, random_model, tmp_path):
+    other = dataclasses.replace(SMALL, n_routed_experts=24)
+    save(random_model(other), tmp_path / "other")
+    shutil.copyfile(tmp_path / "other" / MANIFEST, path / MANIFEST)
+    with pytest.raises(CheckpointError, match="describes another checkpoint"):
+        Checkpoint.open(path)
 
 
-@pytest.mark.parametrize("mtp", [True, False])
-def test_the_manifest_names_the_tensors_of_the_model(config, mtp):
-    with torch.device("meta"):
-        model = Transformer(config, mtp=mtp)
-    tensors = dense_tensors(model) | expert_tensors(model) | mtp_copies(model)
-    specs = manifest(config, mtp=mtp)
-    assert {name: spec.shape for name, spec in specs.items()} == {
-        name: tuple(tensor.shape) for name, tensor in tensors.items()
-    }
-    assert {name for name, spec in specs.items() if spec.optional} == set(mtp_copies(model))
+def test_other_weights_of_the_same_shape_are_rejected_as_they_are_read(
+    path, stored_as, random_model, tmp_path
+):
+    save(random_model(SMALL, mtp=True, seed=9), tmp_path / "other", fp8=FORMATS[stored_as])
+    shutil.copyfile(tmp_path / "other" / MANIFEST, path / MANIFEST)
+    checkpoint = Checkpoint.open(path)
+    with pytest.raises(CheckpointError, match="does not match the digest"):
+        checkpoint.read_expert(0, 0)
 
 
-def test_quantization_adds_scales_and_nothing_else(config):
-    plain = manifest(config)
-    quantized = manifest(dataclasses.replace(config, quantization_config=Fp8Config()))
-    assert plain.keys() == {name for name in quantized if not name.endswith(SCALE_SUFFIX)}
-    pairs = [name for name, spec in quantized.items() if spec.dtype == "F8_E4M3"]
-    assert len(quantized) == len(plain) + len(pairs)
-    assert all(plain[name].shape == quantized[name].shape for name in plain)
+def test_a_later_version_is_rejected_with_a_remedy(path):
+    document = json.loads((path / MANIFEST).read_text()) | {"version": 2}
+    del document["digest"]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["digest"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    (path / MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="its version is 2, this release reads 1"):
+        Checkpoint.open(path)
+
+
+def test_workers_that_write_the_manifest_at_once_do_not_fight(path):
+    before = opened(path).fingerprint
+    (path / MANIFEST).unlink()
+    start, found, faults = threading.Barrier(9), [], []
+
+    def work():
+        start.wait()
+        found.append(verified(opened(path)).fingerprint)
+
+    def look():
+        start.wait()
+        while len(found) < 8:
+            try:
+                Manifest.read(path / MANIFEST)
+            except CheckpointError as error:
+                faults.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)] + [threading.Thread(target=look)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {before}
+    assert not faults, "a reader never sees a part of it"
+    assert [f.name for f in path.iterdir() if MANIFEST in f.name] == [MANIFEST]
+
+
+def test_shards_do_not_change_what_a_checkpoint_is(path, stored_as, tmp_path):
+    before = opened(path).fingerprint
+    tensors = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= load_file(file)
+    (tmp_path / "one").mkdir()
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    for name in ("config.json", MANIFEST):
+        shutil.copyfile(path / name, tmp_path / "one" / name)
+    checkpoint = opened(tmp_path / "one")
+    assert checkpoint.fingerprint == before
+    read_everything(Checkpoint.open(tmp_path / "one"))
+
+
+def test_one_bit_anywhere_changes_the_fingerprint(path):
+    before = opened(path).fingerprint
+    flip_bit(path, EXPERT)
+    (path / MANIFEST).unlink()
+    assert verified(opened(path)).fingerprint != before
+
+
+def test_a_bfloat16_reads_as_it_was_saved(random_model, tmp_path):
+    model = random_model(SMALL)
+    save(model, tmp_path)
+    assert torch.equal(
+        Checkpoint.open(tmp_path).read("lm_head.weight"), model.lm_head.weight.bfloat16()
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise_model.checkpoint import Checkpoint
-from equipoise_model.checkpoint_manifest import manifest
+from equipoise_model.checkpoint_tensors import tensor_specs
 from equipoise_model.checkpoint_writer import write
 from equipoise_model.config import Fp8Config
 from equipoise_model.presets import TINY
@@ -39,7 +39,7 @@ def large(request, tmp_path):
         num_nextn_predict_layers=0,
         quantization_config=request.param,
     )
-    shapes = {name: spec.shape for name, spec in manifest(config).items()}
+    shapes = {name: spec.shape for name, spec in tensor_specs(config).items()}
     write(
         tmp_path / "large",
         config,

@@ -6,7 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from equipoise_model.checkpoint import Checkpoint, CheckpointError, save
-from equipoise_model.checkpoint_manifest import SCALE_SUFFIX, manifest
+from equipoise_model.checkpoint_manifest import MANIFEST
+from equipoise_model.checkpoint_tensors import SCALE_SUFFIX, tensor_specs
 from equipoise_model.config import Fp8Config
 
 INDEX = "model.safetensors.index.json"
@@ -37,10 +38,10 @@ def test_tensors_are_dealt_to_shards_of_a_size(model, tmp_path):
 def test_the_index_lists_the_file_of_every_tensor(model, tmp_path):
     save(model, tmp_path, max_shard_bytes=60_000)
     index = json.loads((tmp_path / INDEX).read_text())
-    assert set(index["weight_map"]) == set(manifest(model.config))
+    assert set(index["weight_map"]) == set(tensor_specs(model.config))
     held = {file: set(load_file(tmp_path / file)) for file in set(index["weight_map"].values())}
     assert all(name in held[file] for name, file in index["weight_map"].items())
-    specs = manifest(model.config).values()
+    specs = tensor_specs(model.config).values()
     assert index["metadata"]["total_size"] == sum(spec.num_bytes for spec in specs)
 
 
@@ -65,7 +66,7 @@ def test_files_are_as_the_library_writes_them(model, tmp_path):
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         names = set(file.keys())
-    assert names == set(manifest(Checkpoint.open(tmp_path, keep_fp8=True).config))
+    assert names == set(tensor_specs(Checkpoint.open(tmp_path, keep_fp8=True).config))
 
 
 def test_one_kind_of_checkpoint_replaces_the_other(model, tmp_path):
@@ -76,7 +77,7 @@ def test_one_kind_of_checkpoint_replaces_the_other(model, tmp_path):
         assert (INDEX in left) == (shards is not None)
         assert ("model.safetensors" in left) == (shards is None)
         assert not [name for name in left if name.endswith(".new")]
-    assert left == ["config.json", "model.safetensors"]
+    assert left == ["config.json", MANIFEST, "model.safetensors"]
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(model, tmp_path, monkeypatch):
@@ -91,7 +92,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(model, tmp_path, monkeypatc
         save(model, tmp_path, max_shard_bytes=60_000, progress=fail)
     assert Checkpoint.open(tmp_path).fingerprint == before
     save(model, tmp_path)
-    assert files(tmp_path) == ["config.json", "model.safetensors"]
+    assert files(tmp_path) == ["config.json", MANIFEST, "model.safetensors"]
 
 
 def test_progress_reaches_the_whole(model, tmp_path):
@@ -109,7 +110,9 @@ def test_progress_reaches_the_whole(model, tmp_path):
         assert calls[-1][0] == calls[-1][1]
         assert [done for done, _ in calls] == sorted({done for done, _ in calls})
         assert len({total for _, total in calls}) == 1
-    assert told["save"][-1][1] == sum(spec.num_bytes for spec in manifest(model.config).values())
+    assert told["save"][-1][1] == sum(
+        spec.num_bytes for spec in tensor_specs(model.config).values()
+    )
 
 
 def test_a_shard_that_lost_a_tensor_of_the_index_is_named(model, tmp_path):

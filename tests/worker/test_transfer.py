@@ -16,19 +16,8 @@ from equipoise.worker.waits import Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
+from tests.support.expert_servers import served
 from tests.support.worker_parts import join_epoch_of, puller_of
-
-
-@asynccontextmanager
-async def served(servicer):
-    server = grpc.aio.server()
-    worker_pb2_grpc.add_ExpertTransferServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
 
 
 def opened(held, *, epoch=1):

@@ -12,7 +12,7 @@ import typer
 
 from equipoise.balancer.settings import BalancerSettings
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings
+from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, ManifestSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.cli.help import OFFLINE, SERVICES, TRY, Sections
@@ -181,6 +181,15 @@ app.add_typer(checkpoint, name="checkpoint", rich_help_panel=OFFLINE)
 def checkpoint_convert(settings: ConvertCheckpointSettings) -> int:
     """Convert a model's weights to FP8 or BF16, or reshard them."""
     from equipoise.cli.checkpoint.convert import run
+
+    return run(settings)
+
+
+@checkpoint.command("manifest")
+@options_from_settings
+def checkpoint_manifest(settings: ManifestSettings) -> int:
+    """Write the digests of a model's weights, or verify the weights against them."""
+    from equipoise.cli.checkpoint.manifest import run
 
     return run(settings)
 

@@ -13,6 +13,7 @@ from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
+from equipoise_model.checkpoint_digests import verified
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
@@ -68,8 +69,13 @@ class ModelCore:
             max_graph_rows=settings.max_requests,
         )
         loading = loading or Loading(log_format=settings.log_format)
-        with loading.of("dense weights") as report:
-            checkpoint.load_dense(model, progress=report)
+        try:
+            with loading.of("digests") as report:
+                checkpoint = verified(checkpoint, progress=report)
+            with loading.of("dense weights") as report:
+                checkpoint.load_dense(model, progress=report)
+        except CheckpointError as error:
+            raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
         cache = operations.cache(
             config,
             num_blocks=_num_blocks(settings, block_tokens=operations.block_tokens),

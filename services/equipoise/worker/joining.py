@@ -18,10 +18,11 @@ from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.moves import Move
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.messages import JoinEpoch
-from equipoise.worker.errors import GroupError
+from equipoise.worker.errors import GroupError, TransferError
 from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.held import HeldExperts, SlotIndex
 from equipoise.worker.parts import WorkerParts
+from equipoise_model.checkpoint import CheckpointError
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
 
@@ -58,7 +59,8 @@ class WorkerSlots:
 
         Raises:
             GroupError: `abandoned` was set.
-            TransferError: an expert is unavailable from every source.
+            TransferError: an expert is unavailable from every source, or damaged in the checkpoint
+                without another source.
         """
         held = self.held
         layout, rank = join_epoch.layout, join_epoch.rank
@@ -137,9 +139,12 @@ class WorkerSlots:
         for (layer, slot), expert in missing.items():
             if (layer, slot) not in by_index:
                 _check(abandoned)
-                by_index[layer, slot] = await asyncio.to_thread(
-                    self._core.checkpoint.read_expert, layer, expert
-                )
+                try:
+                    by_index[layer, slot] = await asyncio.to_thread(
+                        self._core.checkpoint.read_expert, layer, expert
+                    )
+                except CheckpointError as error:
+                    raise TransferError(str(error)) from error
         return by_index
 
     async def _pull(self, moves: list[Move], join_epoch: JoinEpoch) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from equipoise.worker.held import HeldExperts
 from equipoise.worker.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+from equipoise_model.checkpoint import CheckpointError
 from equipoise_model.experts import checksum, payload_from_bytes
 
 CHUNK_BYTES = 256 * 1024
@@ -208,7 +209,7 @@ class ExpertPuller:
         if isinstance(source, CheckpointSource):
             try:
                 return await asyncio.to_thread(self._read_checkpoint, move.layer, move.expert)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, CheckpointError) as error:
                 raise TransferError(str(error)) from error
         if source.rank == self._rank and self._held is not None:
             return await asyncio.to_thread(self._held.read, layer=move.layer, expert=move.expert)

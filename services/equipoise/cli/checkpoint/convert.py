@@ -10,10 +10,12 @@ from equipoise.cli.display import console, format_bytes, format_count, print_jso
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.checkpoint_convert import convert
+from equipoise_model.checkpoint_manifest import MANIFEST
 from equipoise_model.checkpoint_writer import CONFIG, INDEX
 from equipoise_model.config import Fp8Config
 
 _SHARDS = "*.safetensors"
+_WRITTEN = {CONFIG, INDEX, MANIFEST}
 _BESIDE_WEIGHTS = {".jinja", ".json", ".model", ".txt"}
 """Suffixes of tokenizers, chat templates and similar files."""
 
@@ -72,7 +74,7 @@ def _copy_beside_weights(source: Path, out: Path) -> list[str]:
     names = sorted(
         file.name
         for file in source.iterdir()
-        if file.is_file() and file.suffix in _BESIDE_WEIGHTS and file.name not in {CONFIG, INDEX}
+        if file.is_file() and file.suffix in _BESIDE_WEIGHTS and file.name not in _WRITTEN
     )
     for name in names:
         shutil.copyfile(source / name, out / name)

@@ -1,4 +1,4 @@
-"""`ConvertCheckpointSettings`: the options of `equipoise checkpoint convert`."""
+"""The options of `equipoise checkpoint convert` and `equipoise checkpoint manifest`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -54,3 +54,22 @@ class ConvertCheckpointSettings:
     def max_shard_bytes(self) -> int | None:
         """Maximum bytes per file; None for one file."""
         return None if self.shard_gib is None else round(self.shard_gib * 2**30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestSettings:
+    """A checkpoint whose manifest is written, or whose files are verified against it."""
+
+    checkpoint: Path
+    """Folder with config.json and safetensors files."""
+
+    weights: WeightFormat | None = None
+    """Also record the checksums of experts in this format, for workers that convert to it while
+    they read. Default: only the stored format."""
+
+    replace: bool = False
+    """Compute the manifest from the files as they are. Use it only if the files are known to be
+    good: damage in them becomes part of the manifest."""
+
+    json: bool = False
+    """Print JSON."""
