@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.balancer.service.status_service import LEADER_METADATA
 from equipoise.balancer.store.redis_store import RedisStore
+from equipoise.balancer.store.store import StoreError
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.agent_ranks import ranks_of, staged_by_all, switch, traffic
 from tests.support.redis_server import free_port
@@ -229,3 +230,34 @@ async def test_ranks_serve_on_without_redis_and_are_balanced_again_with_it(
             await balancer.until_committed(second)
     finally:
         balancer.end()
+
+
+async def test_ranks_of_a_high_term_are_led_in_the_first_one_after_everything_was_lost(
+    redis_server, store, harness, skewed
+):
+    await store.fence(term=70)
+    first = Process(redis_server.url)
+    second = None
+    try:
+        async with ranks_of(harness, [first.address]) as (ranks, news):
+            await first.until_committed(1)
+            assert {rank.obeyed[-1].term for rank in ranks} == {71}
+            first.end()
+            redis_server.restart_empty()
+            second = Process(redis_server.url)
+            for rank in ranks:
+                rank.agent._addresses = (second.address,)
+            await second.until_health(SERVING)
+            async with traffic(ranks, skewed(1)):
+                await news.until(lambda: all(rank.obeyed[-1].term == 1 for rank in ranks))
+                await news.until(lambda: staged_by_all(ranks, term=1))
+            generation = ranks[0].worker.staged.layout.generation
+            switch(ranks, step=90)
+            await second.until_committed(generation)
+            with pytest.raises(StoreError, match="emptied"):
+                await store.highest_term()
+            assert await store.highest_term() == 1
+    finally:
+        first.end()
+        if second is not None:
+            second.end()

@@ -8,23 +8,27 @@ import pytest
 
 from equipoise.balancer.leadership.leader_state import (
     TABLE,
-    Candidate,
     Due,
     Failed,
     GaveUp,
     LeaderRole,
     LeaderState,
-    LeaseRecord,
-    LeaseTiming,
     Outranked,
     Overtaken,
     Read,
     Saw,
-    Sighting,
     Ticked,
     Write,
     Wrote,
 )
+from equipoise.balancer.leadership.lease import (
+    MAX_LEASE_S,
+    Candidate,
+    LeaseRecord,
+    LeaseTiming,
+    Sighting,
+)
+from equipoise.wire.checks import MAX_TERM
 
 TIMING = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.5, request_timeout_s=0.5)
 
@@ -266,6 +270,36 @@ def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
     assert leader.terms[-1] == 41
     leader.apply(Outranked(term=41), 8.0)
     assert leader.leads(8.0)
+
+
+@pytest.mark.parametrize("where", ["lease", "store"])
+def test_the_last_term_is_followed_by_none_and_the_remedy_is_named(pair, where):
+    a, b = pair
+    last = LeaseRecord(holder="", address="", term=MAX_TERM - 1, renewals=0, duration_s=3.0)
+    a.register.sighting = Sighting(record=last, version="found")
+    run(pair, from_s=0.0, to_s=5.0)
+    assert a.terms == [MAX_TERM], "it can be led in"
+    if where == "store":
+        a.register.sighting = None
+        b.apply(Outranked(term=MAX_TERM), 5.0)
+    a.running = False
+    history = run(pair, from_s=5.0, to_s=20.0)
+    assert history[-1][1] == []
+    assert b.terms == []
+    assert b.state.reason.startswith("term 2147483647 is the last one")
+    assert "delete the lease, empty the store" in b.state.reason
+
+
+@pytest.mark.parametrize("stated_s", [0.001, 1e9])
+def test_the_stated_duration_of_a_dead_leader_hastens_and_delays_nobody(pair, stated_s):
+    a, _ = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    record = replace(a.register.sighting.record, duration_s=stated_s)
+    a.register.sighting = Sighting(record=record, version="damaged")
+    a.running = False
+    history = run(pair, from_s=5.0, to_s=80.0)
+    taken_s = next(now for now, leaders in history if leaders == ["b"])
+    assert TIMING.duration_s <= taken_s - 5.0 <= MAX_LEASE_S + 2 * TIMING.retry_s
 
 
 def test_a_leader_that_cannot_do_its_work_lets_another_one_try(pair):

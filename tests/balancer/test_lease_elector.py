@@ -1,11 +1,14 @@
 """The elector against a register that answers late, wrongly or never: nothing waits for ever."""
 
 import asyncio
+import time
+from dataclasses import replace
 
 import pytest
 
 from equipoise.balancer.leadership.elector import Elector
-from equipoise.balancer.leadership.leader_state import Candidate, LeaderRole, LeaseTiming
+from equipoise.balancer.leadership.leader_state import LeaderRole
+from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, RegisterError, SoleRegister
 
@@ -107,6 +110,32 @@ async def test_a_term_that_was_outranked_is_followed_by_a_higher_one():
         assert not tenure.holds()
         await soon(elector.until_over(tenure))
         assert (await soon(elector.tenure())).term == 71
+
+
+async def test_a_term_is_confirmed_by_a_renewal_that_was_sent_after_the_question():
+    register = HangingRegister()
+    elector = elector_of(register)
+    async with elector.running():
+        tenure = await soon(elector.tenure())
+        asked_s = time.monotonic()
+        assert await soon(tenure.until_confirmed())
+        assert elector.state.renewed_s > asked_s
+        register.answering.clear()
+        assert not await soon(tenure.until_confirmed()), "it ends with the lease"
+        register.answering.set()
+
+
+async def test_a_paused_leader_confirms_nothing_once_another_one_has_the_lease():
+    register = SoleRegister(term=0)
+    one, other = elector_of(register), elector_of(register, "b")
+    async with one.running():
+        tenure = await soon(one.tenure())
+        seen = await register.read()
+        successor = replace(seen.record, holder="b", address="b:7070", term=tenure.term + 1)
+        assert await register.write(successor, replacing=seen.version)
+        assert tenure.holds(), "it has not looked yet"
+        assert not await soon(tenure.until_confirmed())
+        assert one.state.leader_address == other.state.candidate.address
 
 
 async def test_who_gives_up_hands_the_lease_back_first():

@@ -8,11 +8,13 @@ from aiohttp import web
 from kubernetes.aio import client
 from redis import Redis
 
+from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.kubernetes_register import KubernetesRegister
-from equipoise.balancer.leadership.leader_state import LeaseRecord
+from equipoise.balancer.leadership.lease import Candidate, LeaseRecord, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
-from equipoise.balancer.leadership.register import RegisterError, SoleRegister
+from equipoise.balancer.leadership.register import RegisterError, SoleRegister, record_to_text
 from equipoise.balancer.store.redis_store import HASH_TAG
+from equipoise.wire.checks import MAX_TERM
 from tests.support.redis_server import free_port
 
 PATIENT_S = 20.0
@@ -53,6 +55,8 @@ class LeaseServer:
         return await self.take(lease, fits=fits, status=200)
 
     async def take(self, lease, *, fits, status):
+        if lease["spec"]["leaseTransitions"] >= 2**31:  # It is an int32.
+            return web.json_response({"kind": "Status", "code": 400}, status=400)
         if fits and not self.rejection:
             self.version += 1
             lease["metadata"]["resourceVersion"] = str(self.version)
@@ -171,6 +175,32 @@ async def test_a_lease_in_redis_that_would_never_end_is_rejected(open_redis):
     await register.write(replace(RECORD, duration_s=float("inf")), replacing=None)
     with pytest.raises(RegisterError, match="invalid lease"):
         await register.read()
+
+
+@pytest.mark.parametrize("term", [-1, MAX_TERM + 1, 2**53])
+async def test_a_lease_in_redis_with_a_term_that_no_leader_can_have_is_rejected(
+    redis_url, open_redis, term
+):
+    with Redis.from_url(redis_url) as operator:
+        operator.set(f"{HASH_TAG}:lease", record_to_text(replace(RECORD, term=term)))
+    with pytest.raises(RegisterError, match="remove it if no balancer is running"):
+        await open_redis().read()
+
+
+async def test_a_kubernetes_lease_at_the_last_term_is_not_raised(open_kubernetes, lease_server):
+    register = open_kubernetes()
+    last = await register.write(replace(RECORD, holder="", term=MAX_TERM - 1), replacing=None)
+    timing = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_timeout_s=0.1)
+    elector = Elector(register, candidate=Candidate(name="b", address="b:7070"), timing=timing)
+    async with asyncio.timeout(PATIENT_S), elector.running():
+        tenure = await elector.tenure()
+        assert tenure.term == MAX_TERM, "which an int32 can have"
+        tenure.give_up("to see what follows")
+        await elector.until_over(tenure)
+        await asyncio.sleep(3 * timing.retry_s)
+        assert "the last one" in elector.state.reason
+    assert lease_server.lease["spec"]["leaseTransitions"] == MAX_TERM
+    assert (await register.read()).version != last.version
 
 
 async def test_a_missing_right_in_the_cluster_is_named(open_kubernetes, lease_server):

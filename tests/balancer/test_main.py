@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from equipoise.balancer.__main__ import run
-from equipoise.balancer.leadership.leader_state import LeaseTiming
+from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.settings import Tls

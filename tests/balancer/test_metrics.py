@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from equipoise.balancer.leadership.leader_state import LeaseTiming
+from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.topology import ModelShape

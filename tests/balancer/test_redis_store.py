@@ -298,6 +298,23 @@ async def test_senseless_membership_and_decisions_are_never_given_out(redis_url,
     assert (await fault_of(store.decisions("p", limit=1))).fault is StoreFault.DAMAGED
 
 
+@pytest.mark.parametrize("term", [2**31, 2**53 + 4, "seven"])
+async def test_a_fence_that_no_leader_can_have_set_is_named_and_never_lowered(
+    redis_url, open_at, term
+):
+    store = open_at(redis_url)
+    await store.fence(term=1)
+    with Redis.from_url(redis_url) as operator:
+        operator.hset(f"{HASH_TAG}:meta", "term", term)
+        # As float64, 2^53 + 3 is not below 2^53 + 4.
+        for call in (store.fence(term=2), store.highest_term()):
+            error = await fault_of(call)
+            assert error.fault is StoreFault.DAMAGED
+            assert "highest term" in str(error)
+            assert "empty its database" in str(error)
+        assert operator.hget(f"{HASH_TAG}:meta", "term") == str(term).encode()
+
+
 async def test_all_keys_are_in_one_slot_of_a_cluster(redis_url, open_at):
     store = open_at(redis_url)
     await store.adopt("a", layout_of(1), term=1)

@@ -2,16 +2,14 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
-import grpc
 import pytest
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer.archive import Archive
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Elector
-from equipoise.balancer.leadership.leader_state import Candidate, LeaseTiming
+from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import SoleRegister
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.runner import steady_clock
@@ -21,11 +19,7 @@ from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
-from equipoise.trust.credentials import Credentials
-from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.messages import JoinEpoch
-from equipoise_api.v1 import worker_link_pb2_grpc
-from tests.support.balancers import ThreadPlanner, serving
+from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 60.0
 QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_timeout_s=0.1)
@@ -206,32 +200,3 @@ async def test_an_archive_changes_only_when_the_store_does(store):
     waiting = asyncio.create_task(remembered.until_changed(remembered.pool.revision))
     archive.close_streams()
     await asyncio.wait_for(waiting, WAIT_S)
-
-
-async def test_a_worker_that_heard_of_a_higher_term_raises_ours(store, worker_of, hello_of):
-    worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
-    arrangement = serving(
-        store,
-        credentials=Credentials(),
-        listen="127.0.0.1:0",
-        policies=PolicyBook(Policy()),
-        stop_grace_s=1.0,
-    )
-    async with arrangement as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        hello = replace(worker.hello, highest_term=50)
-        first = await first_word(channel, hello)
-        assert first.not_leading
-        assert first.fatal
-        assert first.leader_address is None
-        async with asyncio.timeout(WAIT_S):
-            while not isinstance(answer := await first_word(channel, hello), JoinEpoch):
-                assert answer.not_leading
-        assert answer.term == 51
-
-
-async def first_word(channel, hello):
-    call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
-    await call.write(to_balancer(hello))
-    message = await asyncio.wait_for(call.read(), WAIT_S)
-    call.cancel()
-    return from_balancer(message, hello=hello)

@@ -22,6 +22,7 @@ from equipoise.balancer.store.store import (
     TermOverError,
 )
 from equipoise.pool.records import AverageRecord, EpochMembers, Hold
+from equipoise.wire.checks import MAX_COUNT, MAX_TERM
 from tests.support.store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 TERM = 1
@@ -262,6 +263,28 @@ async def test_a_new_leader_fences_before_it_writes_anything(open_store):
     assert await second.highest_term() == 7
     assert await second.pools() == ()
     await second.close()
+
+
+async def test_neighbouring_terms_are_told_apart_up_to_the_last_one(store):
+    for term in (1, 2**24 + 1, MAX_TERM):
+        await store.fence(term=term)
+        with pytest.raises(TermOverError):
+            await store.fence(term=term - 1)
+        assert await store.highest_term() == term
+
+
+async def test_neighbouring_generations_and_epochs_are_told_apart_up_to_2_to_the_53(store):
+    last = MAX_COUNT
+    await store.adopt("p", layout_of(last - 1), term=TERM)
+    with pytest.raises(StoreConflictError, match="was used before"):
+        await store.put_proposed("p", layout_of(last - 1, shift=1), term=TERM)
+    await store.put_proposed("p", layout_of(last), term=TERM)
+    assert (await store.proposed("p")).generation == last
+    await store.commit("p", last, previous=last - 1, term=TERM)
+    assert await store.commits("p") == (last - 1, last)
+    await store.put_membership("p", EpochMembers(epoch=last, workers=("w",)), term=TERM)
+    with pytest.raises(StoreConflictError, match="is over"):
+        await store.put_membership("p", EpochMembers(epoch=last - 1, workers=("w",)), term=TERM)
 
 
 async def test_an_epoch_does_not_go_back(store):

@@ -29,6 +29,7 @@ from equipoise.wire.messages import (
     Stage,
     Staged,
     Switched,
+    TermConfirmed,
 )
 
 MODEL = ModelShape(num_layers=3, num_experts=8, num_groups=4, expert_bytes=4096)
@@ -170,6 +171,7 @@ FROM_BALANCER = [
     replace(STAGE, moves=()),
     CHANGE,
     Abort(epoch=1, generation=5, reason="rank 0 rejected", term=3),
+    TermConfirmed(term=3, replaced_term=2**31 - 1),
     HeartbeatAck(sequence=12),
     Rejection(reason="the pool is complete", fatal=True),
     Rejection(reason="it follows", fatal=True, not_leading=True, leader_address="10.0.0.9:7070"),

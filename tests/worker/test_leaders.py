@@ -1,6 +1,7 @@
 """A worker with several balancers follows the leader and obeys no other."""
 
 import asyncio
+import itertools
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ import pytest_asyncio
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.topology import ModelShape
 from equipoise.settings.errors import InvalidSettingsError
-from equipoise.wire.messages import Abort, Heartbeat, Hello, Rejection, Stage
+from equipoise.wire.checks import MAX_TERM
+from equipoise.wire.messages import Abort, Heartbeat, Hello, Rejection, Stage, TermConfirmed
 from equipoise.worker.agent import Outbox
 from equipoise.worker.settings import WorkerSettings
 from tests.support.agent_ranks import RecordingHandler, agent_of
@@ -128,22 +130,66 @@ async def test_a_redirect_to_a_dead_address_is_forgotten(balancer):
         await (await balancer.link()).until(Heartbeat)
 
 
-async def test_messages_of_a_former_leader_are_dropped(balancer, other_balancer):
+async def obeyed(rig, link, message):
+    link.say(message)
+    assert (await soon(rig.received.get())).term == message.term
+
+
+async def test_messages_of_a_former_leader_are_dropped_and_end_its_stream(balancer, other_balancer):
     async with running(balancer.address, other_balancer.address) as rig:
         link = await balancer.link()
         assert link.hello.highest_term == 0
-        link.say(stage_of(2, term=5))
-        assert (await soon(rig.received.get())).term == 5
+        await obeyed(rig, link, stage_of(2, term=5))
         link.hang_up()
-        old = await other_balancer.link()
-        assert old.hello.highest_term == 5
+        links = itertools.cycle((other_balancer, balancer))
         for stale in (stage_of(3, term=4), Abort(epoch=1, generation=2, reason="x", term=0)):
+            old = await next(links).link()
+            assert old.hello.highest_term == 5
             old.say(stale)
             reason = await soon(rig.dropped.get())
             assert reason == f"its term {stale.term} has ended, the current term is 5"
-        old.say(stage_of(3, term=5))
-        assert (await soon(rig.received.get())).layout.generation == 3
+        await obeyed(
+            rig, await next(links).link(), Abort(epoch=1, generation=3, reason="y", term=5)
+        )
         assert rig.received.empty()
+
+
+async def test_a_false_term_lasts_only_until_a_leader_with_a_lease_answers(
+    balancer, other_balancer
+):
+    async with running(balancer.address, other_balancer.address) as rig:
+        link = await balancer.link()
+        await obeyed(rig, link, stage_of(2, term=5))
+        await obeyed(rig, link, stage_of(3, term=MAX_TERM))
+        link.say(stage_of(4, term=5))
+        assert "its term 5 has ended" in await soon(rig.dropped.get())
+        link = await other_balancer.link()
+        assert link.hello.highest_term == MAX_TERM
+        link.say(TermConfirmed(term=6, replaced_term=MAX_TERM))
+        await obeyed(rig, link, stage_of(4, term=6))
+        link.say(stage_of(5, term=5))
+        assert "the current term is 6" in await soon(rig.dropped.get())
+        link = await balancer.link()
+        assert link.hello.highest_term == 6
+
+
+async def test_a_lower_term_is_confirmed_for_the_claim_of_the_stream_only(balancer):
+    async with running(balancer.address) as rig:
+        link = await balancer.link()
+        await obeyed(rig, link, stage_of(2, term=9))
+        for replaced in (0, 8, 9):  # This stream began with 0; it obeys 9 only since then.
+            link.say(TermConfirmed(term=1, replaced_term=replaced))
+        link.say(stage_of(3, term=1))
+        assert "the current term is 9" in await soon(rig.dropped.get())
+
+
+@pytest.mark.parametrize("term", [MAX_TERM + 1, 2**53, 2**63])
+async def test_a_term_that_no_leader_can_have_is_not_obeyed(balancer, term):
+    async with running(balancer.address) as rig:
+        link = await balancer.link()
+        link.say(stage_of(2, term=term))
+        assert f"term must be from 0 to 2147483647, not {term}" in await soon(rig.dropped.get())
+        await obeyed(rig, link, stage_of(2, term=1))
 
 
 def test_several_balancers_are_separated_by_commas(tmp_path):

@@ -124,6 +124,7 @@ class ConnectResponse(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: _builtins.int
     REJECTION_FIELD_NUMBER: _builtins.int
+    TERM_CONFIRMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join_epoch(self) -> Global___JoinEpoch: ...
     @_builtins.property
@@ -134,6 +135,8 @@ class ConnectResponse(_message.Message):
     def heartbeat_ack(self) -> Global___HeartbeatAck: ...
     @_builtins.property
     def rejection(self) -> Global___Rejection: ...
+    @_builtins.property
+    def term_confirmed(self) -> Global___TermConfirmed: ...
     def __init__(
         self,
         *,
@@ -142,12 +145,13 @@ class ConnectResponse(_message.Message):
         abort: Global___Abort | None = ...,
         heartbeat_ack: Global___HeartbeatAck | None = ...,
         rejection: Global___Rejection | None = ...,
+        term_confirmed: Global___TermConfirmed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "heartbeat_ack", b"heartbeat_ack", "join_epoch", b"join_epoch", "message", b"message", "rejection", b"rejection", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "heartbeat_ack", b"heartbeat_ack", "join_epoch", b"join_epoch", "message", b"message", "rejection", b"rejection", "stage", b"stage", "term_confirmed", b"term_confirmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "heartbeat_ack", b"heartbeat_ack", "join_epoch", b"join_epoch", "message", b"message", "rejection", b"rejection", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "heartbeat_ack", b"heartbeat_ack", "join_epoch", b"join_epoch", "message", b"message", "rejection", b"rejection", "stage", b"stage", "term_confirmed", b"term_confirmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join_epoch", "stage", "abort", "heartbeat_ack", "rejection"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join_epoch", "stage", "abort", "heartbeat_ack", "rejection", "term_confirmed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -236,8 +240,9 @@ class Hello(_message.Message):
     protocol_version: _builtins.int
     """Protocol version of the worker; the balancer rejects an unknown one."""
     highest_term: _builtins.int
-    """Highest term that this worker has seen; 0 if none. A balancer with a lower term does not lead,
-    or must lead with a higher one.
+    """Highest term that this worker obeys, at most 2^31 - 1; 0 if none. It is only a claim: a balancer
+    that leads in a lower term renews its lease before it admits the worker, and sends
+    TermConfirmed first.
     """
     host: _builtins.str
     """Machine the worker runs on; the same as `node` unless machines share a fast domain. May be
@@ -476,8 +481,8 @@ class JoinEpoch(_message.Message):
     heartbeat_interval_s: _builtins.float
     """Seconds between heartbeats."""
     term: _builtins.int
-    """Term of the sending balancer: a fencing token that grows with every change of leader. A worker
-    that has seen a higher term drops the message.
+    """Term of the sending balancer, at most 2^31 - 1: a fencing token that grows with every change of
+    leader. A worker that obeys a higher term drops the message and connects again.
     """
     meet_timeout_s: _builtins.float
     """Timeout for all ranks to meet, seconds; a rank that waited longer sends GroupLost."""
@@ -1083,6 +1088,34 @@ class Abort(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
+
+@_typing.final
+class TermConfirmed(_message.Message):
+    """TermConfirmed: this balancer leads although the worker obeys a higher term, because its lease was
+    renewed after the stream's Hello. The register of leases forgot, or the higher term is invalid.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    REPLACED_TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """Term of the sending balancer. The worker obeys it from now on."""
+    replaced_term: _builtins.int
+    """Hello.highest_term of this stream; a worker that obeys another term ignores the message."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        replaced_term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replaced_term", b"replaced_term", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TermConfirmed: _TypeAlias = TermConfirmed  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):

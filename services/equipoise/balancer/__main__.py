@@ -17,7 +17,7 @@ from opentelemetry.trace import Tracer
 
 from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
-from equipoise.balancer.leadership.leader_state import LeaseTiming
+from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.balancer.planner.processes import PlannerProcesses

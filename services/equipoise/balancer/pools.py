@@ -162,12 +162,14 @@ class Pools:
         """
         return pick(self._runners, name)
 
-    def is_outranked(self, term: int) -> bool:
-        """Whether `term`, which a worker has seen, is above this balancer's, which then ends."""
-        if term <= self._tenure.term:
-            return False
-        self._tenure.outranked(term)
-        return True
+    @property
+    def term(self) -> int:
+        """Term of the leader of these pools."""
+        return self._tenure.term
+
+    async def until_confirmed(self) -> bool:
+        """Wait until the lease was renewed after this call; False if the term ended instead."""
+        return await self._tenure.until_confirmed()
 
     def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
         return PoolRunner(

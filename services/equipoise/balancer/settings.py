@@ -5,6 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+from equipoise.balancer.leadership.lease import MAX_LEASE_S
 from equipoise.planning.policy import Policy
 from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
@@ -69,7 +70,7 @@ class BalancerSettings:
     lease_name: str = "equipoise"
     """Name of the Lease object, for --lease=kubernetes."""
 
-    lease_duration_s: Annotated[float, Range(1, 60)] = 3.0
+    lease_duration_s: Annotated[float, Range(1, MAX_LEASE_S)] = 3.0
     """Seconds without a renewal after which another balancer takes the lease. A leader that cannot
     renew steps down after two thirds of this time."""
 

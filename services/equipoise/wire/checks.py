@@ -18,6 +18,10 @@ MAX_COUNT = 2**53
 to it, and real values are far below. It also detects floats sent as counters: the bits of an
 ordinary float64, including NaN, are a far larger integer."""
 
+MAX_TERM = 2**31 - 1
+"""Highest term. Every place that keeps one holds it exactly: a Kubernetes Lease as int32, Redis
+scripts as float64. With an election every second it lasts 68 years."""
+
 MAX_CELLS = 2**20
 """Most cells of a table; as int32 they fit into gRPC's default message limit of 4 MiB."""
 
@@ -76,6 +80,15 @@ def count(kind: str, field: str, value: int, *, least: int = 0) -> int:
     if not least <= value <= MAX_COUNT:
         raise InvalidMessageError(
             f"{kind}_range", f"{kind}: {field} must be from {least} to 2^53, not {value}"
+        )
+    return value
+
+
+def term(kind: str, field: str, value: int) -> int:
+    """A term from 0 to `MAX_TERM`."""
+    if value > MAX_TERM:
+        raise InvalidMessageError(
+            f"{kind}_range", f"{kind}: {field} must be from 0 to {MAX_TERM}, not {value}"
         )
     return value
 

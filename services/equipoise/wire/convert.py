@@ -27,6 +27,7 @@ from equipoise.wire.messages import (
     Stage,
     Staged,
     Switched,
+    TermConfirmed,
     WorkerMessage,
 )
 from equipoise_api.v1 import worker_link_pb2 as pb
@@ -117,6 +118,8 @@ def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
             return pb.ConnectResponse(stage=responses.stage_to_proto(value))
         case Abort():
             return pb.ConnectResponse(abort=pb.Abort(**asdict(value)))
+        case TermConfirmed():
+            return pb.ConnectResponse(term_confirmed=pb.TermConfirmed(**asdict(value)))
         case HeartbeatAck():
             return pb.ConnectResponse(heartbeat_ack=pb.HeartbeatAck(**asdict(value)))
         case Rejection():
@@ -143,6 +146,8 @@ def from_balancer(
             return responses.stage_from_proto(message.stage, hello=hello, running=running)
         case "abort":
             return responses.abort_from_proto(message.abort)
+        case "term_confirmed":
+            return responses.term_confirmed_from_proto(message.term_confirmed)
         case "heartbeat_ack":
             return responses.heartbeat_ack_from_proto(message.heartbeat_ack)
         case "rejection":

@@ -92,7 +92,7 @@ class Hello:
     """What a reconnecting worker runs; None at its first start."""
 
     highest_term: int = 0
-    """Highest term of any balancer the worker has seen; 0 for none."""
+    """Highest term that the worker obeys; 0 for none. A claim, which ends no balancer's term."""
 
     group_lost: "GroupLost | None" = None
     """Set instead of `running` while the worker waits for a new group."""
@@ -449,6 +449,17 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TermConfirmed:
+    """The balancer renewed its lease after the worker's Hello, so it leads in a lower term."""
+
+    term: int
+    """Term of the sending balancer, which the worker obeys from now on."""
+
+    replaced_term: int
+    """`Hello.highest_term` of this stream, which no leader has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatAck:
     """The balancer received a heartbeat."""
 
@@ -473,4 +484,4 @@ class Rejection:
     """host:port of the leader, if known."""
 
 
-BalancerMessage = JoinEpoch | Stage | Abort | HeartbeatAck | Rejection
+BalancerMessage = JoinEpoch | Stage | Abort | TermConfirmed | HeartbeatAck | Rejection

@@ -56,8 +56,9 @@ def hello_from_proto(message: pb.Hello) -> Hello:
             "hello", message, "pool", "worker", "boot_id", "node", "checkpoint_fingerprint"
         ),
         **checks.names("hello", message, "host", "zone", "device", "kernels", optional=True),
-        **checks.counts("hello", message, "highest_term", "cache_token_bytes"),
+        **checks.counts("hello", message, "cache_token_bytes"),
         **checks.counts("hello", message, "highest_epoch", "highest_generation"),
+        highest_term=checks.term("hello", "highest_term", message.highest_term),
         address=checks.address("hello", "address", message.address),
         rendezvous_address=checks.address(
             "hello", "rendezvous_address", message.rendezvous_address

@@ -16,6 +16,7 @@ from equipoise.wire.messages import (
     Peer,
     Rejection,
     Stage,
+    TermConfirmed,
 )
 from equipoise_api.v1 import worker_link_pb2 as pb
 
@@ -55,7 +56,7 @@ def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
         join_timeout_s=checks.duration_s(
             "join_epoch", "join_timeout_s", message.join_timeout_s or JOIN_TIMEOUT_S
         ),
-        term=checks.count("join_epoch", "term", message.term),
+        term=checks.term("join_epoch", "term", message.term),
         moves=_moves_from_proto("join_epoch", message.moves, layout=layout),
     )
 
@@ -106,7 +107,7 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None)
         base=base,
         moves=_moves_from_proto("stage", message.moves, layout=layout),
         timeout_s=checks.duration_s("stage", "timeout_s", message.timeout_s),
-        term=checks.count("stage", "term", message.term),
+        term=checks.term("stage", "term", message.term),
         traceparent=checks.traceparent(message.traceparent),
     )
 
@@ -116,7 +117,15 @@ def abort_from_proto(message: pb.Abort) -> Abort:
     return Abort(
         **checks.counts("abort", message, "epoch", "generation", least=1),
         reason=checks.reason(message.reason),
-        term=checks.count("abort", "term", message.term),
+        term=checks.term("abort", "term", message.term),
+    )
+
+
+def term_confirmed_from_proto(message: pb.TermConfirmed) -> TermConfirmed:
+    """Raises InvalidMessageError: a term is out of range."""
+    return TermConfirmed(
+        term=checks.term("term_confirmed", "term", message.term),
+        replaced_term=checks.term("term_confirmed", "replaced_term", message.replaced_term),
     )
 
 

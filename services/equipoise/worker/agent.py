@@ -30,6 +30,7 @@ from equipoise.wire.messages import (
     Rejection,
     Report,
     Stage,
+    TermConfirmed,
     Wait,
     WorkerMessage,
 )
@@ -109,8 +110,9 @@ class Agent:
     """The worker's end of the stream; used from the event loop only.
 
     A balancer that does not lead names the leader; one that cannot be reached is followed by the
-    next address. Messages of a term lower than the highest seen are dropped: their sender has lost
-    its leadership and does not know yet.
+    next address. A message of a lower term than the worker obeys is dropped, and the stream ends:
+    its sender has lost its leadership and does not know yet. Only a balancer that renewed its lease
+    after the Hello of a stream lowers the term, so no term that was pushed lasts without a leader.
 
     Between two attempts the agent waits a random time below a bound that doubles with each round of
     failures ("full jitter": AWS Architecture Blog, "Exponential Backoff And Jitter").
@@ -234,10 +236,12 @@ class Agent:
                 continue
             if isinstance(value, Rejection) and value.not_leading:
                 raise NotLeadingError(value.reason, leader_address=value.leader_address)
-            if reason := self._outdated(value):
-                _log.warning("dropped a %s: %s", type(value).__name__, reason)
-                self._handler.message_dropped(message, reason)
+            if isinstance(value, TermConfirmed):
+                self._confirm(value, hello)
                 continue
+            if reason := self._outdated(value):
+                self._handler.message_dropped(message, reason)
+                raise LinkLostError(f"dropped a {type(value).__name__}: {reason}")
             if not isinstance(value, Rejection):
                 self._num_failures = 0
             self._log_change(logging.INFO, f"linked to the balancer at {self._address}")
@@ -281,6 +285,17 @@ class Agent:
                 self._waits.note(Wait.ACK, f"disconnected from the balancer at {self._address}")
                 raise LinkLostError(f"no message from the balancer for {self._ack_timeout_s:g} s")
             await asyncio.sleep(left_s)
+
+    def _confirm(self, confirmed: TermConfirmed, hello: Hello) -> None:
+        """Obey a lower term, if its leader answers what this stream's Hello claims."""
+        if confirmed.replaced_term == hello.highest_term == self._highest_term:
+            _log.warning(
+                "obeying term %d instead of %d: the balancer at %s renewed its lease in it",
+                confirmed.term,
+                confirmed.replaced_term,
+                self._address,
+            )
+            self._highest_term = confirmed.term
 
     def _outdated(self, message: BalancerMessage) -> str:
         """Return why a former leader's message must be dropped, or an empty string."""

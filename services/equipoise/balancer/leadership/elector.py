@@ -11,14 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from equipoise.balancer.leadership.leader_state import (
-    Candidate,
     Due,
     Event,
     Failed,
     GaveUp,
     LeaderRole,
     LeaderState,
-    LeaseTiming,
     Outranked,
     Overtaken,
     Read,
@@ -28,6 +26,7 @@ from equipoise.balancer.leadership.leader_state import (
     Write,
     Wrote,
 )
+from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.pool.counters import Timeout
 
@@ -48,8 +47,15 @@ class Tenure:
         """Whether this balancer leads in this term now."""
         return self._elector.leads() and self._elector.state.term == self.term
 
+    async def until_confirmed(self) -> bool:
+        """Wait until a renewal sent after this call is accepted; False if the term ended instead.
+
+        The lease is renewed in every round anyway, so the wait ends with a round or with the lease.
+        """
+        return await self._elector.until_renewed(self)
+
     def outranked(self, term: int) -> None:
-        """Report that a higher term was seen: this term ends, and the next one exceeds both."""
+        """Report that the store has a higher term: this one ends, and the next exceeds both."""
         self._elector.apply(Outranked(term=term))
 
     def give_up(self, reason: str) -> None:
@@ -110,6 +116,16 @@ class Elector:
         """Wait until `tenure` has ended."""
         while tenure.holds():
             await self._changed.wait()
+
+    async def until_renewed(self, tenure: Tenure) -> bool:
+        """Wait until `tenure` is renewed by a request sent after this call, or has ended.
+
+        Returns whether it holds.
+        """
+        asked_s = self._clock()
+        while tenure.holds() and self._state.renewed_s <= asked_s:
+            await self._changed.wait()
+        return tenure.holds()
 
     async def until_changed(self, known: LeaderState) -> LeaderState:
         """Wait until role, term or leader differ from those in `known`."""

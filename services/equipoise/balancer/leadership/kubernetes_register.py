@@ -15,7 +15,7 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from equipoise.balancer.leadership import cluster
-from equipoise.balancer.leadership.leader_state import LeaseRecord, Sighting
+from equipoise.balancer.leadership.lease import LeaseRecord, Sighting
 from equipoise.balancer.leadership.register import RegisterError
 
 _ADDRESS = "equipoise/leader-address"

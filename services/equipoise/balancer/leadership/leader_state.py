@@ -17,76 +17,19 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from equipoise.balancer.leadership.lease import (
+    MAX_LEASE_S,
+    Candidate,
+    LeaseRecord,
+    LeaseTiming,
+    Sighting,
+)
+from equipoise.wire.checks import MAX_TERM
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTiming:
-    """How long a leader leads without an answer from the register, and how often it asks.
-
-    Raises:
-        ValueError: `retry_s + request_timeout_s <= renew_deadline_s < duration_s` does not hold, so
-            that one lost request would end a term, or two balancers could lead.
-    """
-
-    duration_s: float = 3.0
-    """How long a record must be unchanged before another candidate may replace it."""
-
-    renew_deadline_s: float = 2.0
-    """How long a leader leads after it sent its last accepted renewal."""
-
-    retry_s: float = 0.5
-    """Time between rounds: renewals of the leader, reads of the others."""
-
-    request_timeout_s: float = 0.5
-    """Timeout of a request to the register."""
-
-    @classmethod
-    def lasting(cls, duration_s: float) -> "LeaseTiming":
-        """Return the same proportions for another duration."""
-        return cls(
-            duration_s=duration_s,
-            renew_deadline_s=duration_s * 2 / 3,
-            retry_s=duration_s / 6,
-            request_timeout_s=duration_s / 6,
-        )
-
-    def __post_init__(self) -> None:
-        if not (
-            self.retry_s > 0
-            and self.request_timeout_s > 0
-            and self.retry_s + self.request_timeout_s <= self.renew_deadline_s < self.duration_s
-        ):
-            raise ValueError(
-                "a lease needs 0 < retry + request timeout <= renew deadline < duration, not "
-                f"{self.retry_s:g} + {self.request_timeout_s:g}, {self.renew_deadline_s:g}, "
-                f"{self.duration_s:g} s"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A balancer process: a unique name, and the address where workers reach it."""
-
-    name: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRecord:
-    """Who leads. `holder` is empty if no one does; `renewals` makes every record unique."""
-
-    holder: str
-    address: str
-    term: int
-    renewals: int
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
-    """A record as read from the register; every write changes `version`."""
-
-    record: LeaseRecord
-    version: str
+_NO_TERM_LEFT = (
+    f"term {MAX_TERM} is the last one, and only a damaged lease or store has it: stop all "
+    "balancers, delete the lease, empty the store and start them; workers report what they run"
+)
 
 
 class LeaderRole(StrEnum):
@@ -141,7 +84,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outranked:
-    """A worker or the store has seen this term; to lead, ours must be higher."""
+    """The store has seen this term; to lead, ours must be higher."""
 
     term: int
 
@@ -186,8 +129,8 @@ class LeaderState:
     term: int = 0
     """Term that it leads or led last."""
 
-    valid_until_s: float = 0.0
-    """When its term ends unless renewed."""
+    renewed_s: float = 0.0
+    """When the last accepted campaign or renewal was sent."""
 
     seen: Sighting | None = None
     """What the register held at the last read."""
@@ -199,7 +142,7 @@ class LeaderState:
     """How long reads have found the same record."""
 
     highest_term: int = 0
-    """Highest term of any balancer."""
+    """Highest term that the register or the store has shown."""
 
     reason: str = "the lease has not been read yet"
     """Human-readable reason for its role."""
@@ -207,6 +150,11 @@ class LeaderState:
     def leads(self, *, now: float) -> bool:
         """Whether it may write and push now."""
         return self.role is LeaderRole.LEADING and now < self.valid_until_s
+
+    @property
+    def valid_until_s(self) -> float:
+        """When its term ends unless renewed."""
+        return self.renewed_s + self.timing.renew_deadline_s
 
     def has_run_out(self, *, now: float) -> bool:
         """Whether its lease expired while it was leading."""
@@ -247,6 +195,8 @@ def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, 
     if not _is_free(noted):
         assert noted.seen is not None, "an empty register is free"
         return replace(noted, reason=f"{noted.seen.record.holder} leads"), None
+    if noted.highest_term >= MAX_TERM:
+        return replace(noted, reason=_NO_TERM_LEFT), None
     record = LeaseRecord(
         holder=noted.candidate.name,
         address=noted.candidate.address,
@@ -344,12 +294,15 @@ def _is_free(state: LeaderState) -> bool:
         return True
     record = state.seen.record
     # A lease of ours from a term that ended cannot be held by another candidate.
-    return record.holder in {"", state.candidate.name} or state.unchanged_s >= record.duration_s
+    if record.holder in {"", state.candidate.name}:
+        return True
+    # The record may be damaged: no balancer has a longer duration, and ours is safe for its peers.
+    longest_s = max(state.timing.duration_s, min(record.duration_s, MAX_LEASE_S))
+    return state.unchanged_s >= longest_s
 
 
 def _extend(state: LeaderState, event: Wrote, now: float) -> LeaderState:
-    noted = _note(state, event.sighting, now)
-    return replace(noted, valid_until_s=event.sent_s + state.timing.renew_deadline_s)
+    return replace(_note(state, event.sighting, now), renewed_s=event.sent_s)
 
 
 def _renewal(state: LeaderState) -> Write:

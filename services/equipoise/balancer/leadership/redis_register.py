@@ -4,7 +4,7 @@ Weaker than a quorum: a failover to a replica that lags loses the last renewal. 
 may lead until the older one's lease expires; the term keeps the older one from writing.
 """
 
-from equipoise.balancer.leadership.leader_state import LeaseRecord, Sighting
+from equipoise.balancer.leadership.lease import LeaseRecord, Sighting
 from equipoise.balancer.leadership.register import RegisterError, record_from_text, record_to_text
 from equipoise.balancer.store.redis_link import RedisLink
 from equipoise.balancer.store.redis_store import HASH_TAG

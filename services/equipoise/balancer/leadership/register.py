@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict
 from typing import Protocol
 
-from equipoise.balancer.leadership.leader_state import LeaseRecord, LeaseTiming, Sighting
+from equipoise.balancer.leadership.lease import LeaseRecord, LeaseTiming, Sighting
+from equipoise.wire.checks import MAX_TERM
 
 ALONE = LeaseTiming(duration_s=2e9, renew_deadline_s=1e9, retry_s=1.0, request_timeout_s=1.0)
 """Timing of a register that no other candidate can reach: its lease never expires."""
@@ -79,6 +80,6 @@ def record_from_text(text: str, *, where: str) -> LeaseRecord:
         raise RegisterError(
             f"{where} does not hold a lease ({error!r}): remove it if no balancer is running"
         ) from error
-    if not 0 < record.duration_s < ALONE.duration_s or record.term < 0:
+    if not 0 < record.duration_s < ALONE.duration_s or not 0 <= record.term <= MAX_TERM:
         raise RegisterError(f"{where} holds an invalid lease: remove it if no balancer is running")
     return record

@@ -16,11 +16,12 @@ from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.telemetry.logs import about
 from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import max_message_bytes
-from equipoise.wire.messages import Hello, Leaving, Rejection, Report
+from equipoise.wire.messages import Hello, Leaving, Rejection, Report, TermConfirmed
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 HELLO_TIMEOUT_S = 10.0
@@ -63,11 +64,12 @@ class WorkerLinkService:
         mailbox = Mailbox()
         try:
             hello = await self._introduction(request_iterator)
-            pools = self._seat.led
-            if pools is None or pools.is_outranked(hello.highest_term):
+            _check_identity(self._caller(context), hello)
+            pools = await self._leading(hello, mailbox)
+            if pools is None:
                 await context.write(_alone(self._redirection()))
                 return
-            runner = await self._admit(pools, hello, mailbox, caller=self._caller(context))
+            runner = await self._admit(pools, hello, mailbox)
         except (InvalidMessageError, RejectedWorkerError) as error:
             # A message that the network corrupted may arrive intact the next time.
             fatal = error.kind != _UNREADABLE
@@ -94,11 +96,29 @@ class WorkerLinkService:
         assert isinstance(hello, Hello), "the first message is Hello or rejected"
         return hello
 
-    async def _admit(
-        self, pools: Pools, hello: Hello, mailbox: Mailbox, *, caller: Caller
-    ) -> PoolRunner:
+    async def _leading(self, hello: Hello, mailbox: Mailbox) -> Pools | None:
+        """The pools, if this balancer leads.
+
+        A worker that obeys a higher term may have been connected to a leader elected since, so the
+        lease must be renewed first. Beyond that its claim has no effect.
+        """
+        pools = self._seat.led
+        if pools is None or hello.highest_term <= pools.term:
+            return pools
+        if not await pools.until_confirmed():
+            return None
+        fields = about(pool=hello.pool, worker=hello.worker, term=pools.term)
+        _log.warning(
+            "worker %s obeys term %d, but the lease of term %d was renewed since it connected: it "
+            "is to obey this one",
+            *(hello.worker, hello.highest_term, pools.term),
+            extra=fields,
+        )
+        mailbox.post(TermConfirmed(term=pools.term, replaced_term=hello.highest_term))
+        return pools
+
+    async def _admit(self, pools: Pools, hello: Hello, mailbox: Mailbox) -> PoolRunner:
         try:
-            _check_identity(caller, hello)
             return await pools.admit(hello, mailbox)
         except RejectedWorkerError as error:
             pools.reject_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
@@ -162,13 +182,17 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
 
 
 def _check_identity(caller: Caller, hello: Hello) -> None:
-    """Reject a worker that claims to be another one."""
+    """Reject a worker that claims to be another one.
+
+    It is logged only: a count in the status would be state of a pool that the caller is not in.
+    """
     if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
-        raise RejectedWorkerError(
-            "hello_identity",
+        reason = (
             f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
-            "certificate or token of its own",
+            "certificate or token of its own"
         )
+        _log.warning("rejected (hello_identity): %s", reason)
+        raise RejectedWorkerError("hello_identity", reason)
 
 
 def _message(request: bytes) -> pb.ConnectRequest:

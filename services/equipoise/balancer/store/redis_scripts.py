@@ -10,7 +10,9 @@ local incarnation, term, name = ARGV[1], ARGV[2], ARGV[3]
 local kept, highest_term = unpack(redis.call('HMGET', meta, 'incarnation', 'term'))
 if kept ~= incarnation then return {'lost'} end
 if term ~= '' then
-  if tonumber(term) < tonumber(highest_term) then return {'over', highest_term} end
+  if not tonumber(highest_term) or tonumber(term) < tonumber(highest_term) then
+    return {'over', highest_term}
+  end
   if term ~= highest_term then redis.call('HSET', meta, 'term', term) end
 end
 local function keep(generation, layout, num_kept)
@@ -33,6 +35,9 @@ local function note_commit(generation)
 end
 """
 """Precedes every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
+
+Numbers are compared as float64, which is exact: terms are at most `MAX_TERM`, epochs and
+generations at most 2^53.
 
 Any script may return {'lost'} or {'over', highest term}.
 """

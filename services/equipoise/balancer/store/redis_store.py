@@ -31,6 +31,7 @@ from equipoise.balancer.store.store import (
     StoreError,
     StoreFault,
     TermOverError,
+    checked_term,
 )
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
@@ -72,7 +73,7 @@ class RedisStore:
     async def highest_term(self) -> int:
         """See `Store`."""
         (term,) = await self._read("", scripts.HIGHEST_TERM)
-        return int(term)
+        return self._term(term)
 
     async def fence(self, *, term: int) -> None:
         """See `Store`."""
@@ -249,7 +250,8 @@ class RedisStore:
         )
         if answer == b"over":
             assert isinstance(term, int), "reads have no term"
-            raise TermOverError(store=self._link.name, term=term, highest_term=int(values[0]))
+            highest_term = self._term(values[0])
+            raise TermOverError(store=self._link.name, term=term, highest_term=highest_term)
         if answer == b"lost":
             self._incarnation = None
             raise StoreError(
@@ -291,6 +293,10 @@ class RedisStore:
         if generation is None or packed is None:
             return None
         return self._sense(f"layout of pool {pool}", lambda: unpack_layout(int(generation), packed))
+
+    def _term(self, found: bytes) -> int:
+        """Return a stored term; raise StoreError if no leader can have written it."""
+        return self._sense("highest term", lambda: checked_term(int(found)))
 
     def _sense(self, what: str, unpack: Callable[[], _Value]) -> _Value:
         """Return what `unpack` returns; raise StoreError if the record is invalid."""

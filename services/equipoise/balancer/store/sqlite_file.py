@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
+from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError, checked_term
 from equipoise.planning.errors import InvalidLayoutError
 
 SCHEMA_VERSION = 4
@@ -152,7 +152,7 @@ class SqliteFile:
     def highest_term(self) -> int:
         """Return the highest term that ever wrote; only for work of `read` and `write`."""
         (highest,) = self.db.execute("SELECT term FROM fence").fetchone()
-        return int(highest)
+        return checked_term(int(highest))
 
     async def close(self) -> None:
         """Close the file and end its thread."""

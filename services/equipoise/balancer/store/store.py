@@ -12,6 +12,7 @@ from typing import Protocol
 
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
+from equipoise.wire.checks import MAX_TERM
 
 MAX_DECISIONS = 1000
 """Decisions kept for each pool; older ones are dropped."""
@@ -74,6 +75,17 @@ class TermOverError(StoreConflictError):
             f"{store}: term {term} is over, a balancer of term {highest_term} has taken over"
         )
         self.highest_term = highest_term
+
+
+def checked_term(found: int) -> int:
+    """Return a stored term.
+
+    Raises:
+        ValueError: no leader can have written it.
+    """
+    if not 0 <= found <= MAX_TERM:
+        raise ValueError(f"term {found} is not from 0 to {MAX_TERM}")
+    return found
 
 
 class Store(Protocol):

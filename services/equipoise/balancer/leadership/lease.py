@@ -1,0 +1,78 @@
+"""The lease: its record, its timing, and who can hold it."""
+
+from dataclasses import dataclass
+
+MAX_LEASE_S = 60.0
+"""Longest lease duration of any balancer, seconds. A record that states a longer one expires after
+this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTiming:
+    """How long a leader leads without an answer from the register, and how often it asks.
+
+    Raises:
+        ValueError: `retry_s + request_timeout_s <= renew_deadline_s < duration_s` does not hold, so
+            that one lost request would end a term, or two balancers could lead.
+    """
+
+    duration_s: float = 3.0
+    """How long a record must be unchanged before another candidate may replace it."""
+
+    renew_deadline_s: float = 2.0
+    """How long a leader leads after it sent its last accepted renewal."""
+
+    retry_s: float = 0.5
+    """Time between rounds: renewals of the leader, reads of the others."""
+
+    request_timeout_s: float = 0.5
+    """Timeout of a request to the register."""
+
+    @classmethod
+    def lasting(cls, duration_s: float) -> "LeaseTiming":
+        """Return the same proportions for another duration."""
+        return cls(
+            duration_s=duration_s,
+            renew_deadline_s=duration_s * 2 / 3,
+            retry_s=duration_s / 6,
+            request_timeout_s=duration_s / 6,
+        )
+
+    def __post_init__(self) -> None:
+        if not (
+            self.retry_s > 0
+            and self.request_timeout_s > 0
+            and self.retry_s + self.request_timeout_s <= self.renew_deadline_s < self.duration_s
+        ):
+            raise ValueError(
+                "a lease needs 0 < retry + request timeout <= renew deadline < duration, not "
+                f"{self.retry_s:g} + {self.request_timeout_s:g}, {self.renew_deadline_s:g}, "
+                f"{self.duration_s:g} s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A balancer process: a unique name, and the address where workers reach it."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """Who leads. `holder` is empty if no one does; `renewals` makes every record unique."""
+
+    holder: str
+    address: str
+    term: int
+    renewals: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """A record as read from the register; every write changes `version`."""
+
+    record: LeaseRecord
+    version: str
