@@ -1,7 +1,5 @@
 """Ranks agree before a step when to switch, and switching changes no token."""
 
-from dataclasses import replace
-
 import pytest
 
 from equipoise.worker.errors import GroupError
@@ -135,7 +133,7 @@ def test_the_switch_waits_for_the_last_rank(rank_of_one, staged_from_checkpoint,
     def script(header):
         steps.append(header.generation)
         ready = len(steps) >= 5
-        return header if ready else replace(header, staged_generation=0, staged_digest=0)
+        return header if ready else header._replace(staged_generation=0, staged_digest=0)
 
     client = Client(lambda engine, result: engine.leave())
     engine = engine_of(core, held, client, group=TwoRanks(script))
@@ -151,7 +149,7 @@ def test_a_peer_that_staged_another_layout_under_the_number_is_rejected_and_serv
     peers_digest = 7
 
     def script(header):
-        return replace(header, staged_digest=header.staged_digest and peers_digest)
+        return header._replace(staged_digest=header.staged_digest and peers_digest)
 
     client = Client(lambda engine, result: engine.leave())
     engine = engine_of(core, held, client, group=TwoRanks(script))
@@ -166,7 +164,7 @@ def test_a_peer_that_staged_another_layout_under_the_number_is_rejected_and_serv
 
 def test_a_peer_that_runs_another_layout_under_the_number_ends_the_run(rank_of_one):
     core, held = rank_of_one()
-    group = TwoRanks(lambda header: replace(header, layout_digest=header.layout_digest ^ 1))
+    group = TwoRanks(lambda header: header._replace(layout_digest=header.layout_digest ^ 1))
     engine = engine_of(core, held, Client(), group=group)
     with pytest.raises(GroupError, match="disagree about the layout of generation 1"):
         engine.run()
@@ -174,7 +172,7 @@ def test_a_peer_that_runs_another_layout_under_the_number_ends_the_run(rank_of_o
 
 def test_ranks_that_disagree_end_the_run(rank_of_one):
     core, held = rank_of_one()
-    group = TwoRanks(lambda header: replace(header, step=header.step + 1))
+    group = TwoRanks(lambda header: header._replace(step=header.step + 1))
     engine = engine_of(core, held, Client(), group=group)
     with pytest.raises(GroupError, match="disagree about the step"):
         engine.run()

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Self
 
@@ -87,14 +86,15 @@ class RankGroup:
         """
         if self.num_ranks == 1:
             return (header,)
-        row = torch.tensor(astuple(header), dtype=torch.int64)
+        row = torch.tensor(header, dtype=torch.int64)
         began = time.perf_counter()
         try:
             dist.all_gather_single(self._gathered, row)
         except RuntimeError as error:
             raise collective_failed(error) from error
         self.waited_s += time.perf_counter() - began
-        return tuple(StepHeader(*row) for row in self._gathered.view(-1, HEADER_WIDTH).tolist())
+        rows = self._gathered.view(-1, HEADER_WIDTH).tolist()
+        return tuple(map(StepHeader._make, rows))
 
     def close(self) -> None:
         """Leave the group; the other ranks' next collective fails."""

@@ -8,7 +8,9 @@ but do not prove it, so both also carry digests of the content (`Layout.digest`)
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from equipoise.planning.layout import DIGEST_BYTES, digest_text
 from equipoise.wire.messages import JoinEpoch, Peer
@@ -21,9 +23,11 @@ _MAX_SHOWN = 4
 """Ranks named per value, and values shown, in a message: a pool may have hundreds of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepHeader:
-    """One rank's header; travels as a row of int64, in the order of the fields."""
+class StepHeader(NamedTuple):
+    """One rank's header; travels as a row of int64, in the order of the fields.
+
+    A tuple, because every rank reads all ranks' headers before every step.
+    """
 
     epoch: int
     step: int
@@ -43,7 +47,10 @@ class StepHeader:
     """`digest_word` of the staged layout; 0 if none is staged."""
 
 
-HEADER_WIDTH = len(fields(StepHeader))
+HEADER_WIDTH = len(StepHeader._fields)
+
+_AGREED = attrgetter("epoch", "step", "generation", "peers_digest", "layout_digest")
+_STAGED = attrgetter("staged_generation", "staged_digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,7 @@ def check_group(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) -> N
         raise PeerLeftError(
             f"{' and '.join(leaving)} left the pool: the ranks must form a new group"
         )
-    if len({_agreed_fields(header) for header in headers}) == 1:
+    if len(set(map(_AGREED, headers))) == 1:  # The usual case, before every step.
         return
     for what, values in (
         ("the epoch", [str(one.epoch) for one in headers]),
@@ -159,7 +166,7 @@ def agreed_generation(headers: tuple[StepHeader, ...]) -> int | None:
     All ranks must have staged the same layout as the same one. A minimum over ranks would be wrong:
     after an abort and a new stage, it could name a generation that some rank has dropped.
     """
-    staged = {(header.staged_generation, header.staged_digest) for header in headers}
+    staged = set(map(_STAGED, headers))
     if len(staged) > 1:
         return None
     generation, _ = staged.pop()
@@ -180,16 +187,6 @@ def staged_conflict(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) 
     return (
         f"ranks disagree about the staged layout of generation {generation} ({detail}): plan "
         "again; if it is rejected too, restart the balancer"
-    )
-
-
-def _agreed_fields(header: StepHeader) -> tuple[int, ...]:
-    return (
-        header.epoch,
-        header.step,
-        header.generation,
-        header.peers_digest,
-        header.layout_digest,
     )
 
 
