@@ -15,7 +15,8 @@ from equipoise.wire.messages import RankStats, Report
 
 MODEL = ModelShape(num_layers=2, num_experts=8, num_groups=1, expert_bytes=1)
 LAYOUT = contiguous_layout(num_layers=2, num_experts=8, num_ranks=2, slots_per_rank=4)
-POLICY = Policy(interval_s=10.0, shift_threshold=0.15)
+# Reports so rare that none is overdue.
+POLICY = Policy(interval_s=10.0, shift_threshold=0.15, report_interval_s=1000.0)
 FIRST_HALF = np.tile([1000.0] * 4 + [0.0] * 4, (2, 1))
 SECOND_HALF = FIRST_HALF[:, ::-1]
 
@@ -42,7 +43,7 @@ class Ranks:
         self.assignments = np.zeros((2, 8))
         self.steps = 0
 
-    def receive(self, assignments, *, ranks=(0, 1), steps=10):
+    def receive(self, assignments, *, ranks=(0, 1), steps=10, now=0.0):
         self.assignments = self.assignments + assignments
         self.steps += steps
         for rank in ranks:
@@ -63,7 +64,7 @@ class Ranks:
                 active_requests=0,
                 queued_requests=0,
             )
-            self.loads.accept(Report(load=load, stats=stats), self.layout, now=0.0)
+            self.loads.accept(Report(load=load, stats=stats), self.layout, now=now)
 
 
 def close(loads, *, number=1, now):
@@ -87,11 +88,28 @@ def test_loads_of_both_phases_add_up_and_a_window_has_the_only_phase_that_was_to
 
 def test_a_window_is_due_after_the_interval_and_intervals_do_not_drift():
     loads = make_loads()
+    ranks = Ranks(loads)
+    ranks.receive(FIRST_HALF)
     assert not loads.is_due(now=9.9)
     assert loads.is_due(now=10.4)
     close(loads, now=10.4)
+    ranks.receive(FIRST_HALF)
     assert not loads.is_due(now=19.9)
     assert loads.is_due(now=20.0)
+
+
+def test_a_window_waits_for_the_first_report_of_each_rank_until_it_is_overdue():
+    loads = make_loads(policy=replace(POLICY, report_interval_s=10.0))
+    ranks = Ranks(loads)
+    ranks.receive(FIRST_HALF, ranks=(0,), now=9.0)
+    assert not loads.is_due(now=12.0)
+    ranks.receive(FIRST_HALF, ranks=(1,), now=13.0)
+    assert loads.is_due(now=13.0)
+    assert not close(loads, now=13.0).doubt
+    ranks.receive(FIRST_HALF, ranks=(0,), now=42.0)
+    assert not loads.is_due(now=42.0)
+    assert loads.is_due(now=44.0)
+    assert close(loads, number=2, now=44.0).unheard == (1,)
 
 
 def test_after_a_long_pause_one_window_closes_not_many():
@@ -137,8 +155,46 @@ def test_ranks_that_reported_for_different_spans_are_compared_by_the_step():
     ranks.receive(even)
     ranks.receive(even, ranks=(0,))
     window = close(loads, now=10.0)
-    assert window.rank_load[0] == pytest.approx([600.0, 600.0])
+    assert window.rank_load[0] == pytest.approx([400.0, 400.0])
+    assert window.load == pytest.approx(even)
     assert window.balancedness == pytest.approx(1.0)
+    assert loads.slow.per_second() == pytest.approx(even / 10.0)
+
+
+def test_a_window_in_which_a_rank_was_not_heard_and_the_next_are_in_no_average():
+    loads = make_loads(policy=replace(POLICY, report_interval_s=1.0))
+    ranks = Ranks(loads)
+    ranks.receive(FIRST_HALF, now=9.0)
+    close(loads, now=10.0)
+    known = loads.slow.per_second()
+    ranks.receive(SECOND_HALF, now=12.0)
+    ranks.receive(FIRST_HALF, ranks=(0,), now=19.0)
+    cut = close(loads, number=2, now=20.0)
+    assert cut.doubt == "incomplete window: no report from rank 1"
+    ranks.receive(FIRST_HALF, now=29.0)
+    returned = close(loads, number=3, now=30.0)
+    assert returned.doubt == (
+        "rank 1 reported again after 17 s: its load is of more than the window"
+    )
+    for window in (cut, returned):
+        assert not window.shift.detected
+        assert window.shift.reason == "no shift: not counted"
+    np.testing.assert_array_equal(loads.slow.per_second(), known)
+    ranks.receive(FIRST_HALF, now=34.5)
+    ranks.receive(FIRST_HALF, now=39.0)
+    assert not close(loads, number=4, now=40.0).doubt, "a gap inside a window is part of it"
+
+
+@pytest.mark.parametrize(("steps", "is_doubtful"), [(250, False), (1700, True), (15, True)])
+def test_a_rank_whose_steps_differ_too_much_is_named(steps, is_doubtful):
+    loads = make_loads()
+    ranks = Ranks(loads)
+    ranks.receive(FIRST_HALF, ranks=(0,), steps=500)
+    ranks.steps = 0
+    ranks.receive(FIRST_HALF, ranks=(1,), steps=steps)
+    doubt = close(loads, now=10.0).doubt
+    assert bool(doubt) is is_doubtful
+    assert not is_doubtful or "their loads cannot be compared" in doubt
 
 
 def test_a_shift_makes_both_averages_forget_and_the_next_window_once_more():

@@ -6,7 +6,7 @@ from statistics import median_low
 
 import numpy as np
 
-from equipoise.planning.arrays import Load
+from equipoise.planning.arrays import Indices, Load
 from equipoise.planning.layout import Layout
 
 MAX_LAYER_RATIO = 4.0
@@ -70,7 +70,7 @@ class LoadWindow:
             self._num_generations += 1
 
     def close(self, *, now: float) -> "WindowLoad":
-        """Return the load since the last close; the next window opens `now`."""
+        """Return the load since the last close, as counted; the next window opens `now`."""
         layout, slot_load = self._layout, self._slot_load
         is_newest_alone = self._map_to_experts() and self._num_generations == 1
         closed = WindowLoad(
@@ -116,6 +116,28 @@ class WindowLoad:
     def assignments_per_layer(self) -> float:
         """Assignments per layer, averaged over the layers."""
         return assignments_per_layer(self.expert_load)
+
+    def at_common_steps(self, steps: Indices) -> "WindowLoad":
+        """Return the load that the ranks would have counted in equally many steps.
+
+        Ranks step together, but report at different moments: one whose reports were delayed, or
+        that missed the window before, would look overloaded. `steps`, [ranks], are those that each
+        rank reported in the window. The loads of a window with several layouts stay as counted.
+        """
+        if (steps <= 0).any():
+            return self
+        factor_of_rank = common_steps(steps) / steps
+        rank_load = self.rank_load * factor_of_rank
+        layout = self.layout
+        if layout is None:
+            return replace(self, rank_load=rank_load)
+        slot_load = self.slot_load * np.repeat(factor_of_rank, layout.slots_of_rank)
+        return replace(
+            self,
+            expert_load=expert_load_of(slot_load, layout),
+            rank_load=rank_load,
+            slot_load=slot_load,
+        )
 
     @property
     def contradiction(self) -> str:
@@ -275,6 +297,11 @@ def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float
             f"experts than before; chance explains {noise:.1%}, a shift is {threshold:.1%} more"
         ),
     )
+
+
+def common_steps(steps: Indices) -> int:
+    """Return the steps that most ranks made in a window: the median, unmoved by a few ranks."""
+    return int(np.sort(steps)[(len(steps) - 1) // 2])
 
 
 def expert_load_of(slot_load: Load, layout: Layout) -> Load:

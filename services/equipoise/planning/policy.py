@@ -90,11 +90,12 @@ class Policy:
 
     interval_s: Annotated[float, Range(0.05, DAY_S), Key("interval")] = 10.0
     """Time between decisions. Shorter follows traffic sooner; longer gives each window more
-    assignments to judge by."""
+    assignments to judge by. A window also waits for a rank's first report until it is overdue."""
 
     report_interval_s: Annotated[float, Range(0.01, HOUR_S), Key("reportInterval")] = 1.0
     """Time between a worker's load reports; workers learn a new value with their next epoch. With
-    ten reports per window, one late report hardly matters."""
+    ten reports per window, one late report hardly matters; after three missing ones the window is
+    not planned on."""
 
     heartbeat_interval_s: Annotated[float, Range(0.01, HOUR_S), Key("heartbeatInterval")] = 1.0
     """Time between a worker's heartbeats; workers learn a new value with their next epoch."""

@@ -85,23 +85,16 @@ class StepCounters:
             self._steps[rank], self._busy_us[rank] = steps, busy_us
             self._reported_s[rank], self._reported_in[rank] = now, reported_in
 
-    def to_common_steps(self) -> Load:
-        """Return factors, [ranks], that scale each rank's load to the same number of steps.
-
-        Otherwise a rank with one more report in a window would look overloaded.
-        """
-        steps = self._in_window().astype(np.float64)
-        if (steps <= 0).any():
-            return np.ones_like(steps)
-        factors: Load = steps.mean() / steps
-        return factors
+    def in_window(self) -> Indices:
+        """Return the steps of each rank in the open window, [ranks]; not above 0 if unknown."""
+        return self._steps - self._steps_at_open
 
     def pace(self, rank_load: Load) -> RankPace | None:
         """Return each rank's computing time per step; None if a rank has no steps or no time.
 
         `rank_load` is [layers, ranks] in assignments.
         """
-        steps = self._in_window()
+        steps = self.in_window()
         busy_us = (self._busy_us - self._busy_us_at_open).astype(np.float64)
         if (steps <= 0).any() or (busy_us <= 0).any():
             return None
@@ -111,6 +104,3 @@ class StepCounters:
         """Start the next window."""
         self._steps_at_open = self._steps.copy()
         self._busy_us_at_open = self._busy_us.copy()
-
-    def _in_window(self) -> Indices:
-        return self._steps - self._steps_at_open

@@ -5,12 +5,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.planning.arrays import Load
+from equipoise.planning.arrays import Bools, Indices, Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.counters import LoadCounters, Phase
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import LoadAverage, LoadWindow, Shift, WindowLoad, detect_shift
+from equipoise.planning.load import (
+    LoadAverage,
+    LoadWindow,
+    Shift,
+    WindowLoad,
+    common_steps,
+    detect_shift,
+)
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, realised_shares
 from equipoise.planning.slowness import RankPace
@@ -20,8 +27,18 @@ from equipoise.pool.records import FAST, SLOW, SLOW_SQUARES, AverageRecord
 from equipoise.wire.messages import Report
 
 REPORTS_MISSED = 3
-"""Consecutive reports that may be missing before a rank counts as unheard, unless windows are
-longer than that. Reports are cumulative, so the next one makes up for them."""
+"""Report intervals without a report after which a rank is unheard. Until then, the next report
+makes up for missing ones: reports are cumulative."""
+
+MAX_STEPS_RATIO = 3.0
+"""Factor by which a rank's steps in a window may differ from most ranks', because ranks report at
+different moments. If reports are as rare as windows, it is 2."""
+
+MAX_STEPS_RATIO_MIXED = 1.5
+"""The same for a window with several layouts, whose loads are not scaled to common steps."""
+
+STEPS_SURPLUS = 16
+"""Steps by which ranks may always differ: a window may have few."""
 
 MAX_TABLES = 4
 """Windows with traffic whose tables are kept: plans are made on the latest ones."""
@@ -35,9 +52,9 @@ class ClosedWindow:
     `balancedness` is measured, not planned. `generation` is the one in use when the window closed;
     `switched` is set if another was in use when it opened. `shares` compares planned with realised
     shares, None if unknown; `pace` is how long ranks computed, None if not reported. `phase` is the
-    one that all reports named, else mixed. `unheard` are ranks whose report is overdue: the window
-    lacks their load. `contradiction` says why the counts cannot be true, if so; the averages then
-    exclude the window.
+    one that all reports named, else mixed. Loads are those of equally many steps of each rank.
+    `unheard` are ranks whose report is overdue: the window lacks their load. `contradiction` says
+    why the counts cannot be true or be compared, if so. The averages exclude a window with `doubt`.
     """
 
     number: int
@@ -121,7 +138,9 @@ class PoolLoads:
         self._steps = StepCounters(num_ranks=num_ranks, is_heard_from_start=counted_from == 1)
         self._report_interval_s = policy.report_interval_s
         self._reported = np.zeros(num_ranks, dtype=bool)
-        self._windows_unheard = np.zeros(num_ranks, dtype=np.int64)
+        self._heard_s = np.full(num_ranks, now)
+        self._unheard_at_open = np.zeros(num_ranks, dtype=bool)
+        self._gap_s = np.zeros(num_ranks)
         self._generation_at_open = 0
         self._phases: set[Phase] = set()
         self._shifted_before = False
@@ -161,11 +180,19 @@ class PoolLoads:
             now=now,
         )
         self._phases.add(load.phase)
+        if self._unheard_at_open[load.rank] and not self._reported[load.rank]:
+            self._gap_s[load.rank] = now - self._heard_s[load.rank]
+        self._heard_s[load.rank] = now
         self._reported[load.rank] = True
 
     def is_due(self, *, now: float) -> bool:
-        """Whether the open window has lasted for a planning interval."""
-        return now >= self._next_close_s
+        """Whether the open window has lasted for a planning interval.
+
+        It also waits for the first report of each rank in the window, until that is overdue.
+        """
+        if now < self._next_close_s:
+            return False
+        return not (~self._reported & ~self._is_unheard(now)).any()
 
     def close_window(self, *, number: int, generation: int, now: float) -> ClosedWindow:
         """Close the window under its number, fold it into both averages, and look for a shift.
@@ -175,14 +202,34 @@ class PoolLoads:
         falls somewhere inside a window, so that window is a mixture. The next one is the first
         without old traffic, so the averages restart from it once more.
         """
-        load = self._window.close(now=now)
-        self._windows_unheard = np.where(self._reported, 0, self._windows_unheard + 1)
-        if load.contradiction:
+        counted, steps = self._window.close(now=now), self._steps.in_window()
+        load = counted.at_common_steps(steps)
+        rank_load = load.rank_load
+        per_layer = balancedness_per_layer(rank_load)
+        closed = ClosedWindow(
+            number=number,
+            closed_s=now,
+            load=load.expert_load,
+            rank_load=rank_load,
+            balancedness=balancedness(rank_load),
+            balancedness_min_layer=float(per_layer.min()),
+            max_over_mean=float((1 / per_layer).mean()),
+            assignments=float(load.expert_load.sum()),
+            generation=generation,
+            switched=self._generation_at_open not in {0, generation},
+            shift=_UNCOUNTED,
+            shares=_realised(load),
+            pace=self._steps.pace(rank_load),
+            phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
+            unheard=tuple(np.flatnonzero(self._is_unheard(now)).tolist()),
+            contradiction=counted.contradiction
+            or _interruption(self._gap_s)
+            or _imbalance_of_steps(steps, is_mixed=load.layout is None),
+        )
+        if closed.doubt:
             self.fast, self.slow = self.fast.skipped(now=now), self.slow.skipped(now=now)
-            shift = Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: not counted")
         else:
-            shift = self._fold(load, now=now)
-        closed = self._closed(load, shift, number=number, generation=generation, now=now)
+            closed = replace(closed, shift=self._fold(load, now=now))
         self._open_next(generation=generation, now=now)
         return closed
 
@@ -220,40 +267,16 @@ class PoolLoads:
             records[SLOW_SQUARES] = replace(records[SLOW], decayed_load=self.slow.decayed_squares)
         return records
 
-    def _closed(
-        self, load: WindowLoad, shift: Shift, *, number: int, generation: int, now: float
-    ) -> ClosedWindow:
-        factor_of_rank = self._steps.to_common_steps()
-        rank_load = load.rank_load * factor_of_rank
-        per_layer = balancedness_per_layer(rank_load)
-        return ClosedWindow(
-            number=number,
-            closed_s=now,
-            load=load.expert_load,
-            rank_load=rank_load,
-            balancedness=balancedness(rank_load),
-            balancedness_min_layer=float(per_layer.min()),
-            max_over_mean=float((1 / per_layer).mean()),
-            assignments=float(load.expert_load.sum()),
-            generation=generation,
-            switched=self._generation_at_open not in {0, generation},
-            shift=shift,
-            shares=_realised(load, factor_of_rank),
-            pace=self._steps.pace(rank_load),
-            phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
-            unheard=self._unheard(),
-            contradiction=load.contradiction,
-        )
-
-    def _unheard(self) -> tuple[int, ...]:
-        """Ranks whose reports are missing, for several windows where these are short."""
-        due = max(1.0, REPORTS_MISSED * self._report_interval_s / self._policy.interval_s)
-        return tuple(int(rank) for rank in np.flatnonzero(self._windows_unheard >= due))
+    def _is_unheard(self, now: float) -> Bools:
+        """Which ranks' reports are overdue, [ranks]."""
+        return now - self._heard_s > REPORTS_MISSED * self._report_interval_s
 
     def _open_next(self, *, generation: int, now: float) -> None:
         self._steps.open_next()
         self._generation_at_open = generation
+        self._unheard_at_open = self._is_unheard(now)
         self._reported[:] = False
+        self._gap_s[:] = 0.0
         self._phases = set()
         # From the planned time, so that intervals do not drift; from now, if ticks were held up.
         planned_s = self._next_close_s + self._policy.interval_s
@@ -278,13 +301,39 @@ class PoolLoads:
         )
 
 
-def _realised(load: WindowLoad, factor_of_rank: Load) -> RealisedShares | None:
-    """Realised shares; `factor_of_rank`, [ranks], scales ranks to the same steps."""
-    layout = load.layout
-    if layout is None:
+_UNCOUNTED = Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: not counted")
+
+
+def _interruption(gap_s: Load) -> str:
+    """Which rank reported again after a gap, [ranks] in seconds; empty if there was none."""
+    if not gap_s.any():
+        return ""
+    rank = int(gap_s.argmax())
+    return (
+        f"rank {rank} reported again after {gap_s[rank]:.0f} s: its load is of more than the window"
+    )
+
+
+def _imbalance_of_steps(steps: Indices, *, is_mixed: bool) -> str:
+    """Why the loads of ranks cannot be compared, given their steps, [ranks]; empty if they can."""
+    usual = common_steps(steps)
+    most = MAX_STEPS_RATIO_MIXED if is_mixed else MAX_STEPS_RATIO
+    differs = (np.abs(steps - usual) > STEPS_SURPLUS) & (
+        (steps > most * usual) | (most * steps < usual)
+    )
+    if not differs.any():
+        return ""
+    rank = int(np.flatnonzero(differs)[0])
+    return (
+        f"rank {rank} counted {int(steps[rank])} steps, and most ranks {usual}: their loads cannot "
+        "be compared"
+    )
+
+
+def _realised(load: WindowLoad) -> RealisedShares | None:
+    if load.layout is None:
         return None
-    factors = np.repeat(factor_of_rank, layout.slots_of_rank)
-    return realised_shares(load.slot_load * factors, layout)
+    return realised_shares(load.slot_load, load.layout)
 
 
 def _squares(average: AverageRecord | None, squares: AverageRecord | None) -> Load | None:
