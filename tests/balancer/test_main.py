@@ -168,7 +168,7 @@ def test_a_missing_kubernetes_client_is_named_with_the_command_that_installs_it(
     settings = BalancerSettings(store="redis://127.0.0.1:1/0", lease=LeaseKind.KUBERNETES)
     assert run(settings) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("pip install 'equipoise[kubernetes]'")
+    assert line.endswith("run pip install '.[kubernetes]' in a checkout")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_users_error_is_one_line(arguments, status, message):
 def test_a_worker_without_torch_names_the_package_to_install():
     done = equipoise("worker", before=WITHOUT_TORCH)
     assert done.returncode == 1
-    assert done.stderr == "equipoise: this needs torch: pip install 'equipoise[worker]'\n"
+    assert done.stderr == "equipoise: this needs torch: run pip install '.[worker]' in a checkout\n"
 
 
 def test_the_control_planes_commands_need_no_torch():

@@ -222,5 +222,7 @@ def test_without_matplotlib_a_picture_is_rejected_before_the_work(monkeypatch, c
         main()
     assert ended.value.code == 1
     told = capsys.readouterr()
-    assert told.err == "equipoise: this needs matplotlib: pip install 'equipoise[plots]'\n"
+    assert (
+        told.err == "equipoise: this needs matplotlib: run pip install '.[plots]' in a checkout\n"
+    )
     assert not told.out

@@ -171,8 +171,8 @@ def test_numbers_out_of_reach_are_rejected_by_name_in_every_message(fleet):
         with pytest.raises(RejectedWorkerError, match=r"worker-0 reports .* 1099511627776"):
             harness.hello(replace(worker.greeting(), **changes))
     lost = GroupLost(epoch=2**40, reason="x", expert_of_slot=None, generation=1)
-    refused = LayoutRejected(epoch=58, rank=0, generation=1, reason="x", highest_epoch=2**40)
-    for message in (lost, replace(lost, epoch=58, generation=2**40), refused):
+    rejected = LayoutRejected(epoch=58, rank=0, generation=1, reason="x", highest_epoch=2**40)
+    for message in (lost, replace(lost, epoch=58, generation=2**40), rejected):
         with pytest.raises(InvalidMessageError, match=r"worker-0 reports .* 1099511627776"):
             harness.say(worker, message)
     assert harness.pool.roster.highest_epoch == 58

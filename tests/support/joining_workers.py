@@ -82,7 +82,7 @@ class Fleet:
         self._changes = changes
         self.workers = {}
         self.waiting_since = {}
-        self.refused = set()
+        self.rejected = set()
         self.harness = self._balancer(memory)
         for name, one in self.harness.workers.items():
             hello = replace(one.hello, slots_per_rank=12)
@@ -101,7 +101,7 @@ class Fleet:
         before, self.harness = self.harness, self._balancer(memory)
         self.harness.now = before.now + 1.0
         self.harness.disconnected |= set(self.workers)
-        self.refused.clear()
+        self.rejected.clear()
 
     def connect(self, *names):
         for name in names or tuple(self.workers):
@@ -110,20 +110,20 @@ class Fleet:
                 self._greet(worker)
 
     def _greet(self, worker):
-        """Open a stream; a worker that is refused tries again."""
+        """Open a stream; a worker that is rejected tries again."""
         name = worker.hello.worker
         self.harness.disconnected.discard(name)
-        self.refused.discard(name)
+        self.rejected.discard(name)
         try:
             self.harness.hello(worker.greeting())
         except RejectedWorkerError:
             self.harness.disconnected.add(name)
-            self.refused.add(name)
+            self.rejected.add(name)
 
     def cut(self, name):
         """A stream breaks; messages on it are lost."""
         self.workers[name].answers = []
-        self.refused.discard(name)
+        self.rejected.discard(name)
         if name not in self.harness.disconnected:
             self.harness.disconnected.add(name)
             self.harness.lose(self.workers[name])
@@ -158,7 +158,7 @@ class Fleet:
                 since = self.waiting_since.setdefault(key, self.harness.now)
                 if worker.serves or self.harness.now - since >= self.PATIENCE_S:
                     worker.fail("a peer is gone")
-        if name in self.refused:
+        if name in self.rejected:
             self._greet(worker)
         if name in self.harness.disconnected:
             return
@@ -168,10 +168,10 @@ class Fleet:
             try:
                 self.harness.say(worker, answer)
             except (InvalidMessageError, InvalidReportError) as error:
-                refused = self.harness.controller.reject(
+                rejected = self.harness.controller.reject(
                     name, kind=error.kind, reason=str(error), now=self.harness.now
                 )
-                self.harness.perform(refused)
+                self.harness.perform(rejected)
 
     def _is_broken(self, worker):
         """Whether a rank of its epoch is not in it."""

@@ -67,13 +67,13 @@ def test_an_invalid_environment_variable_only_disables_tracing(monkeypatch, capl
 def test_without_the_sdk_only_an_option_is_an_error(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with (
-        pytest.raises(TelemetryError, match=r"pip install 'equipoise\[tracing\]'"),
+        pytest.raises(TelemetryError, match=r"pip install '\.\[tracing\]'"),
         tracing("http://otel:4317", service="balancer"),
     ):
         pass
     monkeypatch.setenv(ENDPOINT_VARIABLE, "http://otel:4317")
     (warning,) = warnings_without_spans(caplog)
-    assert "pip install 'equipoise[tracing]'" in warning
+    assert "pip install '.[tracing]'" in warning
 
 
 @pytest.mark.parametrize("endpoint", ["otel:4317", "http://otel", "http://otel:4318/v1/traces"])

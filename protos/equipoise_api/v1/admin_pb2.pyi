@@ -35,7 +35,7 @@ class Outcome(_message.Message):
     reason: _builtins.str
     """Why, or what happens next; human-readable."""
     generation: _builtins.int
-    """Generation that the pool goes to, or stays in; 0 if the operation concerns none."""
+    """Generation that the pool switches to or keeps; 0 if the operation concerns none."""
     sequence: _builtins.int
     """Number of the audit record."""
     def __init__(
@@ -534,13 +534,13 @@ class ListAuditResponse(_message.Message):
 
     ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def entries(self) -> _containers.RepeatedCompositeFieldContainer[_status_pb2.AuditEntry]:
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[_status_pb2.AuditRecord]:
         """Newest first."""
 
     def __init__(
         self,
         *,
-        entries: _abc.Iterable[_status_pb2.AuditEntry] | None = ...,
+        entries: _abc.Iterable[_status_pb2.AuditRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

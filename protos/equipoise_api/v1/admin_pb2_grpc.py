@@ -134,7 +134,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Pin keeps a placement until Unpin: the pool goes to it, and returns to it after a new epoch.
+        """Pin keeps a placement until Unpin: the pool switches to it, and returns to it after a new epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

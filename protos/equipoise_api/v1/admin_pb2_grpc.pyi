@@ -51,7 +51,7 @@ class AdminStub:
     Rollback: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RollbackRequest, _admin_pb2.RollbackResponse]
     """Rollback places experts as a committed generation did, as a new generation."""
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
-    """Pin keeps a placement until Unpin: the pool goes to it, and returns to it after a new epoch."""
+    """Pin keeps a placement until Unpin: the pool switches to it, and returns to it after a new epoch."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
     """Unpin ends Pin."""
     Preview: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PreviewRequest, _admin_pb2.PreviewResponse]
@@ -82,7 +82,7 @@ class AdminAsyncStub(AdminStub):
     Rollback: _aio.UnaryUnaryMultiCallable[_admin_pb2.RollbackRequest, _admin_pb2.RollbackResponse]  # type: ignore[assignment]
     """Rollback places experts as a committed generation did, as a new generation."""
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
-    """Pin keeps a placement until Unpin: the pool goes to it, and returns to it after a new epoch."""
+    """Pin keeps a placement until Unpin: the pool switches to it, and returns to it after a new epoch."""
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
     """Unpin ends Pin."""
     Preview: _aio.UnaryUnaryMultiCallable[_admin_pb2.PreviewRequest, _admin_pb2.PreviewResponse]  # type: ignore[assignment]
@@ -146,7 +146,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PinResponse, _abc.Awaitable[_admin_pb2.PinResponse]]:
-        """Pin keeps a placement until Unpin: the pool goes to it, and returns to it after a new epoch."""
+        """Pin keeps a placement until Unpin: the pool switches to it, and returns to it after a new epoch."""
 
     @_abc_1.abstractmethod
     def Unpin(

@@ -530,7 +530,7 @@ class PoolStatus(_message.Message):
         """An operator's hold: pause or pin; absent if none."""
 
     @_builtins.property
-    def audit(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
+    def audit(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRecord]:
         """The latest audit records, newest first, at most 16."""
 
     @_builtins.property
@@ -573,7 +573,7 @@ class PoolStatus(_message.Message):
         timeouts: _abc.Iterable[Global___TimeoutStatus] | None = ...,
         epochs: _abc.Iterable[Global___EpochStatus] | None = ...,
         hold: Global___HoldStatus | None = ...,
-        audit: _abc.Iterable[Global___AuditEntry] | None = ...,
+        audit: _abc.Iterable[Global___AuditRecord] | None = ...,
         shares: Global___ShareStatus | None = ...,
         policy: Global___PolicyStatus | None = ...,
         gains: _abc.Iterable[Global___GainStatus] | None = ...,
@@ -746,8 +746,8 @@ class HoldStatus(_message.Message):
 Global___HoldStatus: _TypeAlias = HoldStatus  # noqa: Y015
 
 @_typing.final
-class AuditEntry(_message.Message):
-    """AuditEntry is the audit record of one request."""
+class AuditRecord(_message.Message):
+    """AuditRecord is what is recorded of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -784,7 +784,7 @@ class AuditEntry(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AuditEntry: _TypeAlias = AuditEntry  # noqa: Y015
+Global___AuditRecord: _TypeAlias = AuditRecord  # noqa: Y015
 
 @_typing.final
 class WindowStatus(_message.Message):

@@ -18,7 +18,7 @@ _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
 
 class LogLevel(StrEnum):
-    """Least severe messages to log."""
+    """Minimum severity of messages to log."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -93,7 +93,7 @@ class BalancerSettings:
     disabled. Requires equipoise[tracing]."""
 
     log_level: LogLevel = LogLevel.INFO
-    """Least severe messages to write to stderr. `info` logs one line per decision."""
+    """Minimum severity of messages to write to stderr. `info` logs one line per decision."""
 
     stop_grace_s: Annotated[float, Range(0, 60)] = 3.0
     """Seconds that open calls have to finish after Ctrl-C or SIGTERM. Workers keep serving without

@@ -68,7 +68,8 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         if missing in _EXTRA_OF_PACKAGE:
-            return f"this needs {missing}: pip install 'equipoise[{_EXTRA_OF_PACKAGE[missing]}]'"
+            extra = _EXTRA_OF_PACKAGE[missing]
+            return f"this needs {missing}: run pip install '.[{extra}]' in a checkout"
     if type(error).__module__.partition(".")[0] in _OWN_PACKAGES:
         return str(error)
     return None

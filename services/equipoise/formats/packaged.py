@@ -16,6 +16,6 @@ def packaged_checkpoint() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise FormatError(
             "equipoise_model is not installed: name the folder of a model with --checkpoint, or "
-            "pip install 'equipoise[worker]'"
+            "run pip install '.[worker]' in a checkout"
         )
     return Path(spec.submodule_search_locations[0]) / "checkpoints" / "tiny"

@@ -171,11 +171,11 @@ class Policy:
     """Time that steps stall at each switch, as shown by `equipoise status`."""
 
     max_wave_bytes: Annotated[int, Range(1, 2**50), Key("waves.maxBytes")] = 256 * MIB
-    """Most bytes that one rank stages per generation: staging memory that workers must spare. A
+    """Maximum bytes that one rank stages per generation: staging memory that workers must spare. A
     single layer may exceed it."""
 
     max_wave_moves: Annotated[int, Range(1, 10**9), Key("waves.maxMoves", "experts")] = 10_000
-    """Most experts that one rank stages per generation. Lower it for shorter switches. A single
+    """Maximum experts that one rank stages per generation. Lower it for shorter switches. A single
     layer may exceed it."""
 
     rollback_tolerance: Annotated[float, Range(0, 1), Key("rollback.tolerance", "balancedness")] = (

@@ -96,7 +96,7 @@ def _provider(endpoint: str, *, service: str) -> Any:
         export = importlib.import_module("opentelemetry.sdk.trace.export")
     except ModuleNotFoundError as error:
         raise TelemetryError(
-            f"tracing needs {error.name}: pip install 'equipoise[tracing]', or unset "
+            f"tracing needs {error.name}: run pip install '.[tracing]' in a checkout, or unset "
             f"--tracing-endpoint and {ENDPOINT_VARIABLE}"
         ) from error
     attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}
