@@ -125,9 +125,9 @@ def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
     )
 
 
-def audit_to_proto(record: AuditRecord) -> pb.AuditEntry:
+def audit_to_proto(record: AuditRecord) -> pb.AuditRecord:
     """An audit record."""
-    return pb.AuditEntry(
+    return pb.AuditRecord(
         sequence=record.sequence,
         time_unix_s=record.time_unix_s,
         who=record.who,
