@@ -62,7 +62,7 @@ async def ask(address, credentials, *, what="status"):
 
 
 async def _ask_once(address, credentials, what):
-    async with credentials.channel(address) as channel:
+    async with credentials.balancer_channel(address) as channel:
         metadata = credentials.metadata(audience=BALANCER)
         try:
             async with asyncio.timeout(WAIT_S):
@@ -221,14 +221,14 @@ async def test_a_host_that_is_not_in_the_certificate_is_rejected(tmp_path, autho
     async with opened(tmp_path, tls=tls) as address:
         code, words = await ask(address, Credentials(authority.issue("reader")))
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert "does not match the host name" in words
+    assert "does not have the expected name of its role" in words
 
 
 async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path, authority):
     reader = Credentials(authority.issue("reader"))
     async with (
         opened(tmp_path, tls=authority.issue("balancer")) as address,
-        reader.channel(address) as held,
+        reader.balancer_channel(address) as held,
     ):
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
         await _CALLS["status"](held, reader.metadata(audience=BALANCER))
@@ -275,7 +275,7 @@ async def test_a_port_for_other_machines_is_not_opened_in_plain_text(tmp_path):
 @asynccontextmanager
 async def hello_answered(address, credentials, hello):
     """The first answer to a Hello."""
-    async with credentials.channel(address) as channel:
+    async with credentials.balancer_channel(address) as channel:
         call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(
             metadata=credentials.metadata(audience=BALANCER)
         )
@@ -298,7 +298,7 @@ async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, accepted
         reader = showing(tmp_path, "reader")
         async with (
             hello_answered(address, shown, hello_of("worker-0")),
-            reader.channel(address) as channel,
+            reader.balancer_channel(address) as channel,
         ):
             status = status_pb2_grpc.StatusStub(channel)
             pools = await until_known(status, reader.metadata(audience=BALANCER))
@@ -320,7 +320,7 @@ async def test_orders_are_recorded_under_the_callers_name(tmp_path, accepted, he
     async with (
         opened(tmp_path, accepted_keys=accepted) as address,
         hello_answered(address, worker, hello_of("worker-0")),
-        ann.channel(address) as channel,
+        ann.balancer_channel(address) as channel,
     ):
         metadata = ann.metadata(audience=BALANCER)
         await until_known(status_pb2_grpc.StatusStub(channel), metadata)
@@ -343,6 +343,16 @@ def is_heard_by(channel):
     return True
 
 
+@pytest.mark.parametrize("who", ["worker/tiny/worker-0", "gateway", "reader", "admin/ann"])
+async def test_no_other_role_can_serve_as_a_balancer(tmp_path, authority, who):
+    reader = Credentials(authority.issue("pod-9", uri="spiffe://corp/equipoise/reader"))
+    async with opened(tmp_path, tls=authority.issue(who)) as address:
+        code, words = await ask(address, reader)
+        assert not await asyncio.to_thread(is_heard_by, reader.blocking_channel(address))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "its certificate does not have the expected name of its role" in words
+
+
 async def test_balancers_are_verified_by_their_common_name_whatever_was_dialled(
     tmp_path, authority
 ):
@@ -355,6 +365,6 @@ async def test_balancers_are_verified_by_their_common_name_whatever_was_dialled(
             await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=WAIT_S
             )
-        for name in ("another.of.the.fleet", ""):
+        for name in ("another.of.the.fleet", "127.0.0.1"):
             wrong = Credentials(reader, balancer_name=name)
             assert not await asyncio.to_thread(is_heard_by, wrong.blocking_channel(address))

@@ -232,6 +232,9 @@ CONTRADICTIONS = {
     "requires a certificate for the gateway: name its Secret in tls.secrets.gateway": {
         "tls": {"enabled": True, "secrets": {"balancer": "b", "worker": "w"}}
     },
+    "must differ: they distinguish the roles": {
+        "tls": {**TLS["tls"], "balancerName": "eq", "workerName": "eq"}
+    },
     "tls.enabled requires metrics.enabled": {**TLS, "metrics": {"enabled": False}},
     "several balancers need a shared store": {"balancer": {"replicas": 2}},
     "leader election needs a shared store": {"balancer": {"lease": "kubernetes"}},

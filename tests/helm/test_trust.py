@@ -66,6 +66,9 @@ def test_the_names_that_are_verified_are_in_the_certificates(objects, certificat
     for component in ("worker", "gateway"):
         variables = environment(objects, POD_OF[component])
         assert variables["EQUIPOISE_TLS_WORKER_NAME"] in certificates["worker"]["dnsNames"]
+        for role, variable in (("balancer", "BALANCER"), ("worker", "WORKER")):
+            name = variables[f"EQUIPOISE_TLS_{variable}_NAME"]
+            assert [one for one in certificates if name in certificates[one]["dnsNames"]] == [role]
 
 
 def test_a_pod_mounts_its_own_certificate_and_only_the_keys_it_needs(objects, certificates):

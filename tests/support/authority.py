@@ -38,8 +38,13 @@ class Authority:
         self.ca_file = folder / "ca.pem"
         self.ca_file.write_bytes(made.public_bytes(Encoding.PEM))
 
-    def issue(self, name, *, hosts=("127.0.0.1", "localhost"), uri=None, expired=False):
-        """Return `Tls` for this common name; a repeated call replaces the files."""
+    def issue(self, name, *, hosts=None, uri=None, expired=False):
+        """Return `Tls` for this common name; a repeated call replaces the files.
+
+        By default the certificate names this machine and the role, as servers need.
+        """
+        if hosts is None:
+            hosts = ("127.0.0.1", "localhost", f"{name.partition('/')[0]}.equipoise")
         key = ec.generate_private_key(ec.SECP256R1())
         until = datetime.now(UTC) + _DAY
         if expired:

@@ -75,6 +75,12 @@ def test_renewed_files_are_reloaded_and_invalid_ones_are_ignored(authority, capl
     assert credentials.version() == 3
 
 
+@pytest.mark.parametrize(("worker", "balancer"), [("", "b"), ("w", ""), ("same", "same")])
+def test_names_that_do_not_distinguish_roles_are_an_error(authority, worker, balancer):
+    with pytest.raises(TrustError, match="must be set and differ"):
+        Credentials(authority.issue("reader"), worker_name=worker, balancer_name=balancer)
+
+
 def test_a_peers_details_are_escaped_and_bounded():
     explained = Credentials().explain("no\nroom\x00\u2028\u202e" + "x" * 10_000)
     assert explained.startswith(r"no\nroom\x00\u2028\u202e")

@@ -92,6 +92,13 @@ async def test_a_peer_of_the_pool_may_pull_without_its_address_in_a_certificate(
     assert await pull(address, Credentials(own, worker_name=WORKER_NAME)) > 0
 
 
+@pytest.mark.parametrize("who", ["balancer", "gateway", "reader"])
+async def test_no_other_role_can_serve_as_a_worker(authority, listen, pull, caplog, who):
+    address = await listen(authority.issue(who))
+    assert await pull(address, Credentials(authority.issue("worker/blue/w-0"))) == 0
+    assert "its certificate does not have the expected name of its role" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("who", "words"),
     [

@@ -46,6 +46,9 @@
 {{- if and $tls.enabled (not .Values.metrics.enabled) -}}
 {{- fail "tls.enabled requires metrics.enabled: probes cannot present a certificate and use the metrics port" -}}
 {{- end -}}
+{{- if and $tls.enabled (eq (include "equipoise.tlsBalancerName" .) (include "equipoise.tlsWorkerName" .)) -}}
+{{- fail "tls.balancerName and tls.workerName must differ: they distinguish the roles of servers" -}}
+{{- end -}}
 {{- $needed := dict "balancer" .Values.balancer.enabled "worker" (ne .Values.worker.kind "None") "gateway" (or .Values.gateway.enabled .Values.tests.enabled) -}}
 {{- range $as, $is := $needed -}}
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}

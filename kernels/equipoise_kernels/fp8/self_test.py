@@ -29,15 +29,27 @@ from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import virtual_windows
-from equipoise_kernels.fp8.attention import latent_write, mla_decode
 from equipoise_kernels.fp8.attention import libraries as attention_libraries
+from equipoise_kernels.fp8.attention.latent_write import LATENT_WRITE
 from equipoise_kernels.fp8.attention.latents import PlainLatents
-from equipoise_kernels.fp8.gemm import dense, grouped
+from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE
+from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
+from equipoise_kernels.fp8.gemm.dense import GEMM
+from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
 from equipoise_kernels.fp8.jit import is_interpreting, triton_version
-from equipoise_kernels.fp8.moe import permute, route, row_order
+from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
+from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables, empty_routes
-from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
+from equipoise_kernels.fp8.moe.row_order import ROW_ORDER, RowOrder, most_rows
+from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT, group_quant_reference
+from equipoise_kernels.fp8.quant.rms_norm_quant import RMS_NORM_QUANT
+from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
+from equipoise_kernels.fp8.quant.weight_quant import (
+    DEQUANTIZE_WEIGHT,
+    QUANTIZE_WEIGHT,
+    quantize_weight_reference,
+)
 from equipoise_kernels.fp8.selection import missing_library
 from equipoise_kernels.numerics import difference
 
@@ -124,15 +136,13 @@ def _rows(*shape: int) -> QuantizedRows:
     out = empty_rows(shape, device=_device())
     x = _random(*shape).flatten(0, -2)
     flat = QuantizedRows(codes=out.codes.flatten(0, -2), scales=out.scales.flatten(0, -2))
-    group_quant.group_quant_reference(x, scale_format=ScaleFormat.FP32, out=flat)
+    group_quant_reference(x, scale_format=ScaleFormat.FP32, out=flat)
     return out
 
 
 def _weight(*shape: int) -> QuantizedWeight:
     out = _empty_weight(shape)
-    weight_quant.quantize_weight_reference(
-        _random(*shape, seed=1), scale_format=ScaleFormat.FP32, out=out
-    )
+    quantize_weight_reference(_random(*shape, seed=1), scale_format=ScaleFormat.FP32, out=out)
     return out
 
 
@@ -145,13 +155,13 @@ def _empty_weight(shape: tuple[int, ...]) -> QuantizedWeight:
 
 def _group_quant(backend: str) -> Tensor:
     out = empty_rows((9, 256), device=_device())
-    group_quant.BACKENDS[backend](_random(9, 256), scale_format=ScaleFormat.UE8M0, out=out)
+    GROUP_QUANT.backends[backend](_random(9, 256), scale_format=ScaleFormat.UE8M0, out=out)
     return out.dequantized()
 
 
 def _rms_norm_quant(backend: str) -> Tensor:
     out = empty_rows((3, 256), device=_device())
-    rms_norm_quant.BACKENDS[backend](
+    RMS_NORM_QUANT.backends[backend](
         _random(3, 256),
         _random(256, seed=1),
         eps=1e-6,
@@ -164,7 +174,7 @@ def _rms_norm_quant(backend: str) -> Tensor:
 
 def _silu_mul_quant(backend: str) -> Tensor:
     out = empty_rows((9, 256), device=_device())
-    silu_mul_quant.BACKENDS[backend](
+    SILU_MUL_QUANT.backends[backend](
         _random(9, 512), rows_per_group=None, scale_format=ScaleFormat.FP32, out=out
     )
     return out.dequantized()
@@ -172,15 +182,15 @@ def _silu_mul_quant(backend: str) -> Tensor:
 
 def _weight_quant(backend: str) -> Tensor:
     out = _empty_weight((192, 256))
-    weight_quant.QUANTIZERS[backend](_random(192, 256), scale_format=ScaleFormat.FP32, out=out)
+    QUANTIZE_WEIGHT.backends[backend](_random(192, 256), scale_format=ScaleFormat.FP32, out=out)
     values = torch.empty(192, 256, device=_device())
-    weight_quant.DEQUANTIZERS[backend](out, out=values)
+    DEQUANTIZE_WEIGHT.backends[backend](out, out=values)
     return values
 
 
 def _gemm(backend: str, num_rows: int = 9) -> Tensor:
     out = torch.empty(num_rows, 256, dtype=torch.bfloat16, device=_device())
-    dense.BACKENDS[backend](_rows(num_rows, 256), _weight(256, 256), out=out)
+    GEMM.backends[backend](_rows(num_rows, 256), _weight(256, 256), out=out)
     return out
 
 
@@ -188,7 +198,7 @@ def _grouped_gemm(backend: str) -> Tensor:
     counts = torch.tensor([9, 0], dtype=torch.int32, device=_device())
     slots = torch.tensor([2, 0], dtype=torch.int32, device=_device())
     out = torch.zeros(2, 16, 128, dtype=torch.bfloat16, device=_device())
-    grouped.BACKENDS[backend](
+    GROUPED_GEMM.backends[backend](
         _rows(2, 16, 256),
         _weight(3, 128, 256),
         slots,
@@ -233,7 +243,7 @@ def _route(backend: str) -> Tensor:
     slots = torch.arange(32, device=device).view(16, 2)
     rows = torch.zeros(32, dtype=torch.int64, device=device)
     out = empty_routes(9, 3, device=device)
-    route.BACKENDS[backend](
+    ROUTE.backends[backend](
         _random(9, 16).float(),
         _random(16, seed=1).float(),
         rule=rule,
@@ -249,15 +259,15 @@ def _route(backend: str) -> Tensor:
     return torch.cat([rows, out.slots_TK.flatten(), out.weights_TK.flatten()])
 
 
-def _order(backend: str) -> row_order.RowOrder:
+def _order(backend: str) -> RowOrder:
     slots = torch.tensor([[0, 2], [2, -1], [1, 2], [5, 0]], device=_device())
-    num_rows = row_order.most_rows(8, num_slots=3, alignment=4)
+    num_rows = most_rows(8, num_slots=3, alignment=4)
     shapes = ((4, 2), (num_rows,), (3,))
     places, pairs, ends = (
         torch.empty(shape, dtype=torch.int32, device=_device()) for shape in shapes
     )
-    out = row_order.RowOrder(place_of_pair_TK=places, pair_of_row_M=pairs, slot_ends_S=ends)
-    row_order.BACKENDS[backend](slots, alignment=4, out=out)
+    out = RowOrder(place_of_pair_TK=places, pair_of_row_M=pairs, slot_ends_S=ends)
+    ROW_ORDER.backends[backend](slots, alignment=4, out=out)
     return out
 
 
@@ -269,7 +279,7 @@ def _row_order(backend: str) -> Tensor:
 def _permute(backend: str) -> Tensor:
     order = _order("reference")
     out = torch.zeros(len(order.pair_of_row_M), 96, device=_device())
-    permute.PERMUTERS[backend](_random(4, 96).float(), order, out=out)
+    PERMUTE.backends[backend](_random(4, 96).float(), order, out=out)
     return out
 
 
@@ -277,7 +287,7 @@ def _combine(backend: str) -> Tensor:
     order = _order("reference")
     out = torch.empty(4, 96, dtype=torch.bfloat16, device=_device())
     rows = _random(len(order.pair_of_row_M), 96)
-    permute.COMBINERS[backend](rows, order, _random(4, 2, seed=1).float(), out=out)
+    COMBINE.backends[backend](rows, order, _random(4, 2, seed=1).float(), out=out)
     return out
 
 
@@ -285,7 +295,7 @@ def _latent_write(backend: str) -> Tensor:
     cache = PlainLatents(latents_BPC=_random(2, 16, 576), rank=512)
     rotated = torch.empty(3, 4, 64, dtype=torch.bfloat16, device=_device())
     angles = _random(3, 32, seed=1).float()
-    latent_write.BACKENDS[backend](
+    LATENT_WRITE.backends[backend](
         _random(3, 576, seed=2),
         _random(3, 4, 192, seed=3)[..., 128:],
         cache,
@@ -307,10 +317,8 @@ def _mla_decode(backend: str) -> Tensor:
     device, nan = _device(), float("nan")
     latents_BPC = _random(4, attention_libraries.FLASH_MLA_BLOCK, 576, seed=2)
     latents_BPC[1, 19:] = nan
-    out = mla_decode.AttentionOutput(
-        out_BHR=_random(5, 4, 512), lse_BH=torch.empty(5, 4, device=device)
-    )
-    mla_decode.BACKENDS[backend](
+    out = AttentionOutput(out_BHR=_random(5, 4, 512), lse_BH=torch.empty(5, 4, device=device))
+    MLA_DECODE.backends[backend](
         _random(5, 4, 576, seed=1),
         PlainLatents(latents_BPC=latents_BPC, rank=512),
         tables_BS=torch.tensor(

@@ -25,7 +25,7 @@ from equipoise_kernels.fp8.bench.timing import GraphTimer, TimedCall, Timer
 from equipoise_kernels.fp8.configurations import Entry
 from equipoise_kernels.fp8.jit import triton_version
 from equipoise_kernels.fp8.self_test import start_process
-from equipoise_kernels.fp8.testing.committed import TUNABLES
+from equipoise_kernels.fp8.testing.committed import TUNABLES, specializations
 from equipoise_kernels.fp8.tune_plans import PLANS, TuningPlan, TuningShape
 
 
@@ -61,8 +61,8 @@ def sound_configs(operation: str) -> list[Any]:
     from equipoise_kernels.fp8.testing.gates import violations  # noqa: PLC0415
 
     found = []
-    for config in TUNABLES[operation].space:
-        kernels = TUNABLES[operation].specializations(config)
+    for config in TUNABLES[operation].configs:
+        kernels = specializations(operation, config)
         codes = [compile_for_hopper(kernel) for kernel in kernels]
         pairs = zip(kernels, codes, strict=True)
         if not any(violations(kernel, code) for kernel, code in pairs):

@@ -172,24 +172,21 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
         TelemetryError: the port of the metrics, or of the page, cannot be listened on.
         StoreError: the store cannot be read.
     """
-    clock = steady_clock()
-    store, credentials = parts.store, parts.credentials
+    clock, readiness = steady_clock(), Readiness()
     guard = Guard(
-        credentials.tls, accepted_keys=parts.accepted_keys, audience=BALANCER, rights=_RIGHTS
+        parts.credentials.tls,
+        accepted_keys=parts.accepted_keys,
+        audience=BALANCER,
+        rights=_RIGHTS,
     )
     server = grpc.aio.server(
         options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
     )
-    port = _bind(server, parts.listen, credentials)
-    host = parse_address(parts.listen).host
-    elector = Elector(
-        parts.register or SoleRegister(term=await store.highest_term()),
-        candidate=_candidate(parts.advertise or f"{host}:{port}"),
-        timing=parts.timing,
-    )
-    readiness = Readiness()
+    port = _bind(server, parts.listen, parts.credentials)
+    address = f"{parse_address(parts.listen).host}:{port}"
+    elector = await _elector(parts, address)
     seat = Seat(
-        store=store,
+        store=parts.store,
         policies=parts.policies,
         clock=clock,
         elector=elector,
@@ -197,34 +194,22 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
         planner=parts.planner,
         tracer=parts.tracer,
     )
-    watched = _add_services(server, seat, store=store, clock=clock, guard=guard)
+    watched = _add_services(server, seat, store=parts.store, clock=clock, guard=guard)
     await seat.open()
     async with AsyncExitStack() as running:
-        if parts.policy_file is not None:
-            file = PolicyFile(
-                parts.policy_file,
-                book=parts.policies,
-                readiness=readiness,
-                clock=clock,
-                on_rejection=parts.on_rejection,
-            )
-            await file.look()
-            await running.enter_async_context(_background(file.run()))
-        if parts.warm_up is not None:
-            readiness.note("planner", _COMPILING)
-            await running.enter_async_context(_background(_compile(parts.warm_up, readiness)))
-        await running.enter_async_context(_background(_take_part(seat, elector)))
+        await _prepare(running, parts, readiness=readiness, clock=clock)
+        _run(running, _take_part(seat, elector))
         if not readiness.missing:
             await seat.until_settled()
         await server.start()
         await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
-        _log.info("listening on %s:%d", host, port)
-        await running.enter_async_context(_background(_show_readiness(readiness, watched)))
-        await running.enter_async_context(_background(_show_leadership(elector, watched)))
+        _log.info("listening on %s", address)
+        _run(running, _show_readiness(readiness, watched))
+        _run(running, _show_leadership(elector, watched))
         metrics_at = await open_http(
             running,
             seat,
-            store=store,
+            store=parts.store,
             clock=clock,
             readiness=readiness,
             metrics_listen=parts.metrics_listen,
@@ -238,9 +223,35 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             await asyncio.shield(_stop(server, seat, watched, parts.stop_grace_s))
 
 
-def _candidate(address: str) -> Candidate:
-    """This process, under a unique name."""
-    return Candidate(name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}", address=address)
+async def _elector(parts: BalancerParts, address: str) -> Elector:
+    """This process as a candidate, under a unique name."""
+    return Elector(
+        parts.register or SoleRegister(term=await parts.store.highest_term()),
+        candidate=Candidate(
+            name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}",
+            address=parts.advertise or address,
+        ),
+        timing=parts.timing,
+    )
+
+
+async def _prepare(
+    running: AsyncExitStack, parts: BalancerParts, *, readiness: Readiness, clock: Clock
+) -> None:
+    """Read the policy file and follow it, and begin to compile the planner."""
+    if parts.policy_file is not None:
+        file = PolicyFile(
+            parts.policy_file,
+            book=parts.policies,
+            readiness=readiness,
+            clock=clock,
+            on_rejection=parts.on_rejection,
+        )
+        await file.look()
+        _run(running, file.run())
+    if parts.warm_up is not None:
+        readiness.note("planner", _COMPILING)
+        _run(running, _compile(parts.warm_up, readiness))
 
 
 def _add_services(
@@ -277,15 +288,15 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int
         ) from error
 
 
-@asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+def _run(running: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Run a task until the stack closes."""
+    running.push_async_callback(_cancel, asyncio.create_task(work))
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 async def _take_part(seat: Seat, elector: Elector) -> None:

@@ -9,7 +9,7 @@ from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
-from equipoise.trust.settings import Tls, or_environment
+from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
 
 _Timeout = Annotated[float, Range(0.001, HOUR_S)]
 
@@ -101,11 +101,12 @@ class GatewaySettings:
     tls: Tls = field(default_factory=Tls)
     """Certificates for connections to balancers and ranks. The HTTP port does not use them."""
 
-    tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME")
-    """Name in the workers' certificates, if it differs from the addresses used to reach them."""
+    tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME", default=WORKER_NAME)
+    """DNS name in every worker's certificate and in no other; verified instead of the address."""
 
-    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
-    """Name in the balancers' certificates, if it differs from the addresses used to reach them."""
+    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME", default=BALANCER_NAME)
+    """DNS name in every balancer's certificate and in no other; verified instead of the
+    address."""
 
     signing_key: str = or_environment("EQUIPOISE_SIGNING_KEY")
     """PEM file with the Ed25519 key that signs a token for each call. Reloaded when it changes.

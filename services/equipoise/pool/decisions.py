@@ -201,26 +201,12 @@ class Decisions:
         One that an operator requested is adopted even if the pool is paused meanwhile.
         """
         self._is_proposing = False
-        request, verdict = proposal.request, proposal.verdict
-        veto = None
-        if verdict.accepted:
+        request, veto = proposal.request, None
+        if proposal.verdict.accepted:
             veto = self._cannot_roll_out(request) or (
                 None if is_requested else self._vetoed(request, now=now)
             )
-        decision = DecisionRecord(
-            time_unix_s=now,
-            accepted=verdict.accepted and veto is None,
-            reason=f"{veto}: {verdict.reason}" if veto else verdict.reason,
-            base_generation=request.current.generation,
-            balancedness_current=verdict.balancedness_current,
-            balancedness_proposed=verdict.balancedness_proposed,
-            moves=verdict.moves,
-            bytes=verdict.bytes,
-            algorithm=proposal.plan.algorithm.value,
-            plan_ms=plan_ms,
-            shift_detected=request.shift.detected,
-            policy_hash=request.policy_hash,
-        )
+        decision = DecisionRecord.of_proposal(proposal, now=now, veto=veto, plan_ms=plan_ms)
         self._tally.note_decision(accepted=decision.accepted, plan_s=plan_ms / 1000)
         if not decision.accepted:
             return (WriteDecision(record=decision),)

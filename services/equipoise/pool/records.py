@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
+from equipoise.planning.proposal import Proposal
 
 FAST = "fast"
 SLOW = "slow"
@@ -104,6 +105,27 @@ class DecisionRecord:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", DecisionKind(self.kind))
+
+    @classmethod
+    def of_proposal(
+        cls, proposal: Proposal, *, now: float, veto: str | None = None, plan_ms: float = 0.0
+    ) -> "DecisionRecord":
+        """The verdict on a plan; `veto` is why the pool rejects one that the verdict accepts."""
+        request, verdict = proposal.request, proposal.verdict
+        return cls(
+            time_unix_s=now,
+            accepted=verdict.accepted and veto is None,
+            reason=f"{veto}: {verdict.reason}" if veto else verdict.reason,
+            base_generation=request.current.generation,
+            balancedness_current=verdict.balancedness_current,
+            balancedness_proposed=verdict.balancedness_proposed,
+            moves=verdict.moves,
+            bytes=verdict.bytes,
+            algorithm=proposal.plan.algorithm.value,
+            plan_ms=plan_ms,
+            shift_detected=request.shift.detected,
+            policy_hash=request.policy_hash,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,10 @@ class CertificateFiles:
         return f"{setting} {self._paths[setting]}"
 
 
+_OTHER_ROLE = (
+    "its certificate does not have the expected name of its role: issue it with that name, or set "
+    "tls_balancer_name or tls_worker_name"
+)
 _EXPLANATIONS = (
     ("certificate has expired", "its certificate has expired: renew it"),
     ("certificate is not yet valid", "its certificate is not valid yet: check both clocks"),
@@ -122,8 +126,8 @@ _EXPLANATIONS = (
     ("self signed certificate", "its certificate is not signed by this process's tls_ca"),
     ("self-signed certificate", "its certificate is not signed by this process's tls_ca"),
     ("WRONG_VERSION_NUMBER", "it uses plain text but this process uses TLS: remove tls_ca here"),
-    ("Hostname Verification", "its certificate does not match the host name"),
-    ("Peer name", "its certificate does not match the host name"),
+    ("Hostname Verification", _OTHER_ROLE),
+    ("Peer name", _OTHER_ROLE),
 )
 _CLOSED = ("Socket closed", "Connection reset", "recvmsg", "Endpoint closing")
 

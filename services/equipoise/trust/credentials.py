@@ -10,7 +10,7 @@ import grpc
 from equipoise.telemetry.logs import printable
 from equipoise.trust.certificates import CertificateFiles, explain_handshake
 from equipoise.trust.errors import TrustError
-from equipoise.trust.settings import Tls
+from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls
 from equipoise.trust.tokens import SigningKey
 
 Options = Sequence[tuple[str, str | int]]
@@ -36,14 +36,20 @@ class Credentials:
         tls: Tls | None = None,
         *,
         signing_key: str = "",
-        worker_name: str = "",
-        balancer_name: str = "",
+        worker_name: str = WORKER_NAME,
+        balancer_name: str = BALANCER_NAME,
     ) -> None:
-        """`worker_name` and `balancer_name` are the names in the others' certificates.
+        """`worker_name` and `balancer_name` are the DNS names of these roles in certificates.
 
-        Set them if workers or balancers are dialled by another name, such as a pod's address.
+        They are verified instead of the address, so that a worker's certificate cannot serve as a
+        balancer, nor a client's as either, and pods can be dialled by their addresses.
         """
         self.tls = tls or Tls()
+        if self.tls.tls_ca and ("" in {worker_name, balancer_name} or worker_name == balancer_name):
+            raise TrustError(
+                f"tls_worker_name {worker_name!r} and tls_balancer_name {balancer_name!r} must be "
+                "set and differ: they distinguish the roles of servers"
+            )
         self._worker_options = _named(worker_name)
         self._balancer_options = _named(balancer_name)
         self._key = SigningKey(signing_key) if signing_key else None
@@ -56,27 +62,30 @@ class Credentials:
         self._refresh()
         return self._version
 
-    def channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
-        """Open a channel to host:port with the current certificates.
-
-        Raises:
-            TrustError: plain text would leave this machine without `insecure`.
-        """
+    def _channel(self, address: str, options: Options) -> grpc.aio.Channel:
         self.tls.check_dial(address)
         if not self.tls.tls_ca:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._for_channels(), options=options)
 
     def worker_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
-        """Open a channel to a worker, whose certificate may have `worker_name`."""
-        return self.channel(address, options=(*options, *self._worker_options))
+        """Open a channel to a worker at host:port, whose certificate must have `worker_name`.
+
+        Raises:
+            TrustError: plain text would leave this machine without `insecure`.
+        """
+        return self._channel(address, (*options, *self._worker_options))
 
     def balancer_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
-        """Open a channel to a balancer, whose certificate may have `balancer_name`."""
-        return self.channel(address, options=(*options, *self._balancer_options))
+        """Open a channel to a balancer at host:port, whose certificate must have `balancer_name`.
+
+        Raises:
+            TrustError: plain text would leave this machine without `insecure`.
+        """
+        return self._channel(address, (*options, *self._balancer_options))
 
     def blocking_channel(self, address: str, *, options: Options = ()) -> grpc.Channel:
-        """Open a blocking channel to a balancer, for programs without an event loop."""
+        """Open a blocking channel to a balancer, as `balancer_channel`."""
         self.tls.check_dial(address)
         options = (*options, *self._balancer_options)
         if not self.tls.tls_ca:
@@ -153,4 +162,4 @@ class Credentials:
 
 def _named(name: str) -> Options:
     """Channel options that expect `name` in the server's certificate, whatever the address."""
-    return (("grpc.ssl_target_name_override", name),) if name else ()
+    return (("grpc.ssl_target_name_override", name),)

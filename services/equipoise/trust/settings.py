@@ -6,6 +6,12 @@ from typing import Any
 from equipoise.settings.address import parse_address
 from equipoise.trust.errors import TrustError
 
+BALANCER_NAME = "balancer.equipoise"
+"""DNS name that the certificate of every balancer has, and no other certificate."""
+
+WORKER_NAME = "worker.equipoise"
+"""DNS name that the certificate of every worker has, and no other certificate."""
+
 
 def or_environment(variable: str, *, default: str | bool = "") -> Any:
     """A field whose default comes from an environment variable.

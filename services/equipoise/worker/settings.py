@@ -12,7 +12,7 @@ from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
 from equipoise.telemetry.spans_settings import check_endpoint
-from equipoise.trust.settings import Tls, or_environment
+from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +153,12 @@ class WorkerSettings:
     tls: Tls = field(default_factory=Tls)
     """Certificates. Without them ports must be on loopback."""
 
-    tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME")
-    """Name in the workers' certificates, if it differs from the addresses used to reach them."""
+    tls_worker_name: str = or_environment("EQUIPOISE_TLS_WORKER_NAME", default=WORKER_NAME)
+    """DNS name in every worker's certificate and in no other; verified instead of the address."""
 
-    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME")
-    """Name in the balancers' certificates, if it differs from the addresses used to reach them,
-    which include the leader's address that a follower redirects to."""
+    tls_balancer_name: str = or_environment("EQUIPOISE_TLS_BALANCER_NAME", default=BALANCER_NAME)
+    """DNS name in every balancer's certificate and in no other; verified instead of the
+    address."""
 
     signing_key: str = or_environment("EQUIPOISE_SIGNING_KEY")
     """PEM file with the Ed25519 key that signs a token for each call to a balancer or peer.

@@ -14,7 +14,8 @@ from equipoise_kernels.fp8 import selection, self_test
 from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.libraries import LatentShape, misfit
-from equipoise_kernels.fp8.attention.mla_decode import BACKENDS, AttentionOutput
+from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE
+from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
 from equipoise_kernels.fp8.selection import resolve, without
 from tests.support.kernel_backends import use_backends
 
@@ -131,7 +132,7 @@ def run(backend, *, block_tokens=64, tables, lengths, num_heads=3):
         out_BHR=torch.full((len(lengths), num_heads, RANK), 9.0).bfloat16(),
         lse_BH=torch.full((len(lengths), num_heads), 9.0),
     )
-    BACKENDS[backend](
+    MLA_DECODE.backends[backend](
         query,
         PlainLatents(latents_BPC=cache, rank=RANK),
         tables_BS=torch.tensor(tables, dtype=torch.int32),
@@ -175,7 +176,7 @@ def test_flash_mla_plans_every_call_because_plans_depend_on_lengths(flash_mla):
 @pytest.mark.parametrize("backend", ["flash_mla", "flashinfer"])
 def test_without_queries_no_library_is_called(backend):
     empty = AttentionOutput(out_BHR=torch.empty(0, 3, RANK).bfloat16(), lse_BH=torch.empty(0, 3))
-    BACKENDS[backend](
+    MLA_DECODE.backends[backend](
         torch.empty(0, 3, RANK + ROTARY).bfloat16(),
         PlainLatents(latents_BPC=torch.zeros(1, 64, RANK + ROTARY).bfloat16(), rank=RANK),
         tables_BS=torch.zeros(0, 1, dtype=torch.int32),
@@ -214,7 +215,7 @@ def test_a_launch_that_a_library_cannot_make_is_rejected_by_name():
         (query, plain, 64, "by all that it is batched with"),
     ):
         with pytest.raises(KernelInputError, match=f"flash_mla cannot attend here.*{words}"):
-            BACKENDS["flash_mla"](
+            MLA_DECODE.backends["flash_mla"](
                 asked,
                 latents,
                 tables_BS=torch.zeros(1, 1, dtype=torch.int32),
@@ -243,7 +244,7 @@ def test_a_library_that_solves_the_self_test_is_offered_and_one_that_does_not_is
         lambda *_args, out, **_options: out.out_BHR.fill_(float("nan")),
         lambda *_args, **_options: 1 / 0,
     ):
-        monkeypatch.setitem(BACKENDS, backend, wrong)
+        monkeypatch.setitem(MLA_DECODE.backends, backend, wrong)
         reason = self_test.obstacle("mla_decode", backend)
         assert "away from the reference" in reason or "ZeroDivisionError" in reason
         with pytest.raises(KernelsUnavailableError, match=f"mla_decode cannot run on {backend}"):

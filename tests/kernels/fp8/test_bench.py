@@ -202,12 +202,12 @@ def test_a_layer_of_decode_runs_and_its_sums_are_right(bench, monkeypatch):
     assert sample.value == pytest.approx(1 / sum(floors))
     assert sample.raw["permute_floor_us"] == pytest.approx((3 + 6) * 128 / 1e6 / 4.3)
 
-    right = layer_cases.silu_mul_quant.BACKENDS["triton"]
+    right = layer_cases.SILU_MUL_QUANT.backends["triton"]
 
     def forgets_a_row(x, *, rows_per_group, **options):
         right(x, rows_per_group=rows_per_group - 1, **options)
 
-    monkeypatch.setitem(layer_cases.silu_mul_quant.BACKENDS, "triton", forgets_a_row)
+    monkeypatch.setitem(layer_cases.SILU_MUL_QUANT.backends, "triton", forgets_a_row)
     (sample,) = layer_cases.decode_layer(bench, **sizes)
     assert any("away from float64" in fault for fault in sample.faults)
 

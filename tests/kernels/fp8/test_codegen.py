@@ -83,7 +83,7 @@ def test_the_gates_catch_violations_in_compiled_code():
 
 @pytest.mark.parametrize(("operation", "config"), committed_configs())
 def test_what_is_committed_is_something_that_tuning_may_choose(operation, config):
-    space = TUNABLES[operation].space
+    space = TUNABLES[operation].configs
     if operation == "gemm":
         # What fits on a multiprocessor follows from the rest: it is claimed, not chosen.
         space = [replace(choice, ctas_per_sm=config.ctas_per_sm) for choice in space]

@@ -5,12 +5,12 @@ from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import ScaleFormat, empty_rows
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.mla_decode import (
-    AttentionOutput,
     MlaDecodeConfig,
     mla_decode,
     mla_decode_reference,
     mla_decode_triton,
 )
+from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
 from equipoise_kernels.fp8.quant.group_quant import group_quant_reference
 from equipoise_kernels.numerics import difference
 from tests.support.guarded_tensors import guarded

@@ -5,7 +5,8 @@ import torch
 
 from equipoise_kernels.errors import KernelsUnavailableError
 from equipoise_kernels.fp8 import selection, self_test
-from equipoise_kernels.fp8.gemm import dense, libraries
+from equipoise_kernels.fp8.gemm import libraries
+from equipoise_kernels.fp8.gemm.dense import GEMM
 from equipoise_kernels.fp8.selection import OPERATIONS, agree, backend, resolve
 from tests.support.kernel_backends import use_backends, works
 
@@ -122,11 +123,11 @@ def test_the_interpreted_kernels_pass_their_self_tests(operation, interpreted):
 
 
 def test_a_wrong_result_or_an_exception_is_an_obstacle(monkeypatch, interpreted):
-    monkeypatch.setitem(dense.BACKENDS, "triton", lambda a, weight, *, out: out.fill_(1.0))
+    monkeypatch.setitem(GEMM.backends, "triton", lambda a, weight, *, out: out.fill_(1.0))
     assert "away from the reference" in self_test.obstacle("gemm", "triton")
-    monkeypatch.setitem(dense.BACKENDS, "triton", lambda a, weight, *, out: out.fill_(float("nan")))
+    monkeypatch.setitem(GEMM.backends, "triton", lambda a, weight, *, out: out.fill_(float("nan")))
     assert "away from the reference" in self_test.obstacle("gemm", "triton")
-    monkeypatch.setitem(dense.BACKENDS, "triton", lambda a, weight, *, out: 1 / 0)
+    monkeypatch.setitem(GEMM.backends, "triton", lambda a, weight, *, out: 1 / 0)
     assert "ZeroDivisionError" in self_test.obstacle("gemm", "triton")
 
 

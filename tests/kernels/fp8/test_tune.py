@@ -43,7 +43,7 @@ def test_a_configuration_that_does_not_run_is_never_chosen(generator):
 @pytest.mark.parametrize("operation", tune.PLANS)
 def test_what_tuning_times_is_a_launch_of_the_operation(operation, generator, interpreted):
     shape = (128, 128) if "gemm" in operation else (4 if operation == "row_order" else 128,)
-    plan, config = tune.PLANS[operation], TUNABLES[operation].space[0]
+    plan, config = tune.PLANS[operation], TUNABLES[operation].configs[0]
     with pytest.MonkeyPatch.context() as patch:
         for module in (tune_plans, mla_inputs):
             patch.setattr(module, "num_copies", lambda num_bytes: 2)

@@ -28,6 +28,7 @@ from equipoise_kernels.fp8.all_to_all.peer_kernels import (
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
 from equipoise_kernels.fp8.jit import is_interpreting
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 # Polling a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
@@ -82,9 +83,7 @@ class PeerBackend:
         self._map = WindowMap.of_shape(shape)
         self._window = window
         self._timeout_s = timeout_s
-        self._config = config or configurations.choose(
-            "all_to_all", AllToAllConfig, rows=shape.max_tokens
-        )
+        self._config = config or ALL_TO_ALL.config(rows=shape.max_tokens)
         device = window.addresses.device
         self._sequence = torch.zeros(1, dtype=torch.int64, device=device)
         self._done_R = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
@@ -357,3 +356,11 @@ def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specializati
             fuses_products=False,
         ),
     ]
+
+
+ALL_TO_ALL: Operation[Callable[..., None], AllToAllConfig] = Operation(
+    name="all_to_all",
+    backends={},  # `opening` opens buffers, and ranks agree on a backend there
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

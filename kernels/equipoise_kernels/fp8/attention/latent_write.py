@@ -29,9 +29,10 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import GROUP, QuantizedRows, ScaleFormat, empty_rows, require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.quant.group_quant import quantized, write_quantized
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.rms_norm import rms_norm
@@ -98,7 +99,7 @@ def latent_write(
         {"raw": raw_TC, "query": query_THP, "out": out_THP, "cos": cos_TF, "sin": sin_TF}, latents
     )
     _check_vectors(raw_TC, latents, places_T=places_T, weight_R=weight_R)
-    BACKENDS[selection.backend("latent_write", raw_TC.device)](
+    LATENT_WRITE.on(raw_TC.device)(
         raw_TC,
         query_THP,
         latents,
@@ -162,7 +163,7 @@ def latent_write_triton(
     num_tokens, num_heads, _ = query_THP.shape
     if num_tokens == 0:
         return
-    config = config or configurations.choose("latent_write", LatentWriteConfig, rows=num_tokens)
+    config = config or LATENT_WRITE.config(rows=num_tokens)
     compressed, scales, rotary = latents.parts
     latent_write_kernel[(num_tokens, 1 + -(-num_heads // config.heads))](
         raw_TC,
@@ -198,9 +199,6 @@ def latent_write_triton(
         **configurations.options(config),
         enable_fp_fusion=False,  # it would change bits
     )
-
-
-BACKENDS = {"reference": latent_write_reference, "triton": latent_write_triton}
 
 
 @jit
@@ -377,3 +375,11 @@ def _quantized_rows(x_NR: Tensor) -> QuantizedRows:
     rows = empty_rows(x_NR.shape, device=x_NR.device)
     write_quantized(x_NR.float(), scale_format=ScaleFormat.FP32, out=rows)
     return rows
+
+
+LATENT_WRITE = Operation(
+    name="latent_write",
+    backends={"reference": latent_write_reference, "triton": latent_write_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

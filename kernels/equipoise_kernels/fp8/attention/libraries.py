@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents
-
-if TYPE_CHECKING:
-    from equipoise_kernels.fp8.attention.mla_decode import AttentionOutput
+from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
 
 FLASH_MLA, FLASHINFER = "flash_mla", "flashinfer"
 
@@ -202,9 +199,3 @@ def _flashinfer_wrapper(device: torch.device) -> Any:
     """FlashInfer's planner with its workspaces, which are pinned and large: one per device."""
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace)
-
-
-BACKENDS: Mapping[str, Callable[..., None]] = {
-    FLASH_MLA: mla_decode_flash_mla,
-    FLASHINFER: mla_decode_flashinfer,
-}

@@ -29,11 +29,17 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import GROUP, require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import Latents, QuantizedLatents
-from equipoise_kernels.fp8.attention.mla_merge import closed, merge_specialization, merge_splits
+from equipoise_kernels.fp8.attention.mla_merge import (
+    AttentionOutput,
+    closed,
+    merge_specialization,
+    merge_splits,
+)
 from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
@@ -67,16 +73,6 @@ CONFIG_SPACE = tuple(
     for tokens_per_split in (512, 2048, 8192)
     for num_stages in (2, 3)
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionOutput:
-    """Results of attention."""
-
-    out_BHR: Tensor
-    """Outputs, of the queries' dtype."""
-    lse_BH: Tensor
-    """Logarithms of the sums, float32."""
 
 
 def mla_decode(
@@ -128,7 +124,7 @@ def mla_decode(
         require(name, tensor, dtype, shape=shape, contiguous=True, like=query_BHC)
     if latents.device != query_BHC.device:
         raise KernelInputError(f"latents are on {latents.device}, queries elsewhere: move them")
-    BACKENDS[selection.backend("mla_decode", query_BHC.device)](
+    MLA_DECODE.on(query_BHC.device)(
         query_BHC,
         latents,
         tables_BS=tables_BS,
@@ -184,7 +180,7 @@ def mla_decode_triton(
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
         return
-    config = config or configurations.choose("mla_decode", MlaDecodeConfig, rows=num_queries)
+    config = config or MLA_DECODE.config(rows=num_queries)
     per_split = tokens_per_split or config.tokens_per_split
     num_splits = -(-tables_BS.shape[1] * latents.block_tokens // per_split)
     partial = out
@@ -225,14 +221,7 @@ def mla_decode_triton(
         **configurations.options(config),
     )
     if num_splits > 1:
-        merge_splits(partial.out_BHR, partial.lse_BH, out_BHR=out.out_BHR, lse_BH=out.lse_BH)
-
-
-BACKENDS = {
-    "reference": mla_decode_reference,
-    "triton": mla_decode_triton,
-    **libraries.BACKENDS,
-}
+        merge_splits(partial, out=out)
 
 
 @jit
@@ -372,3 +361,16 @@ def specializations(
         for quantized in (False, True)
     ]
     return [*decode, merge_specialization(rank)]
+
+
+MLA_DECODE = Operation(
+    name="mla_decode",
+    backends={
+        "reference": mla_decode_reference,
+        "triton": mla_decode_triton,
+        libraries.FLASH_MLA: libraries.mla_decode_flash_mla,
+        libraries.FLASHINFER: libraries.mla_decode_flashinfer,
+    },
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

@@ -7,6 +7,8 @@ result weights splits by the exponentials of these, first to last; it has the ou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from equipoise_kernels.fp8.jit import jit, tl
@@ -15,17 +17,25 @@ from equipoise_kernels.fp8.specialization import Specialization
 _NUM_WARPS = 4
 
 
-def merge_splits(
-    partial_NHR: Tensor, partial_NH: Tensor, *, out_BHR: Tensor, lse_BH: Tensor
-) -> None:
-    """Launch the kernel; outputs [B, H, R] and logarithms of sums [B, H]."""
-    num_queries, num_heads, rank = out_BHR.shape
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionOutput:
+    """Results of attention, of queries or of their splits."""
+
+    out_BHR: Tensor
+    """Outputs, of the queries' dtype; float32 for splits."""
+    lse_BH: Tensor
+    """Logarithms of the sums, float32."""
+
+
+def merge_splits(partial: AttentionOutput, *, out: AttentionOutput) -> None:
+    """Launch the kernel; merge the results of splits [B * splits] into those of queries [B]."""
+    num_queries, num_heads, rank = out.out_BHR.shape
     mla_merge_kernel[(num_queries, num_heads)](
-        partial_NHR,
-        partial_NH,
-        out_BHR,
-        lse_BH,
-        len(partial_NHR) // num_queries,
+        partial.out_BHR,
+        partial.lse_BH,
+        out.out_BHR,
+        out.lse_BH,
+        len(partial.out_BHR) // num_queries,
         num_heads,
         RANK=rank,
         num_warps=_NUM_WARPS,

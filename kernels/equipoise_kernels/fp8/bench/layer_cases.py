@@ -18,12 +18,14 @@ from equipoise_kernels.fp8.bench.bench import Bench
 from equipoise_kernels.fp8.bench.checks import backend_faults, repeat_faults, result_faults
 from equipoise_kernels.fp8.bench.moe_inputs import route_inputs
 from equipoise_kernels.fp8.bench.report import Sample
-from equipoise_kernels.fp8.gemm import grouped
+from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
-from equipoise_kernels.fp8.moe import permute, route
+from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
+from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule, empty_routes
 from equipoise_kernels.fp8.moe.row_order import RowOrder
-from equipoise_kernels.fp8.quant import group_quant, silu_mul_quant
+from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT
+from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
 from equipoise_kernels.fp8.testing.cases import spread_slab
 
 # What a rank of 8 with 32 slots receives in a step of 128 tokens per rank: 1024 rows.
@@ -109,25 +111,25 @@ class _DecodeLayer:
     def run(self, backend: str) -> None:
         """Run the layer with one backend of every operation."""
         self._route(backend)
-        group_quant.BACKENDS[backend](self._x_TD, scale_format=ScaleFormat.FP32, out=self._sent)
-        move = permute.PERMUTERS[backend]
+        GROUP_QUANT.backends[backend](self._x_TD, scale_format=ScaleFormat.FP32, out=self._sent)
+        move = PERMUTE.backends[backend]
         came = QuantizedRows(
             codes=self._came.codes.flatten(0, 1), scales=self._came.scales.flatten(0, 1)
         )
         move(self._sent.codes.view(torch.int32), self._order, out=came.codes.view(torch.int32))
         move(self._sent.scales, self._order, out=came.scales)
-        multiply: Callable[..., None] = grouped.BACKENDS[backend]
+        multiply: Callable[..., None] = GROUPED_GEMM.backends[backend]
         multiply(
             self._came, self._gate_up, self._slots, schedule=self._schedule, out=self._hidden_SMH
         )
-        silu_mul_quant.BACKENDS[backend](
+        SILU_MUL_QUANT.backends[backend](
             self._hidden_SMH,
             rows_per_group=self._schedule.rows_of_group,
             scale_format=ScaleFormat.FP32,
             out=self._active,
         )
         multiply(self._active, self._down, self._slots, schedule=self._schedule, out=self._back_SMD)
-        permute.COMBINERS[backend](
+        COMBINE.backends[backend](
             self._back_SMD.flatten(0, 1), self._order, self._routes.weights_TK, out=self.out_TD
         )
 
@@ -150,7 +152,7 @@ class _DecodeLayer:
         }
 
     def _route(self, backend: str) -> None:
-        self._routing.run(route.BACKENDS[backend], rows_S=self._counters, out=self._routes)
+        self._routing.run(ROUTE.backends[backend], rows_S=self._counters, out=self._routes)
 
 
 def slot_places(slots_TK: Tensor, num_slots: int, capacity: int) -> tuple[RowOrder, Tensor]:

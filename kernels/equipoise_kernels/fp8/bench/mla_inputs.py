@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.fp8.attention.latents import PlainLatents
-from equipoise_kernels.fp8.attention.mla_decode import (
-    AttentionOutput,
-    MlaDecodeConfig,
-    mla_decode_triton,
-)
+from equipoise_kernels.fp8.attention.mla_decode import MlaDecodeConfig, mla_decode_triton
+from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
 from equipoise_kernels.fp8.bench.bench import num_copies
 from equipoise_kernels.fp8.bench.timing import TimedCall
 

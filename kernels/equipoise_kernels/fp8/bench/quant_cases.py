@@ -11,7 +11,9 @@ from equipoise_kernels.formats import QuantizedRows, ScaleFormat, ScaleLayout, e
 from equipoise_kernels.fp8.bench.bench import Bench, fp8_bytes, num_copies
 from equipoise_kernels.fp8.bench.checks import backend_faults, result_faults
 from equipoise_kernels.fp8.bench.report import Sample
-from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant
+from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT
+from equipoise_kernels.fp8.quant.rms_norm_quant import RMS_NORM_QUANT
+from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
 from equipoise_kernels.fp8.testing.cases import spread_normal
 
 Quantize = Callable[[Tensor, QuantizedRows], None]
@@ -92,13 +94,13 @@ def _poisoned(bench: Bench, shape: tuple[int, int]) -> QuantizedRows:
 
 
 def _group_quant(backend: str) -> Quantize:
-    run = group_quant.BACKENDS[backend]
+    run = GROUP_QUANT.backends[backend]
     return lambda x, out: run(x, scale_format=ScaleFormat.FP32, out=out)
 
 
 def _rms_norm_quant(weight: Tensor) -> Callable[[str], Quantize]:
     def choose(backend: str) -> Quantize:
-        run = rms_norm_quant.BACKENDS[backend]
+        run = RMS_NORM_QUANT.backends[backend]
         return lambda x, out: run(
             x, weight, eps=1e-6, residual_MD=None, scale_format=ScaleFormat.FP32, out=out
         )
@@ -107,5 +109,5 @@ def _rms_norm_quant(weight: Tensor) -> Callable[[str], Quantize]:
 
 
 def _silu_mul_quant(backend: str) -> Quantize:
-    run = silu_mul_quant.BACKENDS[backend]
+    run = SILU_MUL_QUANT.backends[backend]
     return lambda x, out: run(x, rows_per_group=None, scale_format=ScaleFormat.FP32, out=out)

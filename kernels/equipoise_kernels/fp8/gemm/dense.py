@@ -9,8 +9,7 @@ configuration, never on timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.gemm import libraries
 from equipoise_kernels.fp8.gemm.tile import (
     OUTPUT_DTYPES,
@@ -29,6 +28,7 @@ from equipoise_kernels.fp8.gemm.tile import (
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 # From here on, libraries are faster: on Hopper, stock Triton reaches a third to a half of them.
@@ -119,8 +119,8 @@ def gemm(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=a.codes.device)
     require("out", out, *OUTPUT_DTYPES, shape=shape, dense=True, like=a.codes)
-    operation = "gemm_large" if shape[0] >= LARGE_ROWS else "gemm"
-    BACKENDS[selection.backend(operation, out.device)](a, weight, out=out)
+    operation = GEMM_LARGE if shape[0] >= LARGE_ROWS else GEMM
+    operation.on(out.device)(a, weight, out=out)
     return out
 
 
@@ -147,9 +147,7 @@ def gemm_triton(
     if num_rows == 0:
         return
     num_blocks = a.scales.shape[1]
-    config = config or configurations.choose(
-        "gemm", GemmConfig, rows=num_rows, shape=(num_columns, num_blocks * GROUP)
-    )
+    config = config or GEMM.config(rows=num_rows, shape=(num_columns, num_blocks * GROUP))
     parts = out
     if config.split_k > 1:
         parts = out.new_empty((config.split_k, num_rows, num_columns), dtype=torch.float32)
@@ -180,14 +178,6 @@ def gemm_triton(
             BLOCK=_SUM_BLOCK,
             num_warps=4,
         )
-
-
-BACKENDS: dict[str, Callable[..., None]] = {
-    "reference": gemm_reference,
-    "triton": gemm_triton,
-    "scaled_mm": libraries.gemm_scaled_mm,
-    "deep_gemm": libraries.gemm_deep_gemm,
-}
 
 
 @jit
@@ -310,3 +300,18 @@ def specializations(config: GemmConfig) -> list[Specialization]:
             )
         )
     return kernels
+
+
+GEMM = Operation(
+    name="gemm",
+    backends={
+        "reference": gemm_reference,
+        "triton": gemm_triton,
+        "scaled_mm": libraries.gemm_scaled_mm,
+        "deep_gemm": libraries.gemm_deep_gemm,
+    },
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)
+GEMM_LARGE = replace(GEMM, name="gemm_large")
+"""The same, where libraries are faster; configurations are those of `gemm`."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import GROUP, QuantizedRows, QuantizedWeight, require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.gemm.dense import gemm_reference
 from equipoise_kernels.fp8.gemm.schedule import (
     GROUP_ALIGNMENT,
@@ -53,6 +53,7 @@ from equipoise_kernels.fp8.gemm.tile import (
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
@@ -141,8 +142,9 @@ def grouped_gemm(
         out = torch.empty(shape, dtype=dtype, device=a.codes.device)
     require("out", out, *OUTPUT_DTYPES, shape=shape, dense=True, like=a.codes)
     if out.numel() > 0 and slot_of_group.numel() > 0:
-        run = BACKENDS[selection.backend("grouped_gemm", out.device)]
-        run(a, weight, slot_of_group.contiguous(), schedule=schedule, out=out)
+        GROUPED_GEMM.on(out.device)(
+            a, weight, slot_of_group.contiguous(), schedule=schedule, out=out
+        )
     return out
 
 
@@ -180,9 +182,7 @@ def grouped_gemm_triton(
     """Launch the kernel, with the committed configuration of this device by default."""
     *outer, num_rows, num_columns = out.shape
     num_groups = slot_of_group.numel()
-    config = config or configurations.choose(
-        "grouped_gemm",
-        GroupedGemmConfig,
+    config = config or GROUPED_GEMM.config(
         rows=schedule.expected_rows_per_group(num_rows, num_groups=num_groups),
         shape=(num_columns, a.codes.shape[-1]),
     )
@@ -210,9 +210,6 @@ def grouped_gemm_triton(
         PADDED_GROUPS=next_power_of_two(num_groups),
         **configurations.options(config),
     )
-
-
-BACKENDS = {"reference": grouped_gemm_reference, "triton": grouped_gemm_triton}
 
 
 @cache
@@ -330,3 +327,11 @@ def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Speci
         )
         for schedule in (ContiguousRows, PrefixSumRows, MaskedRows)
     ]
+
+
+GROUPED_GEMM = Operation(
+    name="grouped_gemm",
+    backends={"reference": grouped_gemm_reference, "triton": grouped_gemm_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, empty_rows, require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import jit, tl
 from equipoise_kernels.fp8.moe.row_order import RowOrder
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _WORD_BYTES = 4
@@ -74,7 +75,7 @@ def permute(
             like=source,
         )
         require("order", order.pair_of_row_M, like=source)
-    run = PERMUTERS[selection.backend("permute", sources[0].device)]
+    run = PERMUTE.on(sources[0].device)
     run(_words("x", sources[0]), order, out=_words("out", targets[0]))
     for source, target in zip(sources[1:], targets[1:], strict=True):
         run(source, order, out=target)
@@ -109,8 +110,7 @@ def combine(
     require("out", out, rows_MD.dtype, shape=shape, dense=True)
     for name, tensor in (("weights", weights_TK), ("out", out), ("order", order.place_of_pair_TK)):
         require(name, tensor, like=rows_MD)
-    run = COMBINERS[selection.backend("combine", rows_MD.device)]
-    run(rows_MD, order, weights_TK, out=out)
+    COMBINE.on(rows_MD.device)(rows_MD, order, weights_TK, out=out)
     return out
 
 
@@ -140,7 +140,7 @@ def permute_triton(
     num_rows, num_columns = out.shape
     if num_rows == 0 or num_columns == 0:
         return
-    config = config or configurations.choose("permute", PermuteConfig, rows=num_rows)
+    config = config or PERMUTE.config(rows=num_rows)
     permute_kernel[(num_rows,)](
         x_TW,
         order.pair_of_row_M,
@@ -165,7 +165,7 @@ def combine_triton(
     num_rows, dim = out.shape
     if num_rows == 0 or dim == 0:
         return
-    config = config or configurations.choose("combine", PermuteConfig, rows=num_rows)
+    config = config or COMBINE.config(rows=num_rows)
     combine_kernel[(num_rows, -(-dim // config.columns))](
         rows_MD,
         order.place_of_pair_TK,
@@ -177,10 +177,6 @@ def combine_triton(
         TOP_K=weights_TK.shape[1],
         **configurations.options(config),
     )
-
-
-PERMUTERS = {"reference": permute_reference, "triton": permute_triton}
-COMBINERS = {"reference": combine_reference, "triton": combine_triton}
 
 
 @jit
@@ -289,3 +285,17 @@ def _empty_like(x: Tensor | QuantizedRows, *, num_rows: int) -> Tensor | Quantiz
     if isinstance(x, QuantizedRows):
         return empty_rows((num_rows, x.codes.shape[-1]), device=x.codes.device)
     return x.new_empty(num_rows, x.shape[-1])
+
+
+PERMUTE = Operation(
+    name="permute",
+    backends={"reference": permute_reference, "triton": permute_triton},
+    configs=CONFIG_SPACE,
+    specializations=permute_specializations,
+)
+COMBINE = Operation(
+    name="combine",
+    backends={"reference": combine_reference, "triton": combine_triton},
+    configs=CONFIG_SPACE,
+    specializations=combine_specializations,
+)

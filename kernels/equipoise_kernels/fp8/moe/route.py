@@ -23,10 +23,11 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
 from equipoise_kernels.fp8.moe.ranking import LOWEST, TAKEN, best, in_best_groups, key, ranked
 from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.route import route
 from equipoise_kernels.replica_choice import (
@@ -103,7 +104,7 @@ def route_to_slots(
     require("slots_of_expert", tables.slots_of_expert_ER, like=logits_TE)
     out = out or empty_routes(num_rows, rule.top_k, device=logits_TE.device)
     require("out", out.slots_TK, shape=(num_rows, rule.top_k), like=logits_TE)
-    BACKENDS[selection.backend("route", logits_TE.device)](
+    ROUTE.on(logits_TE.device)(
         logits_TE,
         bias_E,
         rule=rule,
@@ -176,7 +177,7 @@ def route_triton(
     num_rows = logits_TE.shape[0]
     if num_rows == 0:
         return
-    config = config or configurations.choose("route", RouteConfig, rows=num_rows)
+    config = config or ROUTE.config(rows=num_rows)
     shares = tables.slots_of_expert_ER if tables.share_ends_ER is None else tables.share_ends_ER
     route_kernel[(num_rows,)](
         logits_TE,
@@ -208,9 +209,6 @@ def route_triton(
         ),
         **configurations.options(config),
     )
-
-
-BACKENDS = {"reference": route_reference, "triton": route_triton}
 
 
 @jit
@@ -377,3 +375,11 @@ def _constants(
         "HAS_SHARES": has_shares,
         "HAS_PADDING": has_padding,
     }
+
+
+ROUTE = Operation(
+    name="route",
+    backends={"reference": route_reference, "triton": route_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import require
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import jit, next_power_of_two, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _MAX_ROWS = (1 << 31) - 1
@@ -106,8 +107,7 @@ def order_rows(
             f"pair_of_row has {len(out.pair_of_row_M)} rows, {num_rows} may be needed: "
             "size it by most_rows()"
         )
-    run = BACKENDS[selection.backend("row_order", slots_TK.device)]
-    run(slots_TK, alignment=alignment, out=out)
+    ROW_ORDER.on(slots_TK.device)(slots_TK, alignment=alignment, out=out)
     return out
 
 
@@ -135,7 +135,7 @@ def row_order_triton(
 ) -> None:
     """Launch both kernels, with the committed configuration of this device by default."""
     num_slots, num_pairs = len(out.slot_ends_S), slots_TK.numel()
-    config = config or configurations.choose("row_order", RowOrderConfig, rows=num_pairs)
+    config = config or ROW_ORDER.config(rows=num_pairs)
     counts_S = torch.empty_like(out.slot_ends_S)
     options = configurations.options(config)
     row_count_kernel[(num_slots,)](slots_TK, counts_S, num_pairs, **options)
@@ -152,9 +152,6 @@ def row_order_triton(
         PADDED_SLOTS=next_power_of_two(num_slots),
         **options,
     )
-
-
-BACKENDS = {"reference": row_order_reference, "triton": row_order_triton}
 
 
 @jit
@@ -240,3 +237,11 @@ def _empty(slots_TK: Tensor, *, num_slots: int, num_rows: int) -> RowOrder:
         pair_of_row_M=integers(num_rows),
         slot_ends_S=integers(num_slots),
     )
+
+
+ROW_ORDER = Operation(
+    name="row_order",
+    backends={"reference": row_order_reference, "triton": row_order_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

@@ -27,8 +27,9 @@ from equipoise_kernels.formats import (
     require_groups,
     scales_of,
 )
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.specialization import Specialization
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,8 +80,7 @@ def group_quant(
     require_groups("x", x_MK)
     require("x", x_MK, shape=x_MK.shape[-2:], dense=True)
     out = checked_out(out, x_MK.shape, device=x_MK.device, layout=scale_layout)
-    run = BACKENDS[selection.backend("group_quant", x_MK.device)]
-    run(x_MK, scale_format=scale_format, out=out)
+    GROUP_QUANT.on(x_MK.device)(x_MK, scale_format=scale_format, out=out)
     return out
 
 
@@ -100,7 +100,7 @@ def group_quant_triton(
     num_rows, num_groups = out.scales.shape
     if num_rows == 0:
         return
-    config = config or configurations.choose("group_quant", GroupQuantConfig, rows=num_rows)
+    config = config or GROUP_QUANT.config(rows=num_rows)
     grid = (-(-num_rows // config.rows), -(-num_groups // config.groups))
     group_quant_kernel[grid](
         x_MK,
@@ -114,9 +114,6 @@ def group_quant_triton(
         UE8M0=scale_format is ScaleFormat.UE8M0,
         **configurations.options(config),
     )
-
-
-BACKENDS = {"reference": group_quant_reference, "triton": group_quant_triton}
 
 
 @jit
@@ -206,3 +203,11 @@ def specializations(config: GroupQuantConfig) -> list[Specialization]:
         )
         for scale_format in ScaleFormat
     ]
+
+
+GROUP_QUANT = Operation(
+    name="group_quant",
+    backends={"reference": group_quant_reference, "triton": group_quant_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

@@ -22,8 +22,9 @@ from equipoise_kernels.formats import (
     require,
     require_groups,
 )
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.rms_norm import rms_norm
@@ -73,8 +74,7 @@ def rms_norm_quant(
     if residual_MD is not None:
         require("residual", residual_MD, x_MD.dtype, shape=x_MD.shape, dense=True, like=x_MD)
     out = checked_out(out, x_MD.shape, device=x_MD.device, layout=scale_layout)
-    run = BACKENDS[selection.backend("rms_norm_quant", x_MD.device)]
-    run(
+    RMS_NORM_QUANT.on(x_MD.device)(
         x_MD,
         weight_D.contiguous(),
         eps=eps,
@@ -115,7 +115,7 @@ def rms_norm_quant_triton(
     num_rows, dim = x_MD.shape
     if num_rows == 0:
         return
-    config = config or configurations.choose("rms_norm_quant", RmsNormQuantConfig, rows=num_rows)
+    config = config or RMS_NORM_QUANT.config(rows=num_rows)
     residual = x_MD if residual_MD is None else residual_MD
     rms_norm_quant_kernel[(num_rows,)](
         x_MD,
@@ -134,9 +134,6 @@ def rms_norm_quant_triton(
         PADDED_GROUPS=next_power_of_two(dim // GROUP),
         **configurations.options(config),
     )
-
-
-BACKENDS = {"reference": rms_norm_quant_reference, "triton": rms_norm_quant_triton}
 
 
 @jit
@@ -202,3 +199,11 @@ def specializations(config: RmsNormQuantConfig, dim: int) -> list[Specialization
         )
         for residual in (False, True)
     ]
+
+
+RMS_NORM_QUANT = Operation(
+    name="rms_norm_quant",
+    backends={"reference": rms_norm_quant_reference, "triton": rms_norm_quant_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

@@ -24,8 +24,9 @@ from equipoise_kernels.formats import (
     require,
     require_groups,
 )
-from equipoise_kernels.fp8 import configurations, selection
+from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -86,8 +87,9 @@ def silu_mul_quant(
         require("rows_per_group", rows_per_group, torch.int32, shape=x.shape[:1], like=x)
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
     out = checked_out(out, shape, device=x.device, layout=scale_layout)
-    run = BACKENDS[selection.backend("silu_mul_quant", x.device)]
-    run(x, rows_per_group=rows_per_group, scale_format=scale_format, out=out)
+    SILU_MUL_QUANT.on(x.device)(
+        x, rows_per_group=rows_per_group, scale_format=scale_format, out=out
+    )
     return out
 
 
@@ -120,7 +122,7 @@ def silu_mul_quant_triton(
     if out.codes.numel() == 0:
         return
     *_, max_rows, num_groups = out.scales.shape
-    config = config or configurations.choose("silu_mul_quant", SiluMulQuantConfig, rows=max_rows)
+    config = config or SILU_MUL_QUANT.config(rows=max_rows)
     is_masked = rows_per_group is not None
     # Without a mask there is one outer group, whose stride is not used.
     x_GMH, codes_GMI, scales_GMB = (
@@ -143,9 +145,6 @@ def silu_mul_quant_triton(
         MASKED=is_masked,
         **configurations.options(config),
     )
-
-
-BACKENDS = {"reference": silu_mul_quant_reference, "triton": silu_mul_quant_triton}
 
 
 @jit
@@ -209,3 +208,11 @@ def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
         )
         for masked in (False, True)
     ]
+
+
+SILU_MUL_QUANT = Operation(
+    name="silu_mul_quant",
+    backends={"reference": silu_mul_quant_reference, "triton": silu_mul_quant_triton},
+    configs=CONFIG_SPACE,
+    specializations=specializations,
+)

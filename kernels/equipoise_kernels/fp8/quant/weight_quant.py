@@ -10,6 +10,7 @@ Used when weights are loaded or converted, not while serving.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from equipoise_kernels.formats import (
     scales_of,
     weight_scale_shape,
 )
-from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.quant.group_quant import VALUE_DTYPES, scales_of_amax
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -52,8 +53,7 @@ def quantize_weight(
         codes=torch.empty_like(weight, dtype=CODE),
         scales=weight.new_empty(weight_scale_shape(weight.shape), dtype=torch.float32),
     )
-    run = QUANTIZERS[selection.backend("weight_quant", weight.device)]
-    run(weight, scale_format=scale_format, out=out)
+    QUANTIZE_WEIGHT.on(weight.device)(weight, scale_format=scale_format, out=out)
     return out
 
 
@@ -66,7 +66,7 @@ def dequantize_weight(weight: QuantizedWeight, *, dtype: torch.dtype = torch.bfl
     if dtype not in VALUE_DTYPES:
         raise KernelInputError(f"weights can be dequantised to {VALUE_DTYPES}, not to {dtype}")
     out = torch.empty_like(weight.codes, dtype=dtype, memory_format=torch.contiguous_format)
-    DEQUANTIZERS[selection.backend("weight_quant", out.device)](weight, out=out)
+    DEQUANTIZE_WEIGHT.on(out.device)(weight, out=out)
     return out
 
 
@@ -112,10 +112,6 @@ def dequantize_weight_triton(weight: QuantizedWeight, *, out: Tensor) -> None:
     dequantize_weight_kernel[_grid(weight)](
         codes, scales, out, num_rows, num_columns, num_warps=_NUM_WARPS
     )
-
-
-QUANTIZERS = {"reference": quantize_weight_reference, "triton": quantize_weight_triton}
-DEQUANTIZERS = {"reference": dequantize_weight_reference, "triton": dequantize_weight_triton}
 
 
 def _grid(weight: QuantizedWeight) -> tuple[int, int]:
@@ -173,8 +169,8 @@ def _scale_place(num_columns: int) -> Any:
     return tl.program_id(0).to(tl.int64) * tl.cdiv(num_columns, _GROUP) + tl.program_id(1)
 
 
-def specializations() -> list[Specialization]:
-    """Specialisations of the two kernels."""
+def quantize_specializations() -> list[Specialization]:
+    """The kernel's only specialisation."""
     return [
         Specialization(
             kernel=quantize_weight_kernel,
@@ -182,12 +178,30 @@ def specializations() -> list[Specialization]:
             types={"weight_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
             multiples_of_16="num_columns",
             options={"UE8M0": False, "num_warps": _NUM_WARPS},
-        ),
+        )
+    ]
+
+
+def dequantize_specializations() -> list[Specialization]:
+    """The kernel's only specialisation."""
+    return [
         Specialization(
             kernel=dequantize_weight_kernel,
             name="dequantize_weight",
             types={"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
             multiples_of_16="num_columns",
             options={"num_warps": _NUM_WARPS},
-        ),
+        )
     ]
+
+
+QUANTIZE_WEIGHT: Operation[Callable[..., None], None] = Operation(
+    name="weight_quant",
+    backends={"reference": quantize_weight_reference, "triton": quantize_weight_triton},
+    specializations=quantize_specializations,
+)
+DEQUANTIZE_WEIGHT: Operation[Callable[..., None], None] = Operation(
+    name="weight_quant",
+    backends={"reference": dequantize_weight_reference, "triton": dequantize_weight_triton},
+    specializations=dequantize_specializations,
+)

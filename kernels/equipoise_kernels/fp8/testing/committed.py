@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from equipoise_kernels.fp8 import configurations
-from equipoise_kernels.fp8.all_to_all import peer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.peer import ALL_TO_ALL
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
-from equipoise_kernels.fp8.attention import latent_write, mla_decode
-from equipoise_kernels.fp8.gemm import dense, grouped
-from equipoise_kernels.fp8.moe import permute, route, row_order
+from equipoise_kernels.fp8.attention.latent_write import LATENT_WRITE
+from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE
+from equipoise_kernels.fp8.gemm.dense import GEMM
+from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
+from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
+from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule
-from equipoise_kernels.fp8.quant import group_quant, rms_norm_quant, silu_mul_quant, weight_quant
+from equipoise_kernels.fp8.moe.row_order import ROW_ORDER
+from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT
+from equipoise_kernels.fp8.quant.rms_norm_quant import RMS_NORM_QUANT
+from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
+from equipoise_kernels.fp8.quant.weight_quant import DEQUANTIZE_WEIGHT, QUANTIZE_WEIGHT
 from equipoise_kernels.fp8.specialization import Specialization
 
 _HIDDEN = 7168
@@ -32,59 +39,57 @@ _RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normal
 _MAX_REPLICAS = 8
 
 
-class Tunable(NamedTuple):
-    """An operation with configurations."""
-
-    space: tuple[Any, ...]
-    """The configurations to choose from, all of one dataclass."""
-    specializations: Callable[[Any], list[Specialization]]
-    """What a configuration compiles to."""
-
-
-# A specialisation that needs sizes gets those of DeepSeek-V3 with 32 slots per rank.
-_LATENTS: Mapping[str, Any] = {"rank": 512, "rotary": 64, "block_tokens": 16}
-
-TUNABLES: Mapping[str, Tunable] = {
-    "all_to_all": Tunable(peer.CONFIG_SPACE, partial(peer.specializations, shape=_EIGHT_RANKS)),
-    "gemm": Tunable(dense.CONFIG_SPACE, dense.specializations),
-    "grouped_gemm": Tunable(
-        grouped.CONFIG_SPACE, partial(grouped.specializations, num_groups=_GROUPS)
-    ),
-    "group_quant": Tunable(group_quant.CONFIG_SPACE, group_quant.specializations),
-    "rms_norm_quant": Tunable(
-        rms_norm_quant.CONFIG_SPACE, partial(rms_norm_quant.specializations, dim=_HIDDEN)
-    ),
-    "route": Tunable(
-        route.CONFIG_SPACE, partial(route.specializations, rule=_RULE, max_replicas=_MAX_REPLICAS)
-    ),
-    "row_order": Tunable(
-        row_order.CONFIG_SPACE, partial(row_order.specializations, num_slots=_GROUPS)
-    ),
-    "permute": Tunable(permute.CONFIG_SPACE, permute.permute_specializations),
-    "combine": Tunable(
-        permute.CONFIG_SPACE, partial(permute.combine_specializations, top_k=_RULE.top_k)
-    ),
-    "latent_write": Tunable(
-        latent_write.CONFIG_SPACE, partial(latent_write.specializations, **_LATENTS)
-    ),
-    "mla_decode": Tunable(mla_decode.CONFIG_SPACE, partial(mla_decode.specializations, **_LATENTS)),
-    "silu_mul_quant": Tunable(silu_mul_quant.CONFIG_SPACE, silu_mul_quant.specializations),
+_LATENTS = {"rank": 512, "rotary": 64, "block_tokens": 16}
+# Specialisations that need sizes get those of DeepSeek-V3 with 32 slots per rank.
+_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "all_to_all": {"shape": _EIGHT_RANKS},
+    "grouped_gemm": {"num_groups": _GROUPS},
+    "rms_norm_quant": {"dim": _HIDDEN},
+    "route": {"rule": _RULE, "max_replicas": _MAX_REPLICAS},
+    "row_order": {"num_slots": _GROUPS},
+    "combine": {"top_k": _RULE.top_k},
+    "latent_write": _LATENTS,
+    "mla_decode": _LATENTS,
 }
+
+TUNABLES: Mapping[str, Operation[Any, Any]] = {
+    operation.name: operation
+    for operation in (
+        ALL_TO_ALL,
+        GEMM,
+        GROUPED_GEMM,
+        GROUP_QUANT,
+        RMS_NORM_QUANT,
+        ROUTE,
+        ROW_ORDER,
+        PERMUTE,
+        COMBINE,
+        LATENT_WRITE,
+        MLA_DECODE,
+        SILU_MUL_QUANT,
+    )
+}
+"""The operations with configurations, by name."""
+
+
+def specializations(operation: str, config: Any) -> list[Specialization]:
+    """What a configuration compiles to."""
+    return TUNABLES[operation].specializations(config, **_SIZES.get(operation, {}))
 
 
 def committed_configs() -> list[tuple[str, Any]]:
     """Operation and configuration, each once."""
     found: dict[tuple[str, Any], None] = {}
-    for operation, tunable in TUNABLES.items():
-        for file in configurations.committed(operation).values():
+    for name, operation in TUNABLES.items():
+        for file in configurations.committed(name).values():
             for entry in file:
-                found[operation, type(tunable.space[0])(**entry.config)] = None
+                found[name, type(operation.configs[0])(**entry.config)] = None
     return list(found)
 
 
 def committed_specializations() -> list[Specialization]:
     """Everything to compile, each once, including kernels without configurations."""
-    found = {s.name: s for s in weight_quant.specializations()}
+    found = [*QUANTIZE_WEIGHT.specializations(), *DEQUANTIZE_WEIGHT.specializations()]
     for operation, config in committed_configs():
-        found |= {s.name: s for s in TUNABLES[operation].specializations(config)}
-    return list(found.values())
+        found += specializations(operation, config)
+    return list({what.name: what for what in found}.values())

@@ -36,7 +36,7 @@ from equipoise.pool.requests import (
 from equipoise.settings.fields import ranges_of
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.layouts import layout_from_proto, layout_to_proto
+from equipoise.wire.layouts import fields_of, layout_from_proto, layout_to_proto
 from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc as pb_grpc
 
@@ -283,35 +283,18 @@ def _rebalance(
 
 
 def _outcome(outcome: Answer) -> pb.Outcome:
-    return pb.Outcome(
-        accepted=outcome.accepted,
-        reason=outcome.reason,
-        generation=outcome.generation,
-        sequence=outcome.sequence,
-    )
+    return pb.Outcome(**fields_of(outcome, but=("proposal",)))
 
 
 def _preview(proposal: Proposal) -> pb.PreviewResponse:
     """The plan of a preview, without the outcome."""
-    request, verdict, plan = proposal.request, proposal.verdict, proposal.plan
-    decision = DecisionRecord(
-        time_unix_s=request.now,
-        accepted=verdict.accepted,
-        reason=verdict.reason,
-        base_generation=request.current.generation,
-        balancedness_current=verdict.balancedness_current,
-        balancedness_proposed=verdict.balancedness_proposed,
-        moves=verdict.moves,
-        bytes=verdict.bytes,
-        algorithm=plan.algorithm.value,
-        shift_detected=request.shift.detected,
-    )
+    request, plan = proposal.request, proposal.plan
     last = request.first_generation + max(0, len(proposal.waves) - 1)
     layout = request.current.with_placement(
         plan.expert_of_slot, generation=last, share_of_slot=plan.share_of_slot
     )
     return pb.PreviewResponse(
-        decision=decision_to_proto(decision),
+        decision=decision_to_proto(DecisionRecord.of_proposal(proposal, now=request.now)),
         layout=layout_to_proto(layout),
         num_waves=len(proposal.waves),
     )

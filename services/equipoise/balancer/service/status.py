@@ -1,7 +1,7 @@
 """A pool's state as the Status service shows it. Read-only."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
@@ -13,9 +13,8 @@ from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.members import Member
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import AuditRecord, DecisionRecord
-from equipoise.wire.layouts import layout_to_proto
+from equipoise.wire.layouts import fields_of, layout_to_proto, model_to_proto
 from equipoise_api.v1 import status_pb2 as pb
-from equipoise_api.v1 import worker_link_pb2 as link_pb
 
 _HEALTH = {
     Health.WAITING: pb.POOL_HEALTH_WAITING,
@@ -23,6 +22,9 @@ _HEALTH = {
     Health.DEGRADED: pb.POOL_HEALTH_DEGRADED,
     Health.DOWN: pb.POOL_HEALTH_DOWN,
 }
+
+_NOT_SHOWN = ("steps", "busy_us", "timeouts")
+"""Fields of `RankStats` that `RankStatus` has in another form."""
 
 
 def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> pb.PoolStatus:
@@ -38,47 +40,35 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
         windows_closed=pool.windows.num_closed,
         interval_s=pool.policy.values.interval_s,
-        rejections=[
-            pb.RejectionStatus(kind=rejection.kind, count=rejection.count, latest=rejection.latest)
-            for rejection in pool.counters.rejections.all()
+        rejections=[pb.RejectionStatus(**fields_of(one)) for one in pool.counters.rejections.all()],
+        switches=[
+            pb.SwitchStatus(**fields_of(switch, but=("time_s",)), time_unix_s=switch.time_s)
+            for switch in pool.rollouts.switches
         ],
-        switches=_switches(pool),
         revision=pool.revision,
         rollouts_completed=pool.rollouts.completed,
         rollouts_aborted=pool.rollouts.aborted,
         windows=[_window_status(window) for window in pool.windows.closed],
-        timeouts=[_timeout_status(one) for one in (*pool.counters.timeouts.all(), *election)],
+        timeouts=[
+            pb.TimeoutStatus(**fields_of(one)) for one in (*pool.counters.timeouts.all(), *election)
+        ],
         policy=_policy_status(pool),
         epochs=[
-            pb.EpochStatus(
-                epoch=record.epoch,
-                workers=record.workers,
-                reason=record.reason,
-                opened_unix_s=record.opened_s,
-                serving_after_s=record.serving_after_s,
-            )
+            pb.EpochStatus(**fields_of(record, but=("opened_s",)), opened_unix_s=record.opened_s)
             for record in pool.membership.epochs
         ],
         audit=[audit_to_proto(record) for record in pool.journal.audit],
         gains=_gains(pool),
     )
     if pool.roster.shape is not None:
-        model = pool.roster.shape.model
-        status.model.CopyFrom(
-            link_pb.ModelShape(
-                num_layers=model.num_layers,
-                num_experts=model.num_experts,
-                num_groups=model.num_groups,
-                expert_bytes=model.expert_bytes,
-            )
-        )
+        status.model.CopyFrom(model_to_proto(pool.roster.shape.model))
     window = pool.windows.latest
     if window is not None:
         status.balancedness = window.balancedness
         status.balancedness_min_layer = window.balancedness_min_layer
         status.window_assignments = round(window.assignments)
         if window.shares is not None:
-            status.shares.CopyFrom(pb.ShareStatus(**asdict(window.shares)))
+            status.shares.CopyFrom(pb.ShareStatus(**fields_of(window.shares)))
     rollout = _rollout_status(pool, now=now)
     if rollout is not None:
         status.rollout.CopyFrom(rollout)
@@ -107,34 +97,12 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
 
 def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
     """A decision as it was recorded."""
-    return pb.Decision(
-        sequence=decision.sequence,
-        time_unix_s=decision.time_unix_s,
-        accepted=decision.accepted,
-        reason=decision.reason,
-        base_generation=decision.base_generation,
-        balancedness_current=decision.balancedness_current,
-        balancedness_proposed=decision.balancedness_proposed,
-        moves=decision.moves,
-        bytes=decision.bytes,
-        algorithm=decision.algorithm,
-        plan_ms=decision.plan_ms,
-        shift_detected=decision.shift_detected,
-        kind=decision.kind.value,
-        policy_hash=decision.policy_hash,
-    )
+    return pb.Decision(**fields_of(decision))
 
 
 def audit_to_proto(record: AuditRecord) -> pb.AuditRecord:
     """An audit record."""
-    return pb.AuditRecord(
-        sequence=record.sequence,
-        time_unix_s=record.time_unix_s,
-        who=record.who,
-        what=record.what,
-        accepted=record.accepted,
-        outcome=record.outcome,
-    )
+    return pb.AuditRecord(**fields_of(record))
 
 
 def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
@@ -211,22 +179,10 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         load_share=_of_rank(latest.load_shares, member.rank),
         busy_step_us=round(_of_rank(latest.busy_step_us, member.rank)),
         slowdown=_of_rank(latest.slowdowns, member.rank),
+        **({} if member.stats is None else fields_of(member.stats, but=_NOT_SHOWN)),
     )
     if member.rank in pool.windows.slow:
         status.trouble = pool.windows.slow[member.rank].reason
-    if member.stats is not None:
-        status.tokens_processed = member.stats.tokens_processed
-        status.tokens_generated = member.stats.tokens_generated
-        status.median_step_us = member.stats.median_step_us
-        status.active_requests = member.stats.active_requests
-        status.queued_requests = member.stats.queued_requests
-        status.cache_tokens = member.stats.cache_tokens
-        status.cache_tokens_used = member.stats.cache_tokens_used
-        status.prefix_tokens_sought = member.stats.prefix_tokens_sought
-        status.prefix_tokens_found = member.stats.prefix_tokens_found
-        status.requests_preempted = member.stats.requests_preempted
-        status.drafts = member.stats.drafts
-        status.drafts_accepted = member.stats.drafts_accepted
     return status
 
 
@@ -311,30 +267,6 @@ def _gain_status(
         status.gain_realised = realised.gain
         status.reason = realised.reason
     return status
-
-
-def _timeout_status(timeout: Timeout) -> pb.TimeoutStatus:
-    return pb.TimeoutStatus(
-        name=timeout.name,
-        timeout_s=timeout.timeout_s,
-        reached=timeout.reached,
-        latest=timeout.latest,
-    )
-
-
-def _switches(pool: Pool) -> list[pb.SwitchStatus]:
-    return [
-        pb.SwitchStatus(
-            generation=switch.generation,
-            step=switch.step,
-            max_stall_us=switch.max_stall_us,
-            median_step_us=switch.median_step_us,
-            moves=switch.moves,
-            staging_s=switch.staging_s,
-            time_unix_s=switch.time_s,
-        )
-        for switch in pool.rollouts.switches
-    ]
 
 
 def _window_status(window: ClosedWindow) -> pb.WindowStatus:

@@ -10,7 +10,7 @@ from equipoise.planning.policy import Algorithm
 from equipoise.settings.address import dial_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
-from equipoise.trust.settings import Tls, or_environment
+from equipoise.trust.settings import BALANCER_NAME, Tls, or_environment
 
 ADDRESS_VARIABLE = "EQUIPOISE_ADDRESS"
 """Environment variable that replaces the default of --address."""
@@ -28,9 +28,9 @@ class Access:
     tls: Tls = field(default_factory=Tls)
     """Certificates for the connection."""
 
-    tls_balancer_name: str = or_environment(BALANCER_NAME_VARIABLE)
-    """Name in the balancers' certificates, if it differs from the address, as it does through
-    `kubectl port-forward`."""
+    tls_balancer_name: str = or_environment(BALANCER_NAME_VARIABLE, default=BALANCER_NAME)
+    """DNS name in every balancer's certificate and in no other; verified instead of the
+    address."""
 
     signing_key: str = or_environment("EQUIPOISE_SIGNING_KEY")
     """PEM file with the Ed25519 key that signs a token for each call."""
