@@ -126,9 +126,9 @@ def test_a_gain_is_shown_as_open_until_it_is_judged(harness, skewed):
 def test_a_paused_pool_is_not_rolled_back_before_it_is_resumed(harness, hot):
     harness.run_traffic(hot, seconds=10)
     be_lopsided(harness)
-    harness.pool.journal._hold = Hold(paused="ada")
+    harness.pool.journal.hold = Hold(paused="ada")
     harness.run_traffic(hot, seconds=40)
     assert harness.pool.counters.tally.rolled_back == 0
-    harness.pool.journal._hold = Hold()
+    harness.pool.journal.hold = Hold()
     harness.run_traffic(hot, seconds=10)
     assert harness.pool.counters.tally.rolled_back == 1

@@ -40,7 +40,8 @@ class Agreement:
         self._rejections = counters.rejections
         self._faults: dict[str, str] = {}
         self._opened_here = False
-        self._must_reconcile = False
+        self.must_reconcile = False
+        """Whether ranks that served without this balancer still have to be reconciled."""
 
     @property
     def faults(self) -> Sequence[str]:
@@ -48,17 +49,12 @@ class Agreement:
         return tuple(self._faults.values())
 
     @property
-    def must_reconcile(self) -> bool:
-        """Whether ranks that served without this balancer still have to be reconciled."""
-        return self._must_reconcile
-
-    @property
     def is_settled(self) -> bool:
         """Whether all ranks serve, run the same, and nothing is rolled out to them."""
         return (
             self._roster.complete
             and self._rollouts.current is None
-            and not self._must_reconcile
+            and not self.must_reconcile
             and not (self._attendance.silent or self._faults)
             and self._layouts.is_verified
         )
@@ -69,7 +65,7 @@ class Agreement:
         An epoch that was not `opened_here` is one that this balancer found.
         """
         self._faults.clear()
-        self._opened_here, self._must_reconcile = opened_here, not opened_here
+        self._opened_here, self.must_reconcile = opened_here, not opened_here
 
     def note_joining(self, rank: int, *, rejected: str) -> None:
         """A rank joined the epoch, unless it `rejected` that for a reason."""
@@ -97,9 +93,9 @@ class Agreement:
         """
         if not self._roster.complete or self._rollouts.current is not None:
             return ()
-        effects = self._reconcile(now=now) if self._must_reconcile else ()
+        effects = self._reconcile(now=now) if self.must_reconcile else ()
         running = {member.generation for member in self._roster.seated()}
-        if len(running) != 1 or self._must_reconcile or self._rollouts.current is not None:
+        if len(running) != 1 or self.must_reconcile or self._rollouts.current is not None:
             return effects
         layout = self._layouts.get(running.pop())
         if layout is None:
@@ -136,8 +132,8 @@ class Agreement:
         committed = self._layouts.current
         if committed is None or not self._fits(committed):
             # The store has no record of these ranks; what they agree on is adopted as it is.
-            self._must_reconcile = len({member.generation for member in members}) != 1
-            if self._must_reconcile:
+            self.must_reconcile = len({member.generation for member in members}) != 1
+            if self.must_reconcile:
                 return ()
             return (WriteMembership(members=self._roster.epoch_members()),)
         result = reconcile(
@@ -153,7 +149,7 @@ class Agreement:
             self._faults[_CONTRADICTION] = result.reason
             return ()
         self._faults.pop(_CONTRADICTION, None)
-        self._must_reconcile = False
+        self.must_reconcile = False
         log = Log(text=result.reason, epoch=self._roster.epoch, generation=result.generation)
         resumed = self._rollouts.resume(result.wave, result.commands, now=now)
         return (log, *resumed, WriteMembership(members=self._roster.epoch_members()))

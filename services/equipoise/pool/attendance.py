@@ -32,15 +32,11 @@ class Attendance:
         self._policy = policy
         self._roster = roster
         self._timeouts = counters.timeouts
-        self._silent: Mapping[int, str] = {}
+        self.silent: Mapping[int, str] = {}
+        """Ranks that sent nothing for too long, each with a message."""
         self._excluded: dict[str, _Exclusion] = {}
         # No worker can count as silent before that.
         self._quiet_until_s = -math.inf
-
-    @property
-    def silent(self) -> Mapping[int, str]:
-        """Ranks that sent nothing for too long, each with a message."""
-        return self._silent
 
     @property
     def excluded(self) -> Sequence[str]:
@@ -62,7 +58,7 @@ class Attendance:
 
     def begin_epoch(self) -> None:
         """No rank of the new epoch is silent yet."""
-        self._silent = {}
+        self.silent = {}
         self.look_again()
 
     def note_silence(self, *, now: float) -> Sequence[RankLost]:
@@ -70,20 +66,20 @@ class Attendance:
 
         They count again once they report.
         """
-        if not self.silent_workers(now=now) and not self._silent:
+        if not self.silent_workers(now=now) and not self.silent:
             return ()
-        before, most_s = self._silent, self.silent_after_s
-        self._silent = {
+        before, most_s = self.silent, self.silent_after_s
+        self.silent = {
             member.rank: f"rank {member.rank} has been silent for {silent_s:.1f} s, "
             f"more than the allowed {most_s:g} s"
             for member in self._roster.seated()
             if member.connected and member.rank is not None
             if (silent_s := now - member.last_heard_s) > most_s
         }
-        fallen = [rank for rank in self._silent if rank not in before]
+        fallen = [rank for rank in self.silent if rank not in before]
         for rank in fallen:
-            self._timeouts.note("report", self._silent[rank])
-        return [RankLost(rank=rank, reason=self._silent[rank]) for rank in fallen]
+            self._timeouts.note("report", self.silent[rank])
+        return [RankLost(rank=rank, reason=self.silent[rank]) for rank in fallen]
 
     def silent_workers(self, *, now: float) -> frozenset[str]:
         """Names of workers that sent nothing for too long.

@@ -80,7 +80,8 @@ class Decisions:
         self._rollouts = rollouts
         self._journal = journal
         self._tally = counters.tally
-        self._is_proposing = False
+        self.is_proposing = False
+        """Whether a plan that may be adopted is being made."""
         self._watched: WatchedRollout | None = None
         self._judged: deque[JudgedRollout] = deque(maxlen=MAX_JUDGED)
         self._rolled_back_s: float | None = None
@@ -89,11 +90,6 @@ class Decisions:
     def can_roll_out(self) -> bool:
         """Whether a new layout could be rolled out now."""
         return self._agreement.is_settled and not self._journal.store_fault
-
-    @property
-    def is_proposing(self) -> bool:
-        """Whether a plan that may be adopted is being made."""
-        return self._is_proposing
 
     @property
     def watched(self) -> WatchedRollout | None:
@@ -123,12 +119,12 @@ class Decisions:
         effects: list[Effect] = [*self._judge_rollout(window, now=now)]
         found = self._windows.find_slow(window)
         effects += self._attendance.exclude_slow(self._windows.slow, found=found, now=now)
-        wants_plan = window.assignments and not self._is_proposing and not self._journal.hold.reason
+        wants_plan = window.assignments and not self.is_proposing and not self._journal.hold.reason
         if wants_plan and self._can_plan:
             if window.doubt:
                 effects.append(self._undecided(window, current, now=now))
             else:
-                self._is_proposing = True
+                self.is_proposing = True
                 request = self.proposal_request(window, policy=self._policy.values, now=now)
                 effects.append(Propose(request=request))
         assert self._windows.loads is not None, "a window was closed"
@@ -187,11 +183,11 @@ class Decisions:
 
     def begin_proposing(self) -> None:
         """A plan that may be adopted is being made."""
-        self._is_proposing = True
+        self.is_proposing = True
 
     def end_proposing(self) -> None:
         """There will be no such plan."""
-        self._is_proposing = False
+        self.is_proposing = False
 
     def decide(
         self, proposal: Proposal, *, plan_ms: float, now: float, is_requested: bool = False
@@ -200,7 +196,7 @@ class Decisions:
 
         One that an operator requested is adopted even if the pool is paused meanwhile.
         """
-        self._is_proposing = False
+        self.is_proposing = False
         request, veto = proposal.request, None
         if proposal.verdict.accepted:
             veto = self._cannot_roll_out(request) or (

@@ -18,53 +18,33 @@ class PoolLayouts:
 
     def __init__(self, memory: PoolMemory) -> None:
         self._known: dict[int, Layout] = {}
-        self._current: Layout | None = None
-        self._next_generation = memory.next_generation
-        self._stored_generation: int | None = None
-        self._proposed = memory.proposed
+        self.current: Layout | None = None
+        """What all ranks run; before they reported, what the store remembers."""
+        self.next_generation = memory.next_generation
+        """The lowest generation that was never used."""
+        self.stored_generation: int | None = None
+        """Generation that the store has as committed, or None."""
+        self.proposed = memory.proposed
+        """What an earlier balancer was rolling out when it ended."""
         self._adopting: int | None = None
         self._checksums: ChecksumTable | None = None
-        self._verified: Checksums | None = None
+        self.verified: Checksums | None = None
+        """Checksums of the latest epoch that had all, uint8 [layers, experts, 16], or None."""
         if memory.committed is not None:
             self.run(memory.committed)
-            self._stored_generation = memory.committed.generation
+            self.stored_generation = memory.committed.generation
         if memory.proposed is not None:
             self.remember(memory.proposed)
 
     @property
-    def current(self) -> Layout | None:
-        """What all ranks run; before they reported, what the store remembers."""
-        return self._current
-
-    @property
     def committed(self) -> Layout | None:
         """The layout that the store has as committed."""
-        return None if self._stored_generation is None else self.get(self._stored_generation)
-
-    @property
-    def stored_generation(self) -> int | None:
-        """Generation that the store has as committed, or None."""
-        return self._stored_generation
-
-    @property
-    def next_generation(self) -> int:
-        """The lowest generation that was never used."""
-        return self._next_generation
-
-    @property
-    def proposed(self) -> Layout | None:
-        """What an earlier balancer was rolling out when it ended."""
-        return self._proposed
+        return None if self.stored_generation is None else self.get(self.stored_generation)
 
     @property
     def is_verified(self) -> bool:
         """Whether the ranks of the epoch reported a checksum for every expert."""
         return self._checksums is not None and self._checksums.complete
-
-    @property
-    def verified(self) -> Checksums | None:
-        """Checksums of the latest epoch that had all, uint8 [layers, experts, 16], or None."""
-        return self._verified
 
     def get(self, generation: int) -> Layout | None:
         """A layout by its generation, if it is still kept."""
@@ -84,23 +64,23 @@ class PoolLayouts:
         """Keep a layout that a rank runs or is asked to stage."""
         self._known[layout.generation] = layout
         self.reserve(layout.generation)
-        current = self._current.generation if self._current is not None else 0
+        current = self.current.generation if self.current is not None else 0
         for generation in sorted(self._known)[:-MAX_KNOWN]:
             if generation != current:
                 del self._known[generation]
 
     def reserve(self, generation: int) -> None:
         """A rank holds something under this generation: it must not be used again."""
-        self._next_generation = max(self._next_generation, generation + 1)
+        self.next_generation = max(self.next_generation, generation + 1)
 
     def run(self, layout: Layout) -> None:
         """All ranks run this layout now."""
-        self._current = layout
+        self.current = layout
         self.remember(layout)
 
     def note_stored(self, generation: int) -> None:
         """The store has committed a generation."""
-        self._stored_generation = generation
+        self.stored_generation = generation
 
     def begin_adoption(self, generation: int) -> None:
         """A layout that no rollout led to is on its way to the store."""
@@ -110,19 +90,19 @@ class PoolLayouts:
         """The store has committed that layout, or failed to if None."""
         self._adopting = None
         if stored_generation is not None:
-            self._stored_generation = stored_generation
+            self.stored_generation = stored_generation
 
     def needs_adoption(self, generation: int) -> bool:
         """Whether a generation that all ranks run is neither committed nor about to be."""
-        return generation not in {self._stored_generation, self._adopting}
+        return generation not in {self.stored_generation, self._adopting}
 
     def begin_epoch(self, model: ModelShape) -> None:
         """Collect checksums from scratch; a complete table stays available as `verified`."""
         if self.is_verified:
-            self._verified = self.checksums()
+            self.verified = self.checksums()
         shape = (model.num_layers, model.num_experts)
-        if self._verified is not None and self._verified.shape[:2] != shape:
-            self._verified = None
+        if self.verified is not None and self.verified.shape[:2] != shape:
+            self.verified = None
         self._checksums = ChecksumTable(num_layers=shape[0], num_experts=shape[1])
 
     def merge_checksums(self, layout: Layout, *, rank: int, checksums: Checksums) -> str | None:

@@ -1,7 +1,7 @@
 """`PoolPolicy`: the policy in force for one pool."""
 
 from equipoise.planning.policy import Policy
-from equipoise.policy.book import PolicyBook, PolicyInForce
+from equipoise.policy.book import PolicyBook
 from equipoise.policy.digest import changes
 
 
@@ -10,39 +10,31 @@ class PoolPolicy:
 
     def __init__(self, pool: str, book: PolicyBook, *, recorded: str) -> None:
         self._pool = pool
-        self._book = book
-        self._in_force = book.of(pool)
+        self.book = book
+        """Policies of all pools, and the latest rejection."""
+        self.in_force = book.of(pool)
+        """The policy in force, and where it comes from."""
         self._revision = 0
         self._recorded = recorded
 
     @property
     def values(self) -> Policy:
         """The values in force."""
-        return self._in_force.values
-
-    @property
-    def in_force(self) -> PolicyInForce:
-        """The policy in force, and where it comes from."""
-        return self._in_force
-
-    @property
-    def book(self) -> PolicyBook:
-        """Policies of all pools, and the latest rejection."""
-        return self._book
+        return self.in_force.values
 
     @property
     def is_stale(self) -> bool:
         """Whether the book changed since `follow`."""
-        return self._revision != self._book.revision
+        return self._revision != self.book.revision
 
     def follow(self) -> str:
         """Put the book's policy in force; returns what is to be recorded of it, if anything.
 
         A change that happened while no balancer led is recorded by the first one that does.
         """
-        self._revision = self._book.revision
-        before, after = self._in_force, self._book.of(self._pool)
-        self._in_force = after
+        self._revision = self.book.revision
+        before, after = self.in_force, self.book.of(self._pool)
+        self.in_force = after
         recorded, self._recorded = self._recorded, after.digest
         if recorded in {"", after.digest}:
             return ""

@@ -33,8 +33,10 @@ class Pool:
         elsewhere: str = "",
         revision: int = 1,
     ) -> None:
-        self._elsewhere = elsewhere
-        self._revision = revision
+        self.elsewhere = elsewhere
+        """Why the pool's ranks are not connected here; empty if they are."""
+        self.revision = revision
+        """A number that grows with every change."""
         latest, members = memory.last_decision, memory.members
         self.name = name
         self.policy = policy = PoolPolicy(
@@ -83,28 +85,18 @@ class Pool:
             counters=counters,
         )
 
-    @property
-    def elsewhere(self) -> str:
-        """Why the pool's ranks are not connected here; empty if they are."""
-        return self._elsewhere
-
-    @property
-    def revision(self) -> int:
-        """A number that grows with every change."""
-        return self._revision
-
     def note_change(self) -> None:
         """Something changed that status shows."""
-        self._revision += 1
+        self.revision += 1
 
     def hand_over(self, elsewhere: str) -> None:
         """This balancer no longer leads."""
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
 
     def diagnosis(self) -> Diagnosis:
         """The pool's health, and the reason for it."""
-        if self._elsewhere:
-            return Diagnosis(health=Health.WAITING, reason=self._elsewhere)
+        if self.elsewhere:
+            return Diagnosis(health=Health.WAITING, reason=self.elsewhere)
         return diagnose(
             self.roster,
             opening=self.membership.opening,

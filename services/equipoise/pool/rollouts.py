@@ -114,9 +114,14 @@ class Rollouts:
         self._num_begun = 0
         self._verdict: DecisionRecord | None = None
         self._setbacks = Setbacks()
-        self._is_at_first = True
-        self._completed = self._aborted = 0
-        self._last_switch_s: float | None = None
+        self.is_at_first = True
+        """Whether the latest wave is the first of its plan."""
+        self.completed = 0
+        """Plans, not waves, that were rolled out to the end."""
+        self.aborted = 0
+        """Plans, not waves, that were aborted."""
+        self.last_switch_s: float | None = None
+        """When the last rank reported the latest switch, or None."""
         self._switches: deque[SwitchRecord] = deque(maxlen=MAX_SWITCHES)
 
     @property
@@ -132,11 +137,6 @@ class Rollouts:
         return self._tracked.wave if self._tracked is not None else None
 
     @property
-    def is_at_first(self) -> bool:
-        """Whether the latest wave is the first of its plan."""
-        return self._is_at_first
-
-    @property
     def moves(self) -> int:
         """Slots that the latest wave changes, over all layers and ranks."""
         return self._tracked.moves if self._tracked is not None else 0
@@ -145,21 +145,6 @@ class Rollouts:
     def waves_left(self) -> int:
         """Waves after the current one."""
         return len(self._waves) - self._num_begun
-
-    @property
-    def completed(self) -> int:
-        """Plans, not waves, that were rolled out to the end."""
-        return self._completed
-
-    @property
-    def aborted(self) -> int:
-        """Plans, not waves, that were aborted."""
-        return self._aborted
-
-    @property
-    def last_switch_s(self) -> float | None:
-        """When the last rank reported the latest switch, or None."""
-        return self._last_switch_s
 
     @property
     def switches(self) -> Sequence[SwitchRecord]:
@@ -185,7 +170,7 @@ class Rollouts:
         assert self.current is None, "one plan at a time"
         self._verdict = verdict
         self._waves, self._num_begun = waves, 0
-        self._is_at_first = True
+        self.is_at_first = True
         return self._effects(self._begin_next(base, now=now))
 
     def resume(self, wave: Wave | None, commands: Commands, *, now: float) -> Chain:
@@ -201,21 +186,21 @@ class Rollouts:
     def begin_epoch(self) -> None:
         """Forget everything in progress: it was for the ranks of the previous epoch."""
         if self.current is not None:
-            self._aborted += 1
+            self.aborted += 1
         self._tracked = None
         self._waves, self._num_begun = (), 0
         self._setbacks = Setbacks()
 
     def handle(self, event: Event, *, now: float) -> Chain:
         """Give the table an event, and carry out its commands."""
-        aborted, completed, before = self._aborted, self._completed, self.current
+        aborted, completed, before = self.aborted, self.completed, self.current
         effects = self._effects(self._step(event, now=now))
         wave = self.latest
         if before is not None and isinstance(event, DeadlineCheck):
             self._timeouts.note_wave(before, wave)
-        if self._completed > completed:
+        if self.completed > completed:
             self._setbacks = Setbacks()
-        if self._aborted <= aborted or wave is None:
+        if self.aborted <= aborted or wave is None:
             return effects
         if isinstance(event, RankRejected | DeadlineCheck):
             self._setbacks = self._setbacks.one_more(wave.reason, now=now)
@@ -239,7 +224,7 @@ class Rollouts:
             return
         slowest = max(tracked.switches.values(), key=lambda switch: switch.stall_us)
         staged_s = now if tracked.staged_s is None else tracked.staged_s
-        self._last_switch_s = now
+        self.last_switch_s = now
         self._tally.note_switch(
             moves=tracked.moves, wave_s=now - tracked.began_s, stall_s=slowest.stall_us / 1e6
         )
@@ -268,16 +253,16 @@ class Rollouts:
         self._tally.note_state_left(before.state, after_s=now - before.entered_s)
         if before.state is State.ABORTED:
             # The switch raced with the abort and won.
-            self._aborted -= 1
+            self.aborted -= 1
         elif after.state is State.ABORTED:
-            self._aborted += 1
+            self.aborted += 1
             self._waves, self._num_begun = (), 0
         if after.state is not State.ACTIVE:
             return commands
         if self.waves_left:
-            self._is_at_first = False
+            self.is_at_first = False
             return (*commands, *self._begin_next(after.target, now=now))
-        self._completed += 1
+        self.completed += 1
         return commands
 
     def _begin_next(self, base: Layout, *, now: float) -> Commands:

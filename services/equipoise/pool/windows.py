@@ -31,16 +31,14 @@ class Windows:
         self._policy = policy
         self._averages = remembered
         self._tally = counters.tally
-        self._loads: PoolLoads | None = None
-        self._closed: deque[ClosedWindow] = deque(maxlen=MAX_WINDOWS)
-        self._num_closed = 0
-        self._paces: deque[RankPace] = deque(maxlen=MAX_PACES)
-        self._slow: Mapping[int, SlowRank] = {}
-
-    @property
-    def loads(self) -> PoolLoads | None:
+        self.loads: PoolLoads | None = None
         """Loads of the epoch; None until all its ranks serve."""
-        return self._loads
+        self._closed: deque[ClosedWindow] = deque(maxlen=MAX_WINDOWS)
+        self.num_closed = 0
+        """Windows closed since this balancer leads."""
+        self._paces: deque[RankPace] = deque(maxlen=MAX_PACES)
+        self.slow: Mapping[int, SlowRank] = {}
+        """Ranks that compute slower than their peers."""
 
     @property
     def closed(self) -> Sequence[ClosedWindow]:
@@ -57,34 +55,24 @@ class Windows:
         """The window that closed last among those with traffic."""
         return next((one for one in reversed(self._closed) if one.assignments), None)
 
-    @property
-    def num_closed(self) -> int:
-        """Windows closed since this balancer leads."""
-        return self._num_closed
-
-    @property
-    def slow(self) -> Mapping[int, SlowRank]:
-        """Ranks that compute slower than their peers."""
-        return self._slow
-
     def adopt_policy(self, *, now: float) -> None:
         """The policy has changed; averages and the open window stay."""
-        if self._loads is not None:
-            self._loads.adopt(self._policy.values, now=now)
+        if self.loads is not None:
+            self.loads.adopt(self._policy.values, now=now)
 
     def begin_epoch(self, *, now: float) -> None:
         """Keep the averages and drop what is about the ranks of the epoch before."""
-        if self._loads is not None:
-            self._averages = self._loads.records(now=now)
-        self._loads = None
+        if self.loads is not None:
+            self._averages = self.loads.records(now=now)
+        self.loads = None
         self._paces.clear()
-        self._slow = {}
+        self.slow = {}
 
     def open(
         self, *, epoch: int, model: ModelShape, num_ranks: int, counted_from: int, now: float
     ) -> None:
         """Open the first window of an epoch: all its ranks serve."""
-        self._loads = PoolLoads(
+        self.loads = PoolLoads(
             epoch=epoch,
             model=model,
             num_ranks=num_ranks,
@@ -101,15 +89,15 @@ class Windows:
             InvalidReportError: the report cannot be used; nothing of it is counted.
         """
         # Before all ranks serve nothing is lost: counters are cumulative.
-        if self._loads is not None:
-            self._loads.accept(report, layout, now=now)
+        if self.loads is not None:
+            self.loads.accept(report, layout, now=now)
 
     def close_due(self, *, generation: int, now: float) -> ClosedWindow | None:
         """Close the open window if it is due."""
-        if self._loads is None or not self._loads.is_due(now=now):
+        if self.loads is None or not self.loads.is_due(now=now):
             return None
-        self._num_closed += 1
-        window = self._loads.close_window(number=self._num_closed, generation=generation, now=now)
+        self.num_closed += 1
+        window = self.loads.close_window(number=self.num_closed, generation=generation, now=now)
         self._closed.append(window)
         drop_old_tables(self._closed)
         self._tally.note_window(shifted=window.shift.detected)
@@ -119,15 +107,15 @@ class Windows:
         """Look for slow ranks, `window` included; returns those that were not slow before."""
         if window.pace is not None:
             self._paces.append(window.pace)
-        before, self._slow = self._slow, find_slow(self._paces, policy=self._policy.values)
-        found = [slow for rank, slow in self._slow.items() if rank not in before]
+        before, self.slow = self.slow, find_slow(self._paces, policy=self._policy.values)
+        found = [slow for rank, slow in self.slow.items() if rank not in before]
         self._tally.note_slow(len(found))
         return found
 
     def average_load(self, model: ModelShape) -> Load:
         """The slow average, float64 [layers, experts] per second; zeros without one."""
-        if self._loads is not None:
-            return self._loads.slow.per_second()
+        if self.loads is not None:
+            return self.loads.slow.per_second()
         wanted = (model.num_layers, model.num_experts)
         record = self._averages.get(SLOW)
         if record is None or record.decayed_load.shape != wanted or record.weight_s <= 0:
