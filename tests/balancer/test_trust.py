@@ -16,6 +16,7 @@ from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import BALANCER, worker_audience
 from equipoise.wire.convert import to_balancer
+from equipoise.wire.messages import Heartbeat
 from equipoise_api.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -27,6 +28,8 @@ from equipoise_api.v1 import (
 from tests.support.authority import Authority, write_key, write_keys
 from tests.support.balancer_links import POLICY, WAIT_S, opened
 from tests.support.balancers import serving
+
+BEAT = Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=7)
 
 IDENTITIES = (
     "worker/tiny/worker-0",
@@ -303,6 +306,24 @@ async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, accepted
             status = status_pb2_grpc.StatusStub(channel)
             pools = await until_known(status, reader.metadata(audience=BALANCER))
     assert pools == ["tiny"], "nobody else made a pool"
+
+
+async def test_a_worker_with_an_identity_of_its_own_may_restart_before_its_stream_ends(
+    tmp_path, accepted, hello_of
+):
+    hello = hello_of("worker-0", num_ranks=4)
+    shown = showing(tmp_path, "worker/tiny/worker-0")
+    async with (
+        opened(tmp_path, accepted_keys=accepted) as address,
+        hello_answered(address, shown, hello) as (call, reading),
+    ):
+        await call.write(to_balancer(BEAT))
+        assert (await asyncio.wait_for(reading, WAIT_S)).heartbeat_ack.sequence == 7
+        restarted = replace(hello, boot_id="the next")
+        async with hello_answered(address, shown, restarted) as (newer, later):
+            await newer.write(to_balancer(BEAT))
+            assert (await asyncio.wait_for(later, WAIT_S)).heartbeat_ack.sequence == 7
+            assert await asyncio.wait_for(call.read(), WAIT_S) is grpc.aio.EOF
 
 
 async def until_known(status, metadata):

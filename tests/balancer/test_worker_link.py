@@ -109,6 +109,31 @@ async def test_a_newer_stream_of_a_worker_ends_the_older(channel, status, harnes
             await until(status, is_serving)
 
 
+async def test_another_process_cannot_take_the_name_of_a_live_worker(
+    channel, status, harness, worker_of
+):
+    async with served(channel, harness) as links:
+        await until(status, is_serving)
+        live = links[0]
+        other = worker_of(replace(live.worker.hello, boot_id="of another process"))
+        async with linked(channel, [other]) as (imposter,):
+            rejection = await imposter.receive()
+            assert isinstance(rejection, Rejection)
+            assert not rejection.fatal, "it may be a restart whose old stream is not closed yet"
+            assert f"worker {live.worker.hello.worker} is connected" in rejection.reason
+        await live.send(live.worker.heartbeat(sequence=7))
+        assert isinstance(first := await live.receive(), HeartbeatAck), "the live one hears nothing"
+        assert first.sequence == 7
+        pool = await until(status, lambda pool: pool.rejections)
+        assert [each.kind for each in pool.rejections] == ["hello_name_taken"]
+        assert is_serving(pool)
+        live.call.cancel()
+        await until(status, lambda pool: not is_serving(pool))
+        async with linked(channel, [other]) as (restarted,):
+            await until(status, lambda pool: "gone" not in {rank.state for rank in pool.ranks})
+            assert not restarted.call.done()
+
+
 async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_rejected(
     channel, status, worker_of, hello_of
 ):

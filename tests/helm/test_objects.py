@@ -23,6 +23,11 @@ VARIANTS = {
     "defaults": {},
     "everything": FULL,
     "certificates and tokens": TLS,
+    "identities of each worker": {
+        **TLS,
+        "tls": {**TLS["tls"], "certManager": {**TLS["tls"]["certManager"], "csiDriver": True}},
+        "tokens": {**TLS["tokens"], "perWorkerSecret": {"name": "worker-keys"}},
+    },
     "a file in a volume": {"balancer": {"storage": {"persistent": True, "storageClass": "fast"}}},
     "labels of the pods": {"worker": {"topology": {"source": "podLabels"}}},
     "a Redis with a secret": {

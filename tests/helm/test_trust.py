@@ -59,6 +59,25 @@ def test_a_pool_with_a_slash_in_its_name_keeps_it():
     assert certified(common_name="", alternative_names=worker).pool == "deep seek/decode"
 
 
+def test_the_csi_driver_gives_each_worker_an_identity_of_its_own():
+    tls = TLS["tls"]
+    own = {"tls": {**tls, "certManager": {**tls["certManager"], "csiDriver": True}}}
+    objects = render({**TLS, **own, "pool": "deep seek/decode"})
+    names = {one["metadata"]["name"] for one in objects if one["kind"] == "Certificate"}
+    assert names == {"eq-equipoise-balancer", "eq-equipoise-gateway"}
+    volumes = {one["name"]: one for one in pod_specs(objects)[POD_OF["worker"]]["volumes"]}
+    asked = volumes["tls"]["csi"]["volumeAttributes"]
+    uri = asked["csi.cert-manager.io/uri-sans"].replace("${POD_NAME}", "eq-equipoise-worker-3")
+    assert certified(common_name="", alternative_names=[uri]) == Identity(
+        role=Role.WORKER, pool="deep seek/decode", worker="eq-equipoise-worker-3"
+    )
+    variables = environment(objects, POD_OF["worker"])
+    assert asked["csi.cert-manager.io/dns-names"] == variables["EQUIPOISE_TLS_WORKER_NAME"]
+    assert "--worker=$(POD_NAME)" in str(containers(objects))
+    with pytest.raises(RenderError, match="issues the workers' certificates"):
+        render({"tls": {"certManager": {"csiDriver": True}}})
+
+
 def test_the_names_that_are_verified_are_in_the_certificates(objects, certificates):
     for pod in POD_OF.values():
         variables = environment(objects, pod)

@@ -64,6 +64,24 @@ def test_a_worker_speaks_for_itself_only(identity, pool, worker, allowed):
     assert caller.may_speak_for(pool=pool, worker=worker) is allowed
 
 
+@pytest.mark.parametrize(
+    ("identity", "worker", "named"),
+    [
+        ("worker/p/w-0", "w-0", True),
+        ("worker/p/w-0", "w-1", False),
+        ("worker/q/w-0", "w-0", False),
+        ("worker/p/*", "w-0", False),
+        ("worker/p/*", "*", False),
+        ("worker", "w-0", False),
+        ("admin/w-0", "w-0", False),
+    ],
+)
+def test_only_an_identity_of_its_own_names_a_worker(identity, worker, named):
+    caller = Caller(peer="x", identities=(parse_identity(identity),))
+    assert caller.is_worker(pool="p", worker=worker) is named
+    assert not Caller(peer="x").is_worker(pool="p", worker=worker)
+
+
 def test_callers_are_shown_with_their_identities_and_address():
     assert str(Caller(peer="ipv4:1.2.3.4:5")) == "anonymous at ipv4:1.2.3.4:5"
     ann = Identity(role=Role.ADMIN, name="ann")

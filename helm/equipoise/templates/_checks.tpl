@@ -40,6 +40,9 @@
 {{- if and $tls.certManager.enabled (not $tls.enabled) -}}
 {{- fail "tls.certManager.enabled creates certificates that nothing uses: set tls.enabled too" -}}
 {{- end -}}
+{{- if and $tls.certManager.csiDriver (or (not $tls.certManager.enabled) $tls.secrets.worker) -}}
+{{- fail "tls.certManager.csiDriver issues the workers' certificates: set tls.certManager.enabled, and not tls.secrets.worker" -}}
+{{- end -}}
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name must name the Issuer or ClusterIssuer that signs this fleet's certificates" -}}
 {{- end -}}

@@ -55,7 +55,11 @@ certificate and signing key the pod has. */}}
 {{- define "equipoise.trustVolumes" -}}
 {{- if .root.Values.tls.enabled }}
 - name: tls
+  {{- if eq (include "equipoise.ownWorkerCertificate" .) "true" }}
+  {{- include "equipoise.csiCertificate" .root | nindent 2 }}
+  {{- else }}
   secret: {secretName: {{ include "equipoise.tlsSecret" . }}, defaultMode: 0440}
+  {{- end }}
 {{- end }}
 {{- if .root.Values.tokens.existingSecret.name }}
 - name: tokens
@@ -83,6 +87,33 @@ certificate and signing key the pod has. */}}
     items: [{key: reader, path: reader}]
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* "true" if cert-manager's CSI driver gives the pod a certificate of its own. */}}
+{{- define "equipoise.ownWorkerCertificate" -}}
+{{- if and (eq .as "worker") .root.Values.tls.certManager.csiDriver -}}true{{- end -}}
+{{- end -}}
+
+{{/* A certificate that names the pod. Its key never leaves the machine. Takes the root. */}}
+{{- define "equipoise.csiCertificate" -}}
+{{- $issuer := .Values.tls.certManager -}}
+csi:
+  driver: csi.cert-manager.io
+  readOnly: true
+  volumeAttributes:
+    csi.cert-manager.io/issuer-name: {{ $issuer.issuerRef.name }}
+    csi.cert-manager.io/issuer-kind: {{ $issuer.issuerRef.kind }}
+    csi.cert-manager.io/issuer-group: {{ $issuer.issuerRef.group }}
+    csi.cert-manager.io/dns-names: {{ include "equipoise.tlsWorkerName" . }}
+    csi.cert-manager.io/uri-sans: spiffe://{{ $issuer.trustDomain }}/equipoise/worker/{{ include "equipoise.quotedPool" . }}/${POD_NAME}
+    csi.cert-manager.io/key-usages: digital signature,server auth,client auth
+    csi.cert-manager.io/duration: {{ $issuer.duration }}
+    csi.cert-manager.io/renew-before: {{ $issuer.renewBefore }}
+    csi.cert-manager.io/fs-group: {{ .Values.runAsUser | quote }}
+{{- end -}}
+
+{{- define "equipoise.quotedPool" -}}
+{{- .Values.pool | urlquery | replace "+" "%20" -}}
 {{- end -}}
 
 {{/* "true" if the pod has a signing key of its own, in a Secret with a key for each worker. */}}

@@ -116,8 +116,12 @@ class Pools:
                 " > ".join(_awaited(task.get_coro())),
             )
 
-    async def admit(self, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+    async def admit(
+        self, hello: Hello, mailbox: Mailbox, *, is_certified: bool = False
+    ) -> PoolRunner:
         """Let a worker into its pool; the first worker creates the pool.
+
+        `is_certified` says that its own credentials name it, and not only its pool.
 
         Raises:
             RejectedWorkerError: it cannot be in that pool.
@@ -134,7 +138,7 @@ class Pools:
             fresh.admit(hello, mailbox)
             self._register(hello.pool, fresh)
             return fresh
-        runner.admit(hello, mailbox)
+        runner.admit(hello, mailbox, is_certified=is_certified)
         return runner
 
     def reject_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
@@ -143,7 +147,7 @@ class Pools:
         if runner is None:
             _log.warning("rejected (%s): %s", kind, reason, extra=about(pool=pool, worker=worker))
         else:
-            runner.reject(worker, kind=kind, reason=reason)
+            runner.reject_stream(worker, kind=kind, reason=reason)
 
     def close_streams(self) -> None:
         """End the streams of all workers and watchers, which would outlive any grace period."""

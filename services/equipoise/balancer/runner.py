@@ -41,6 +41,7 @@ from equipoise.pool.effects import (
     WriteAudit,
     WriteProposed,
 )
+from equipoise.pool.hello_checks import check_name
 from equipoise.pool.pool import Pool
 from equipoise.pool.requests import AdminRequest, Answer, Operation, Rebalance
 from equipoise.telemetry.logs import about, is_worth_logging
@@ -114,12 +115,17 @@ class PoolRunner:
         """The pool, to be read only."""
         return self._controller.pool
 
-    def admit(self, hello: Hello, mailbox: Mailbox) -> None:
+    def admit(self, hello: Hello, mailbox: Mailbox, *, is_certified: bool = False) -> None:
         """Let a worker in; an earlier stream of it is closed.
+
+        `is_certified` says that its own credentials name it, and not only its pool.
 
         Raises:
             RejectedWorkerError: it cannot be in this pool; an earlier stream of it stays.
         """
+        member = self.pool.roster.members.get(hello.worker)
+        live = member.hello if member is not None and member.connected else None
+        check_name(hello, live, is_certified=is_certified)
         chain = self._controller.hello(hello, now=self._clock())
         previous = self._mailboxes.get(hello.worker)
         fields = self._about(hello.worker)
@@ -140,8 +146,16 @@ class PoolRunner:
             self._submit(self._controller.message(worker, value, now=self._clock()))
 
     def reject(self, worker: str, *, kind: str, reason: str) -> None:
-        """Count a rejection and send the reason to the worker, if it is connected."""
+        """Count a rejected message and send the reason to its worker."""
         self._submit(self._controller.reject(worker, kind=kind, reason=reason, now=self._clock()))
+        self._log_rejection(worker, kind=kind, reason=reason)
+
+    def reject_stream(self, worker: str, *, kind: str, reason: str) -> None:
+        """Count a stream that was not admitted; a live stream of that name does not notice."""
+        self._controller.count_rejection(kind, reason)
+        self._log_rejection(worker, kind=kind, reason=reason)
+
+    def _log_rejection(self, worker: str, *, kind: str, reason: str) -> None:
         count = self.pool.counters.rejections.of(kind)
         if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
             fields = self._about(worker)

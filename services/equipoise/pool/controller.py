@@ -121,14 +121,18 @@ class PoolController:
         return self.pool.membership.leave(member, reason=reason, now=now)
 
     def reject(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
-        """Count a rejected message or worker; a connected worker is sent the reason."""
-        self.pool.note_change()
-        self.pool.counters.rejections.count(kind, reason)
+        """Count a rejected message; its worker is sent the reason."""
+        self.count_rejection(kind, reason)
         member = self.pool.roster.members.get(worker)
         if member is None or not member.connected:
             return ()
         member.note_heard(now=now)
         return (Send(worker=worker, message=Rejection(reason=reason, fatal=False)),)
+
+    def count_rejection(self, kind: str, reason: str) -> None:
+        """Count a rejection."""
+        self.pool.note_change()
+        self.pool.counters.rejections.count(kind, reason)
 
     # The clock, the planner, operators and the store --------------------------------------------
 

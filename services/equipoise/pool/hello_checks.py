@@ -15,6 +15,10 @@ MAX_REPORTED = 2**52
 for those that follow."""
 
 
+NAME_TAKEN = "hello_name_taken"
+"""Kind of a rejection that ends by itself, when the other process's stream ends."""
+
+
 class RejectedWorkerError(Exception):
     """A worker that this pool cannot take; `kind` is a constant, for counting."""
 
@@ -55,6 +59,20 @@ class UsedNumbers:
             if reported > max(known, min(known + MAX_LEAP, MAX_REPORTED)):
                 return what, reported, known
         return None
+
+
+def check_name(hello: Hello, live: Hello | None, *, is_certified: bool) -> None:
+    """Reject a worker whose name another process has in use; `live` is that process's Hello.
+
+    A worker whose own credentials name it (`is_certified`) replaces its former process. The boot ID
+    is known to its process and the balancer only.
+    """
+    if live is not None and live.boot_id != hello.boot_id and not is_certified:
+        raise RejectedWorkerError(
+            NAME_TAKEN,
+            f"worker {hello.worker} is connected from {live.address}: stop that process, or give "
+            "each worker an identity of its own; retrying",
+        )
 
 
 def check_running_layout(hello: Hello, ours: Layout | None) -> None:

@@ -86,6 +86,14 @@ class Caller:
             if identity.role is Role.WORKER
         )
 
+    def is_worker(self, *, pool: str, worker: str) -> bool:
+        """Whether a credential names exactly this worker, not any worker of its pool."""
+        return any(
+            identity.role is Role.WORKER and (identity.pool, identity.worker) == (pool, worker)
+            for identity in self.identities
+            if ANY not in {identity.pool, identity.worker}
+        )
+
 
 def parse_identity(text: str) -> Identity | None:
     """Parse `worker/POOL/WORKER`, `admin/NAME` or a bare role; None if it names no role.

@@ -15,7 +15,7 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.planning.errors import InvalidReportError
-from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
 from equipoise.telemetry.logs import about
 from equipoise.trust.identity import Caller
 from equipoise.wire.convert import from_worker, to_worker
@@ -31,6 +31,10 @@ DRAIN_TIMEOUT_S = 1.0
 """Seconds that the last messages of a stream may take to be sent."""
 
 _UNREADABLE = "link_bytes"
+
+_PASSING = {_UNREADABLE, NAME_TAKEN}
+"""Rejections that a retry may overcome: the network corrupted a message, or the stream of a worker
+that restarted is not closed yet."""
 
 _Requests = AsyncIterator[bytes]
 _Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -64,15 +68,15 @@ class WorkerLinkService:
         mailbox = Mailbox()
         try:
             hello = await self._introduction(request_iterator)
-            _check_identity(self._caller(context), hello)
+            caller = self._caller(context)
+            _check_identity(caller, hello)
             pools = await self._leading(hello, mailbox)
             if pools is None:
                 await context.write(_alone(self._redirection()))
                 return
-            runner = await self._admit(pools, hello, mailbox)
+            runner = await self._admit(pools, hello, mailbox, caller=caller)
         except (InvalidMessageError, RejectedWorkerError) as error:
-            # A message that the network corrupted may arrive intact the next time.
-            fatal = error.kind != _UNREADABLE
+            fatal = error.kind not in _PASSING
             await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
             return
         reason = "its stream was cut"
@@ -117,9 +121,12 @@ class WorkerLinkService:
         mailbox.post(TermConfirmed(term=pools.term, replaced_term=hello.highest_term))
         return pools
 
-    async def _admit(self, pools: Pools, hello: Hello, mailbox: Mailbox) -> PoolRunner:
+    async def _admit(
+        self, pools: Pools, hello: Hello, mailbox: Mailbox, *, caller: Caller
+    ) -> PoolRunner:
         try:
-            return await pools.admit(hello, mailbox)
+            is_certified = caller.is_worker(pool=hello.pool, worker=hello.worker)
+            return await pools.admit(hello, mailbox, is_certified=is_certified)
         except RejectedWorkerError as error:
             pools.reject_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
             raise
