@@ -1,6 +1,6 @@
 """Regenerates the committed stubs from the .proto files; `make protos` runs it.
 
-The stubs are committed so that nobody needs a compiler to run the product, and `check.py` keeps
+The stubs are committed so that running the product needs no compiler, and `check.py` keeps
 them honest. The plugins are those of the environment that runs this script.
 """
 

@@ -1,6 +1,6 @@
 """`Manifest`: the digests of a checkpoint's contents, in a file beside the weights.
 
-Every read is verified against it, so that a damaged file is found by whoever reads it. The digests
+Every read is verified against it, so that every reader detects a damaged file. The digests
 of experts' payloads are what a pool compares, pulls and reports by.
 """
 

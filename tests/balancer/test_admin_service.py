@@ -1,4 +1,4 @@
-"""Orders of operators at the real server."""
+"""Operators' requests to the real server."""
 
 import asyncio
 
@@ -149,7 +149,7 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
         ),
     ],
 )
-async def test_orders_that_make_no_sense_are_rejected_in_words(
+async def test_invalid_requests_are_rejected_with_the_reason(
     channel, status, admin, harness, order, code, words
 ):
     async with served(channel, harness):

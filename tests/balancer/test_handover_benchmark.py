@@ -1,4 +1,4 @@
-"""How long nobody leads when the leading balancer vanishes: real processes, real Redis."""
+"""Time without a leader after the leading balancer dies: real processes, real Redis."""
 
 import asyncio
 import signal

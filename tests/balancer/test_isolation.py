@@ -1,4 +1,4 @@
-"""Pools of one balancer: what one of them does, or what befalls it, delays no other."""
+"""Pools of one balancer: a fault or load in one of them delays no other."""
 
 import asyncio
 import threading
@@ -129,7 +129,7 @@ def released(monkeypatch):
     released.set()
 
 
-async def test_a_plan_that_hangs_or_breaks_down_is_told_tried_again_and_delays_nobody(
+async def test_a_plan_that_hangs_or_fails_is_reported_and_retried_and_delays_no_pool(
     tmp_path, worker_of, hello_of, released
 ):
     names = ("stuck", "broken", "steady")

@@ -1,4 +1,4 @@
-"""A Warning event of the pod, made by an API server that may reject or hang."""
+"""Warning events of the pod, with an API server that may reject them or hang."""
 
 import pytest
 from aiohttp import web

@@ -163,7 +163,7 @@ def test_a_partitioned_leader_stops_by_itself_before_anybody_follows(pair):
     assert a.state.leader_address == "b:7070"
 
 
-def test_a_register_that_nobody_reaches_leaves_nobody_leading_and_then_a_higher_term(pair):
+def test_an_unreachable_register_leaves_no_leader_and_then_a_higher_term(pair):
     a, b = pair
     run(pair, from_s=0.0, to_s=5.0)
     a.reachable = b.reachable = False

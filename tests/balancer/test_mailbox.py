@@ -1,4 +1,4 @@
-"""What waits for a worker: bounded, in order, the newest of each kind."""
+"""Messages queued for a worker: bounded, in order, the newest of each kind."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The balancer as a process: how it ends, and what it says when it cannot start."""
+"""The balancer as a process: how it stops, and its error if it cannot start."""
 
 import signal
 import socket

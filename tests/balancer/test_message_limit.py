@@ -22,7 +22,7 @@ def test_a_long_rest_earns_one_burst_and_a_clock_that_turns_back_earns_nothing()
     assert taken(limit, times=100, now=0.0) == 0
 
 
-def test_a_worker_that_does_as_the_policy_says_is_never_near_its_pace():
+def test_a_worker_that_follows_the_policy_is_never_near_its_limit():
     for interval_s in (0.01, 1.0, 60.0):
         policy = Policy(
             report_interval_s=interval_s, heartbeat_interval_s=interval_s, silent_after_s=600.0

@@ -1,4 +1,4 @@
-"""The balancer's metrics: what they say, how many there are, and that docs know each of them."""
+"""The balancer's metrics: their values, their number, and that the docs list each of them."""
 
 from dataclasses import replace
 
@@ -163,7 +163,7 @@ async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
     assert told == documented("Balancer")
 
 
-async def test_a_metrics_port_that_is_taken_is_said_in_one_line(tmp_path, policy):
+async def test_a_metrics_port_in_use_is_a_one_line_error(tmp_path, policy):
     store = SqliteStore(tmp_path / "state.sqlite")
     seen = []
 

@@ -49,7 +49,7 @@ def children():
 
 @pytest.fixture
 async def planner(children, monkeypatch):
-    """One that makes one plan at a time, as on two processors."""
+    """One that makes one plan at a time, as on two CPUs."""
     monkeypatch.setattr(processes_module, "MAX_AT_ONCE", 1)
     monkeypatch.setattr(processes_module, "MAX_PROCESSES", 2)
     async with PlannerProcesses() as planner:

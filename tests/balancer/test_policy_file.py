@@ -79,7 +79,7 @@ async def test_the_same_contents_are_offered_once(mount, book, file):
     assert book.revision == revision
 
 
-async def test_a_wrong_file_is_rejected_once_and_told(mount, book, file, heard):
+async def test_a_wrong_file_is_rejected_once_and_reported(mount, book, file, heard):
     mount.put("11s")
     await file.look()
     mount.put("11")
@@ -104,7 +104,7 @@ async def test_a_file_that_goes_away_leaves_the_last_good_policy(mount, book, fi
 
 
 @pytest.mark.parametrize("contents", [b"\xff\xfe", b"", b"#" * (MAX_BYTES + 5)])
-async def test_what_is_no_text_is_rejected(mount, book, file, contents):
+async def test_values_that_are_not_text_are_rejected(mount, book, file, contents):
     mount.path.write_bytes(contents)
     await file.look()
     assert book.num_rejected == 1

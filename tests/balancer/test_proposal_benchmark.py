@@ -1,6 +1,6 @@
-"""What a proposal takes of the planner's processor and of the balancer's, for a pool of 32 ranks.
+"""CPU time of a proposal in the planning process and in the balancer, for a pool of 32 ranks.
 
-Times are of the processor, the median of many in one run; only their ratios are asserted. The
+Times are CPU times, the median of many in one run; only their ratios are asserted. The
 yardstick is the published greedy alone, on the same loads.
 """
 
@@ -61,7 +61,7 @@ def test_a_proposal_takes_few_times_what_the_published_greedy_does(is_chained, c
 
 
 def proposed(request):
-    """A proposal, and what its way took of the planner's and of the balancer's processor."""
+    """A proposal, and what its way took of the planner's and of the balancer's CPU time."""
     sent_s = time.process_time()
     told = bytes(ForkingPickler.dumps(request))
     heard_s = time.process_time()

@@ -1,4 +1,4 @@
-"""What Redis may do to its store: each fault has a name and a remedy, and none writes nonsense."""
+"""Faults of Redis: each has a name and a remedy, and none leaves wrong data."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def test_a_server_that_is_not_there_is_unreachable(open_at):
     assert "check that it is running" in str(error)
 
 
-async def test_an_address_that_is_none_is_said_at_once():
+async def test_an_invalid_address_is_reported_at_once():
     with pytest.raises(StoreError, match="use one like redis://host:6379/0"):
         RedisStore("http://127.0.0.1:6379")
 
@@ -65,7 +65,7 @@ async def test_work_goes_on_after_the_server_was_killed_and_came_back(redis_serv
     assert (await store.committed("p")).generation == 1
 
 
-async def test_a_write_that_a_slow_server_may_have_taken_can_be_said_again(redis_server, open_at):
+async def test_a_write_that_a_slow_server_may_have_made_can_be_retried(redis_server, open_at):
     hasty = open_at(redis_server.url, timeout_s=HASTY_S)
     await hasty.put_proposed("p", layout_of(1), term=1)
     redis_server.pause()
@@ -139,9 +139,7 @@ async def test_a_server_that_lost_its_replicas_takes_no_write_and_still_reads(
     await store.commit("p", 1, previous=None, term=1)
 
 
-async def test_a_server_that_went_back_in_time_is_told_what_ranks_run(
-    redis_server, open_at, tmp_path
-):
+async def test_a_server_that_went_back_in_time_gets_what_ranks_run(redis_server, open_at, tmp_path):
     writer = open_at(redis_server.url)
     await writer.adopt("p", layout_of(3), term=1)
     redis_server.back_up(tmp_path / "older")
@@ -162,7 +160,7 @@ async def test_a_server_that_went_back_in_time_is_told_what_ranks_run(
     assert await later.next_generation("p") == 5
 
 
-async def test_a_wrong_password_is_denied_and_never_repeated_in_words(tmp_path, open_at):
+async def test_a_wrong_password_is_denied_and_never_shown(tmp_path, open_at):
     path = tmp_path / "password"
     with RedisServer(tmp_path / "locked", password="open-sesame") as server:
         url = f"redis://127.0.0.1:{server.port}"

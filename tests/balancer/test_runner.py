@@ -1,4 +1,4 @@
-"""The hands of a pool survive what its store and our own code may do to them."""
+"""A pool's runner survives faults of its store and of our own code."""
 
 import asyncio
 
@@ -149,7 +149,7 @@ async def test_a_store_that_does_not_answer_counts_as_failed(
     assert "did not answer within 0.01 s" in pool_runner.pool.diagnosis().reason
 
 
-async def test_a_tick_that_breaks_down_does_not_end_the_pool(pool_runner, hello_of, monkeypatch):
+async def test_a_tick_that_fails_does_not_end_the_pool(pool_runner, hello_of, monkeypatch):
     broke = asyncio.Event()
     tick = pool_runner._controller.tick
 
@@ -166,7 +166,7 @@ async def test_a_tick_that_breaks_down_does_not_end_the_pool(pool_runner, hello_
     assert (await first_of(mailbox, JoinEpoch)).rank == 0
 
 
-async def test_an_order_of_a_term_that_is_over_is_answered_at_once(pool_runner):
+async def test_a_request_of_an_ended_term_is_answered_at_once(pool_runner):
     pool_runner.close_streams()
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(UnansweredError, match="no longer leads"):
@@ -211,7 +211,7 @@ async def test_every_push_carries_the_term(pool_runner, hello_of):
         (StoreError("it was emptied", fault=StoreFault.LOST), "it was emptied"),
     ],
 )
-async def test_a_store_that_knows_better_ends_the_term_and_nothing_is_pushed(
+async def test_a_store_with_a_higher_term_ends_the_term_and_nothing_is_pushed(
     pool_runner, store, tenure, hello_of, fault, ended_by
 ):
     store.fault = fault

@@ -1,4 +1,4 @@
-"""A fleet that comes at once, as after a power cut: everybody gets in, or is told why not."""
+"""A fleet that connects at once, as after a power cut: each worker joins, or gets the reason."""
 
 import asyncio
 

@@ -7,7 +7,7 @@ seldom; docs/scale.md says what came of which.
 
 How long a report takes is measured from outside, by the answer to the heartbeat that follows it on
 its stream, so the ways through both processes' event loops and the socket are counted as well. The
-simulated ranks need processors too: what they spent stands beside what the balancer did.
+simulated ranks need CPUs too: what they spent stands beside what the balancer did.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ async def test_thousands_of_ranks(tmp_path, capsys):
             assigned_s = await ranks.until("assigned", total) - began_s
             say(
                 f"{total} ranks in {num_pools} pools: all have ranks after {assigned_s:.1f} s "
-                f"({balancer.cpu_s - cpu_s:.1f} s of processor; turned away and come again: "
+                f"({balancer.cpu_s - cpu_s:.1f} s of CPU time; turned away and come again: "
                 f"{ranks.count('turned away')})"
             )
             # Until every pool has closed a window, without which nothing is planned.
@@ -84,7 +84,7 @@ async def test_thousands_of_ranks(tmp_path, capsys):
             all_s = await ranks.until("pushed to", total) - began_s
             say(
                 f"plans of all other pools at once and their pushes to all ranks: {all_s:.2f} s "
-                f"({balancer.cpu_s - cpu_s:.2f} s of processor)"
+                f"({balancer.cpu_s - cpu_s:.2f} s of CPU time)"
             )
             waves = await measured(balancer, ranks, seconds=MEASURED_S)
             say(f"reports, while a wave follows the other in every pool: {_words(waves)}")

@@ -1,4 +1,4 @@
-"""From following to leading and back: what is read, what is shown, and what no term survives."""
+"""From follower to leader and back: what is read and shown, and what ends with a term."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -157,7 +157,7 @@ async def test_a_store_that_cannot_be_read_ends_the_term_until_it_can(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_store_that_cannot_be_read_at_the_start_is_said(store, elector):
+async def test_a_store_that_cannot_be_read_at_startup_is_reported(store, elector):
     store.fault = StoreError("wrong password", fault=StoreFault.DENIED)
     with pytest.raises(StoreError, match="wrong password"):
         await seat_of(store, elector).open()

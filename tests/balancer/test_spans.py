@@ -1,4 +1,4 @@
-"""Traces that are read off a pool's rollouts, whatever befalls these."""
+"""Traces of a pool's rollouts, however they end."""
 
 from types import SimpleNamespace
 
@@ -136,7 +136,7 @@ def test_an_abort_ends_the_trace_with_its_reason(harness):
     )
 
 
-def test_a_pool_that_forms_anew_leaves_no_span_open(harness):
+def test_a_pool_that_re_forms_leaves_no_span_open(harness):
     harness.start()
     harness.handle(Persisted(generation=8))
     harness.rollouts.begin_epoch()

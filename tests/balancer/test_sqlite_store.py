@@ -1,4 +1,4 @@
-"""A state file that is held, foreign, damaged or of an older release is told so in words."""
+"""A state file that is in use, foreign, damaged or of an older release gives a clear error."""
 
 import asyncio
 import sqlite3
@@ -16,7 +16,7 @@ from tests.support.store_records import AN_ORDER, ONES, layout_of, same, weighte
 TERM = 1
 
 
-async def test_a_second_balancer_on_one_file_is_told_so(tmp_path, monkeypatch):
+async def test_a_second_balancer_on_one_file_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("equipoise.balancer.store.sqlite_file._LOCK_TIMEOUT_S", 0.0)
     first = SqliteStore(tmp_path / "state")
     with pytest.raises(StoreError, match="locked by another process"):
@@ -81,7 +81,7 @@ async def test_another_schema_version_is_rejected_with_the_remedy(tmp_path):
         SqliteStore(tmp_path / "state")
 
 
-async def test_a_file_of_the_first_version_is_read_as_it_was_meant_and_goes_on(tmp_path):
+async def test_a_file_of_the_first_version_is_upgraded_and_used(tmp_path):
     path = tmp_path / "state"
     first = SqliteStore(path)
     await first.adopt("p", layout_of(1), term=TERM)

@@ -1,4 +1,4 @@
-"""What people are shown is what the pool knows."""
+"""The status shows the pool's state."""
 
 import numpy as np
 import pytest

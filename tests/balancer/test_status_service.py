@@ -1,4 +1,4 @@
-"""What anyone may ask the real server."""
+"""Status calls to the real server."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A store that takes no writes: what goes on by policy, and that nothing is ever switched."""
+"""A store that accepts no writes: what continues, by policy, and that nothing is ever switched."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_verdicts_given_in_memory_are_shown_and_written_later(bench_of, skewed):
     assert harness.pool.layouts.stored_generation > 1
 
 
-def test_averages_go_on_in_memory(bench_of, skewed):
+def test_averages_continue_in_memory(bench_of, skewed):
     harness = bench_of("pause")
     harness.store_fault = FAULT
     harness.run_traffic(skewed(1), seconds=40)

@@ -184,7 +184,7 @@ async def test_tokens_are_taken_up_and_withdrawn_while_the_port_is_open(tmp_path
         assert (await ask(address, ann, what="admin"))[0] is grpc.StatusCode.OK
 
 
-async def test_faults_of_certificates_are_said_in_words(tmp_path, authority):
+async def test_faults_of_certificates_have_clear_errors(tmp_path, authority):
     stranger = Authority(tmp_path / "stranger")
     mine = authority.issue("reader")
     not_mine = Tls(tls_ca=str(stranger.ca_file))
@@ -200,7 +200,7 @@ async def test_faults_of_certificates_are_said_in_words(tmp_path, authority):
             assert expected in words, words
 
 
-async def test_a_stranger_with_a_certificate_of_his_own_gets_nowhere(tmp_path, authority):
+async def test_a_foreign_certificate_is_rejected(tmp_path, authority):
     theirs = Authority(tmp_path / "stranger").issue("admin")
     # He trusts our authority, whose certificate is no secret.
     credentials = Credentials(theirs)

@@ -1,4 +1,4 @@
-"""Waves of many pools: all begin before one goes on, and hearing workers comes first."""
+"""Waves of many pools: all begin before one continues, and workers' messages come first."""
 
 import asyncio
 
@@ -47,7 +47,7 @@ async def test_a_wave_that_is_over_takes_no_turn():
     assert went == ["wanted"]
 
 
-async def test_all_pools_begin_before_one_goes_on():
+async def test_all_pools_begin_before_one_continues():
     turns, went = WaveTurns(), []
     async with asyncio.timeout(WAIT_S):
         await go(turns, "early", went)

@@ -1,4 +1,4 @@
-"""The page for people: what it tells, whom it lets look, and that a real browser draws it."""
+"""The web page: its content, who may see it, and that a real browser draws it."""
 
 import asyncio
 import json
@@ -192,7 +192,7 @@ async def until(events, name, holds=lambda value: True):
     raise AssertionError(f"the stream ended before {name}")
 
 
-async def test_a_stream_begins_with_everything_and_goes_on_with_what_changes(
+async def test_a_stream_begins_with_the_whole_state_and_continues_with_changes(
     serving_harness, skewed
 ):
     harness = serving_harness
@@ -210,7 +210,7 @@ async def test_a_stream_begins_with_everything_and_goes_on_with_what_changes(
         await until(events, "heat", lambda heat: heat["window"] == 2)
 
 
-async def test_a_stream_with_nothing_to_tell_says_so(busy, monkeypatch):
+async def test_a_stream_without_changes_sends_beats(busy, monkeypatch):
     monkeypatch.setattr("equipoise.balancer.web.stream.BEAT_S", 0.0)
     async with (
         serving_page(state_of(busy), listen="127.0.0.1:0") as address,
@@ -219,7 +219,7 @@ async def test_a_stream_with_nothing_to_tell_says_so(busy, monkeypatch):
         await until(events, "beat")
 
 
-async def test_only_so_many_may_look_and_one_who_goes_makes_room(busy, monkeypatch):
+async def test_viewers_are_limited_and_one_that_leaves_makes_room(busy, monkeypatch):
     monkeypatch.setattr("equipoise.balancer.web.server.EventStreams", _streams_for_two)
     async with serving_page(state_of(busy), listen="127.0.0.1:0") as address:
         async with stream(address) as (first, events), stream(address) as (second, _):

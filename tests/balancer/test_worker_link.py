@@ -1,4 +1,4 @@
-"""Streams of workers at the real server: whom it hears, turns away, and what it survives."""
+"""Workers' streams at the real server: what it accepts, rejects and survives."""
 
 import asyncio
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.support.balancer_links import WAIT_S, is_serving, linked, served, unt
         ("hello_kernels", {"kernels": "torch", "backends": ("model=torch",)}, "torch", "triton"),
     ],
 )
-async def test_a_worker_that_differs_is_turned_away_and_the_pool_goes_on(
+async def test_a_worker_that_differs_is_rejected_and_the_pool_continues(
     channel, status, harness, worker_of, hello_of, kind, changes, theirs, ours
 ):
     for worker in harness.workers.values():
@@ -73,7 +73,7 @@ async def test_a_heartbeat_that_goes_with_a_report_is_answered_whatever_the_repo
         assert "its rank is" in (await link.receive_until(Rejection)).reason
 
 
-async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_words(channel):
+async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_the_reason(channel):
     stream = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
     await stream.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
     answer = await asyncio.wait_for(stream.read(), WAIT_S)

@@ -1,4 +1,4 @@
-"""The relay in front of a real server: what passes, what does not, and what it records."""
+"""The relay in front of a real server: what it forwards, drops and records."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""A server is measured from outside: what is asked, what is counted, and what is said."""
+"""A server is measured from outside: requests, counts and the report."""
 
 import asyncio
 import json

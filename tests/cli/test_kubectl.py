@@ -1,4 +1,4 @@
-"""`kubectl equipoise`: what it asks kubectl, and the real kubectl that finds it."""
+"""`kubectl equipoise`: the kubectl commands it runs, and the real kubectl that finds it."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""Orders from the command line: to the balancer that leads, as somebody, with an exit status."""
+"""Operators' requests from the command line: to the leader, with an identity and an exit status."""
 
 import json
 import threading
@@ -214,6 +214,6 @@ def test_a_timeout_warns_that_the_operation_may_complete():
         (PreviewSettings, {"set": ("min_gain",)}, "set must be NAME=NUMBER"),
     ],
 )
-def test_settings_that_make_no_sense_are_rejected(settings, fields, words):
+def test_contradictory_settings_are_rejected(settings, fields, words):
     with pytest.raises(InvalidSettingsError, match=words):
         settings(**fields)

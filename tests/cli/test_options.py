@@ -122,7 +122,7 @@ class Speaking:
     """Or not."""
 
 
-def test_a_field_can_be_a_word_that_stands_by_itself():
+def test_a_field_can_be_a_positional_argument():
     assert settings_from(Speaking, "'two words' --loud")[0] == Speaking(
         words="two words", loud=True
     )

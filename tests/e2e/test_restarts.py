@@ -1,4 +1,4 @@
-"""The balancer dies in every state of a rollout, or the whole fleet at once: what survives."""
+"""The balancer dies in every state of a rollout, or the whole fleet dies at once."""
 
 import asyncio
 import signal

@@ -68,6 +68,6 @@ def test_loads_are_its_argument(tmp_path, recording, save):
 @pytest.mark.parametrize(
     "value", [np.array(["a"]), np.array([[1j]]), np.array([[None]], dtype=object), np.ones(3)]
 )
-def test_what_is_no_matrix_of_numbers_is_rejected(save, value):
+def test_values_that_are_not_a_matrix_are_rejected(save, value):
     with pytest.raises(FormatError, match="numbers"):
         read_recording(save(weight=value))

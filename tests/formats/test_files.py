@@ -170,7 +170,7 @@ def test_a_forced_format_is_not_guessed(write):
         (b"PK\x03\x04", "it is a damaged zip file"),
     ],
 )
-def test_what_is_no_such_file_is_rejected_by_name(write, content, words):
+def test_other_files_are_rejected_by_name(write, content, words):
     path = write(content)
     with pytest.raises(FormatError, match=f"^{path}: .*{words}"):
         read_recording(path)

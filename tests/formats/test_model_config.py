@@ -71,6 +71,6 @@ def test_a_config_that_does_not_say_is_rejected(config_of, change, words):
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "3"])
-def test_what_is_no_config_is_rejected(write, text):
+def test_files_that_are_not_configs_are_rejected(write, text):
     with pytest.raises(FormatError):
         read_model_config(write(text))

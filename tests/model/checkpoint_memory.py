@@ -1,4 +1,4 @@
-"""Loads a checkpoint in a process of its own, and tells how far each part made its memory grow.
+"""Loads a checkpoint in a separate process, and prints how much memory each part took.
 
 Usage: python checkpoint_memory.py FOLDER. Prints a JSON object: for each part of the work, the peak
 of the resident set above what it was before, in bytes.

@@ -1,4 +1,4 @@
-"""Guesses are what the modules say of whole sequences, however a sequence is cut into steps."""
+"""Drafts equal those computed from whole sequences, however a sequence is split into steps."""
 
 import dataclasses
 

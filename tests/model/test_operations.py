@@ -1,4 +1,4 @@
-"""The model's data plane and kernels are chosen by name or by benefit, alike on all ranks."""
+"""The model's data plane and kernels are selected by name or by benefit, the same on all ranks."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
 """Planning time of incremental plans compared with placements from scratch.
 
-Times are of the processor, the least of several in one run; only their ratios are asserted.
+Times are CPU times, the least of several in one run; only their ratios are asserted.
 """
 
 import time
@@ -40,7 +40,7 @@ def test_an_incremental_plan_takes_at_most_a_hundred_times_as_long_as_one_from_s
 
 
 def least_s(once):
-    """The least processor time of a few runs, after one that compiles; and the last result."""
+    """The least CPU time of a few runs, after one that compiles; and the last result."""
     times_s = []
     for _ in range(4):
         begin = time.process_time()

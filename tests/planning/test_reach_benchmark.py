@@ -2,7 +2,7 @@
 
 `make bench`, or this file alone: `pytest -m benchmark -s tests/planning/test_reach_benchmark.py`.
 Loads are those of `planner_loads` (`EQUIPOISE_LOADS` names others); with `EQUIPOISE_BENCH_OUT`, a
-folder, the curve of balance against moves is drawn there. Times are of the processor, so that
+folder, the curve of balance against moves is drawn there. Times are CPU times, so that
 what else runs on the machine counts little; the least of several is held to the limit.
 """
 
@@ -357,7 +357,7 @@ def layout_of(made, num_ranks):
 
 
 def timed(once, *, repeats=REPEATS):
-    """Milliseconds of processor time of each run, and the last result."""
+    """Milliseconds of CPU time of each run, and the last result."""
     times_ms = []
     for _ in range(repeats):
         begin = time.process_time()

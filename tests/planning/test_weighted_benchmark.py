@@ -1,4 +1,4 @@
-"""What uneven shares are worth in whole plans where ranks have two slots, as layouts carry them.
+"""What uneven shares gain in whole plans with two slots per rank, in the resolution of layouts.
 
 On windows recorded from the repository's own model at 24 ranks, and on loads of 256 experts (see
 `planner_loads`) at 144.

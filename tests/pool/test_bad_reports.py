@@ -1,4 +1,4 @@
-"""Reports that are missing, repeated, replayed or lies: what the pool learns, and what it does."""
+"""Reports that are missing, repeated, replayed or false: what the pool counts, and what it does."""
 
 import random
 from dataclasses import replace

@@ -41,7 +41,7 @@ def test_a_rank_that_disagrees_is_named_and_not_believed():
     assert not table.complete, "nothing of it was taken"
 
 
-def test_a_byte_that_changes_after_all_was_told_is_seen():
+def test_a_byte_that_changes_later_is_detected():
     table = ChecksumTable(num_layers=2, num_experts=6)
     for rank in (0, 1):
         table.merge(LAYOUT, rank=rank, checksums=told_by(rank))

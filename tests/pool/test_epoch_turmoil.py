@@ -1,4 +1,4 @@
-"""Ranks die, hang, wake, return and come in any order; in the end whoever is alive serves."""
+"""Ranks die, hang, wake, return and join in any order; in the end all live ranks serve."""
 
 import random
 from dataclasses import replace

@@ -84,7 +84,7 @@ def test_nobody_is_told_before_the_layout_and_the_membership_are_written(serving
     check(harness)
 
 
-def test_an_epoch_behind_a_verdict_that_the_store_did_not_take_is_opened_all_the_same(
+def test_an_epoch_opens_after_a_verdict_that_the_store_did_not_accept(
     serving_harness,
 ):
     harness = serving_harness
@@ -194,7 +194,7 @@ def test_a_death_during_a_rollout_ends_it_and_its_number_is_not_used_again(
 
 
 @pytest.mark.parametrize("second", range(3))
-def test_a_death_while_ranks_form_anew_is_followed_by_another_epoch(bench_of_six, second):
+def test_a_death_while_ranks_re_form_is_followed_by_another_epoch(bench_of_six, second):
     harness = bench_of_six
     die(harness, harness.ranks[0])
     notice(harness, *harness.ranks)
@@ -228,7 +228,7 @@ def test_ranks_that_did_not_meet_try_again_with_whoever_is_left(serving_harness)
     check(harness)
 
 
-def test_a_word_from_an_epoch_that_is_over_is_no_fault(serving_harness):
+def test_a_message_of_an_earlier_epoch_is_no_fault(serving_harness):
     harness = serving_harness
     late = harness.ranks[1]
     words = (late.serving(), late.report(), lost(late))
@@ -254,7 +254,7 @@ def test_a_worker_that_leaves_is_not_waited_for(serving_harness):
     assert "it left: SIGTERM" in harness.pool.membership.epochs[0].reason
 
 
-def test_averages_survive_a_change_of_ranks_and_planning_goes_on(serving_harness, skewed):
+def test_averages_survive_a_change_of_ranks_and_planning_continues(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=10)
     before = harness.pool.windows.average_load(MODEL)

@@ -118,7 +118,7 @@ def test_after_a_long_pause_one_window_closes_not_many():
     assert not loads.is_due(now=96.0)
 
 
-def test_a_window_holds_what_came_in_it_and_no_more():
+def test_a_window_holds_only_its_own_reports():
     loads = make_loads()
     ranks = Ranks(loads)
     ranks.receive(FIRST_HALF)
@@ -245,7 +245,7 @@ def test_steady_traffic_is_averaged_exactly_and_never_a_shift():
     assert loads.slow.per_second() == pytest.approx(FIRST_HALF / 10.0)
 
 
-def test_averages_go_on_after_a_restart_if_they_fit():
+def test_averages_continue_after_a_restart_if_they_fit():
     loads = make_loads()
     Ranks(loads).receive(FIRST_HALF)
     close(loads, now=10.0)

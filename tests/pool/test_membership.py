@@ -1,4 +1,4 @@
-"""Who may be in a pool, who comes back, and what is rejected with which words."""
+"""Which workers may join a pool or return to it, and the reasons of rejections."""
 
 from dataclasses import replace
 
@@ -263,7 +263,7 @@ def test_reports_that_cannot_be_true_are_rejected_and_the_load_stays(
     assert harness.pool.windows.closed[-1].assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
-def test_a_rejected_message_is_counted_and_its_sender_told(serving_harness):
+def test_a_rejected_message_is_counted_and_reported_to_its_sender(serving_harness):
     harness = serving_harness
     chain = harness.controller.reject(
         "worker-1", kind="report_shape", reason="bad", now=harness.now
@@ -301,7 +301,7 @@ def test_ranks_that_hold_different_bytes_of_one_expert_stop_all_planning(harness
     assert harness.decisions() == []
 
 
-def test_a_worker_comes_back_although_another_one_gave_up_the_first_seat(serving_harness):
+def test_a_worker_returns_although_another_one_left_rank_0(serving_harness):
     first, second, third, _ = serving_harness.ranks
     for worker in (first, second, third):
         serving_harness.lose(worker)

@@ -1,4 +1,4 @@
-"""What operators order, and what becomes of it."""
+"""Operators' requests and their outcomes."""
 
 from dataclasses import replace
 
@@ -103,7 +103,7 @@ def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_harness, ope
         (Rebalance(), "no window with traffic has closed yet"),
     ],
 )
-def test_what_cannot_be_done_is_rejected_and_recorded(operator, wish, words):
+def test_impossible_operations_are_rejected_and_recorded(operator, wish, words):
     answer = operator.ask(wish)
     assert not answer.accepted
     assert words in answer.reason
@@ -250,7 +250,7 @@ def test_a_forced_rebalance_adopts_what_gains_too_little(make_harness, skewed):
     assert operator.ask(Rebalance(force=True)).accepted
 
 
-def test_a_preview_tells_the_plan_and_changes_nothing(serving_harness, operator, skewed):
+def test_a_preview_shows_the_plan_and_changes_nothing(serving_harness, operator, skewed):
     operator.ask(Pause())
     serving_harness.run_traffic(skewed(1), seconds=10)
     decisions = len(serving_harness.decisions())
@@ -318,7 +318,7 @@ def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_harness, po
     assert harness.pool.rollouts.current is not None
 
 
-def test_an_order_that_waited_too_long_for_a_plan_is_rejected(make_harness, policy, skewed):
+def test_a_request_that_waited_too_long_for_a_plan_is_rejected(make_harness, policy, skewed):
     harness = make_harness(policy=replace(policy, min_gain=1.0))
     due = plan_in_the_making(harness, skewed(1))
     request = AdminRequest(ticket=1, who="ann", reason="", what="rebalance", operation=Rebalance())
@@ -354,9 +354,7 @@ def test_what_the_store_does_not_take_does_not_happen(serving_harness, skewed):
     assert len(serving_harness.pool.journal.audit) == 0
 
 
-def test_a_balancer_that_is_started_anew_knows_what_the_pool_is_held_to(
-    make_harness, operator, skewed
-):
+def test_a_restarted_balancer_keeps_the_holds_of_its_pools(make_harness, operator, skewed):
     operator.ask(Pin())
     hold, audit = operator.harness.pool.journal.hold, tuple(operator.harness.pool.journal.audit)
     harness = make_harness(memory=PoolMemory(hold=hold, audit=audit))

@@ -118,7 +118,7 @@ async def test_staging_that_was_cut_short_is_aborted(serving_harness, skewed, re
     assert harness.pool.layouts.committed.generation == 3, "2 was used and is not used again"
 
 
-async def test_a_generation_that_all_have_staged_goes_on(serving_harness, skewed, restart):
+async def test_a_generation_that_all_have_staged_continues(serving_harness, skewed, restart):
     serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
     harness = await restart(serving_harness)
     reconnect(harness)
@@ -201,7 +201,7 @@ async def test_a_fleet_that_restarted_with_its_balancer_starts_in_the_committed_
         assert worker.layout.generation == 2
 
 
-async def test_a_fleet_of_another_shape_starts_anew_with_the_next_number(
+async def test_a_fleet_of_another_shape_starts_over_with_the_next_number(
     serving_harness, restart, make_harness
 ):
     harness = await restart(serving_harness)

@@ -1,4 +1,4 @@
-"""A pool that workers come to: new ones, those that died, and the same ones at a new balancer."""
+"""Workers that join a pool: new ones, restarted ones, and the same ones at a new balancer."""
 
 from dataclasses import replace
 

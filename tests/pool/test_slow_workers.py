@@ -28,7 +28,9 @@ def slow_down(harness, rank, factor):
     return worker
 
 
-def test_a_slow_rank_is_told_in_status_and_nothing_else_happens(make_harness, policy_of, skewed):
+def test_a_slow_rank_is_shown_in_the_status_and_nothing_else_happens(
+    make_harness, policy_of, skewed
+):
     harness = make_harness(policy=policy_of("report"))
     harness.serve()
     slow_down(harness, 2, 5)
@@ -50,7 +52,7 @@ def test_a_slow_rank_is_not_reported_before_enough_windows(make_harness, policy_
     assert not harness.pool.windows.slow
 
 
-def test_by_policy_the_others_go_on_without_it_and_it_comes_back(make_harness, policy_of, skewed):
+def test_by_policy_the_others_continue_without_it_and_it_returns(make_harness, policy_of, skewed):
     harness = make_harness(policy=policy_of("exclude"))
     for worker in harness.workers.values():
         worker.hello = type(worker.hello)(**{**_fields(worker.hello), "slots_per_rank": 11})

@@ -29,7 +29,7 @@ def test_what_workers_count_is_added_up_and_told_again_it_counts_once():
     assert (told.timeout_s, told.reached, told.latest) == (4.0, 5, "a: epoch 3 ended")
 
 
-def test_a_worker_that_started_anew_counts_from_zero():
+def test_a_restarted_worker_counts_from_zero():
     pool = timeouts()
     pool.add("a", boot_id="1", reported=step(7))
     pool.add("a", boot_id="2", reported=step(0, latest=""))

@@ -1,4 +1,4 @@
-"""Whatever is lost, late or restarted, in any order: when it calms down, books and ranks agree."""
+"""Messages are lost or late, processes restart, in any order: in the end store and ranks agree."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Balancers for tests: plans are made on threads, and whatever a test leaves out is plain."""
+"""Balancers for tests: plans are made on threads, with defaults for what a test leaves out."""
 
 from opentelemetry.trace import NoOpTracer
 

@@ -1,7 +1,7 @@
 """`GrpcConnection`: many gRPC streams of one method over one plain connection, at little cost.
 
 HTTP/2 and gRPC as a client needs them to talk to a server that keeps to the rules, and no more:
-thousands of simulated ranks must leave the processors to the balancer that is measured. A call by
+thousands of simulated ranks must leave the CPUs to the balancer that is measured. A call by
 gRPC's own client takes ten times as much.
 """
 

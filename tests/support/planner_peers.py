@@ -1,4 +1,4 @@
-"""Other planners, as functions of the same form: what ours is measured beside.
+"""Other planners, as functions of the same form, to compare ours with.
 
 `published` is our own plain rendition of DeepSeek's description (github.com/deepseek-ai/EPLB), one
 loop per sentence, as the program it describes is. SGLang's vectorised planner comes from its wheel,

@@ -1,4 +1,4 @@
-"""A balancer process, a fleet of simulated ranks in others, and what is measured between them."""
+"""A balancer process, a fleet of simulated ranks in others, and measurements of both."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class Progress:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of processor time that the fleet's processes took so far."""
+        """Seconds of CPU time that the fleet's processes took so far."""
         return sum(cpu_s(pid) for pid in self.pids)
 
     def count(self, what: str) -> int:
@@ -82,7 +82,7 @@ class BalancerProcess:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of processor time so far, user and system, planning included."""
+        """Seconds of CPU time so far, user and system, planning included."""
         return sum(cpu_s(pid) for pid in self.pids)
 
     def memory(self, name: str) -> int:
@@ -183,7 +183,7 @@ def _told(path: str, name: str) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time of a process so far, user and system."""
+    """Seconds of CPU time of a process so far, user and system."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,4 +1,4 @@
-"""Which epochs a worker takes up, and what it reports when it loses one."""
+"""Which epochs a worker joins, and what it reports when it loses one."""
 
 from dataclasses import replace
 from types import SimpleNamespace

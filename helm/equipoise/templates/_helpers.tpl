@@ -94,7 +94,7 @@ subjects:
     namespace: {{ .root.Release.Namespace }}
 {{- end -}}
 
-{{/* Takes "port" too, the name of the only port besides metrics. */}}
+{{/* Takes "port" too, the name of the only port other than metrics. */}}
 {{- define "equipoise.service" -}}
 ---
 apiVersion: v1

@@ -186,7 +186,7 @@ class PoolRunner:
             return await answer
 
     def retire(self, *, elsewhere: str) -> Pool:
-        """This balancer does not lead any more; returns the pool for display."""
+        """This balancer no longer leads; returns the pool for display."""
         return self._controller.hand_over(elsewhere)
 
     def close_streams(self) -> None:

@@ -101,7 +101,7 @@ def _ignore(_: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerParts:
-    """What a balancer is made of. Whoever opened a part closes it."""
+    """The parts of a balancer. The code that opened a part closes it."""
 
     store: Store
     """What outlives the balancer."""

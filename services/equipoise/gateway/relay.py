@@ -148,16 +148,16 @@ class Relay:
         )
         self._tally.replays += 1
         progress.without_rank_since_s = self._ranks.now()
-        progress.breaks.append(f"{reservation.rank.name}: {reason}")
+        progress.failures.append(f"{reservation.rank.name}: {reason}")
         if verdict := progress.suspicion.verdict:
             self._tally.poison += 1
             raise PoisonRequestError(
-                f"the request is rejected because {verdict} ({'; '.join(progress.breaks)}): "
+                f"the request is rejected because {verdict} ({'; '.join(progress.failures)}): "
                 f"change the request before retrying"
             )
-        if len(progress.breaks) >= self._settings.max_attempts:
+        if len(progress.failures) >= self._settings.max_attempts:
             raise AttemptsExhaustedError(
-                f"{len(progress.breaks)} attempts failed: {'; '.join(progress.breaks)}"
+                f"{len(progress.failures)} attempts failed: {'; '.join(progress.failures)}"
             )
 
     @asynccontextmanager
@@ -194,7 +194,7 @@ class _RequestProgress:
     tokens: list[int] = field(default_factory=list)
     """Tokens so far."""
 
-    breaks: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     """Rank and reason of each failure."""
 
     avoid: set[str] = field(default_factory=set)

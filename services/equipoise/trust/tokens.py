@@ -147,8 +147,8 @@ def _check_claims(payload: bytes, *, audience: str, now: float) -> None:
     claims = _document(payload)
     named, expiry = claims.get("aud"), claims.get("exp")
     if named != audience:
-        told = printable(str(named))[:100]
-        raise InvalidTokenError(f"it is for {told}, but this is {audience}: check both names")
+        shown = printable(str(named))[:100]
+        raise InvalidTokenError(f"it is for {shown}, but this is {audience}: check both names")
     if type(expiry) is not int:
         raise InvalidTokenError("it has no whole number as its expiry")
     if expiry < now - CLOCK_SKEW_S:

@@ -32,7 +32,7 @@ class WorkerSettings:
     """Name of the pool to join."""
 
     worker: str = "worker-0"
-    """Name of this worker, unique in its pool. A restarted worker gets its rank back by it."""
+    """Name of this worker, unique in its pool. It gives a restarted worker its rank back."""
 
     node: str = ""
     """Domain of fast interconnect that this worker is in. Plans keep expert groups within a node.
@@ -148,7 +148,7 @@ class WorkerSettings:
     tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, usually port 4317) that receives spans of
     staging and switching. OTEL_EXPORTER_OTLP_ENDPOINT is the default; without either, tracing is
-    disabled. Requires equipoise[tracing]."""
+    disabled. Requires the extra `tracing`."""
 
     tls: Tls = field(default_factory=Tls)
     """Certificates. Without them ports must be on loopback."""

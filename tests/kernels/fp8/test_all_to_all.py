@@ -235,7 +235,7 @@ def test_rows_that_break_the_contract_are_rejected_before_anything_is_sent(x, sl
         ({"payload": Payload.BF16, "dim": 3}, "even"),
     ],
 )
-def test_sizes_that_make_no_sense_are_rejected(change, named):
+def test_impossible_sizes_are_rejected(change, named):
     with pytest.raises(KernelInputError, match=named):
         replace(SHAPE, **change)
 

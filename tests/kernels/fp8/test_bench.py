@@ -99,7 +99,7 @@ def test_a_wrong_product_fails_the_gate_however_fast_it_is(bench, monkeypatch):
     assert judge(GATES["A1"], [sample]).verdict is GateStatus.FAILED
 
 
-def test_another_kernel_than_the_one_that_was_meant_fails_the_gate(bench):
+def test_another_kernel_than_the_intended_one_fails_the_gate(bench):
     silent = Bench(timer=OneMicrosecond(["ampere_sgemm"]), generator=bench.generator,
                    rng=bench.rng, machine=H200)  # fmt: skip
     sample = dense_cases.large(silent, [(3, 128, 128)])[0]

@@ -1,4 +1,4 @@
-"""The exchange by DeepEP: what it is called with, and when it is not opened."""
+"""The exchange by DeepEP: its arguments, and when it is not opened."""
 
 import sys
 from dataclasses import replace

@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_rounded_weights(tmp_path):
     assert record["heldout_loss"] == {name: round(loss, 4) for name, loss in again.loss_of.items()}
 
 
-def test_a_setting_out_of_range_is_said_in_one_line(tmp_path, capsys):
+def test_a_setting_out_of_range_is_a_one_line_error(tmp_path, capsys):
     assert _run(tmp_path, "--num-sequences=4") == 1
     message = capsys.readouterr().err
     assert "num_sequences = 4" in message
@@ -82,7 +82,7 @@ def test_a_setting_out_of_range_is_said_in_one_line(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path, capsys):
+def test_a_folder_that_cannot_be_created_is_a_one_line_error(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert _run(tmp_path / "file") == 1
     assert "training failed" in capsys.readouterr().err

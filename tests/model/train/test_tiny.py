@@ -1,4 +1,4 @@
-"""The committed checkpoint: it opens, its record is true, and its router is what tests rely on."""
+"""The committed checkpoint: it opens, its record is true, its router behaves as tests assume."""
 
 import itertools
 import json

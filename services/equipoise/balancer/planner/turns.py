@@ -1,6 +1,6 @@
 """How many plans are computed at once, of all pools.
 
-Hundreds of pools end their windows together. As many plans at once would take the processors from
+Hundreds of pools end their windows together. As many plans at once would take the CPUs from
 the event loop, which serves the workers.
 """
 
@@ -9,23 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 
 _MAX_AT_ONCE = 4
-"""However many processors there are: a container with a request but no limit sees the whole
+"""However many CPUs there are: a container with a request but no limit sees the whole
 machine."""
 
 
 def num_at_once(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many plans may be in progress; one processor is left to the event loop.
+    """Return how many plans may be in progress; one CPU is left to the event loop.
 
-    A lower priority for planning processes is not enough: with one on each of two processors,
+    A lower priority for planning processes is not enough: with one on each of two CPUs,
     reports took three times as long. Processors are those that this process may use, at most the
     quota of its control group in `cpu_max` (cgroup v2), if that can be read.
     """
-    num_processors = float(len(os.sched_getaffinity(0)))
+    num_cpus = float(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):
         quota, period = cpu_max.read_text().split()
         if quota != "max":
-            num_processors = min(num_processors, int(quota) / int(period))
-    return min(_MAX_AT_ONCE, max(1, int(num_processors) - 1))
+            num_cpus = min(num_cpus, int(quota) / int(period))
+    return min(_MAX_AT_ONCE, max(1, int(num_cpus) - 1))
 
 
 MAX_AT_ONCE = num_at_once()

@@ -41,8 +41,8 @@ SCHEMA_VERSION = 3
 """Incremented with every change of keys or records; other versions are rejected."""
 
 OLDEST_VERSION = 1
-"""Oldest version whose records can be read: layouts without shares are even splits, and a missing
-audit log is empty."""
+"""Oldest version whose records can be read: layouts without shares are even splits, and missing
+audit records mean none."""
 
 HASH_TAG = "{equipoise}"
 """Prefix of every key. Fleets that share a server need separate databases."""

@@ -21,7 +21,7 @@ MAX_AUDIT_ENTRIES = 1000
 """Audit records kept for each pool; older ones are dropped."""
 
 MAX_LAYOUTS = 64
-"""Layouts kept for each pool besides the committed one; older ones are dropped."""
+"""Layouts kept for each pool in addition to the committed one; older ones are dropped."""
 
 
 class StoreFault(StrEnum):

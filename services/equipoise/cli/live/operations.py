@@ -77,7 +77,7 @@ def operate(
 ) -> int:
     """Call a method of the Admin service and print the answer; return the exit status.
 
-    `values` are fields of its `request` besides the pool and the reason.
+    `values` are fields of its `request` other than the pool and the reason.
 
     Raises:
         BalancerRejectedError: the balancer is unreachable or rejects the request.

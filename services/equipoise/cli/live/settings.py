@@ -143,7 +143,7 @@ class OperationSettings(BalancerClientSettings):
     """What every operation has."""
 
     reason: str = ""
-    """Reason to record in the audit log and show in the status."""
+    """Reason to record with the request and show in the status."""
 
     timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 210.0
     """Seconds to wait for the balancer's answer. An operation can take three plan timeouts of the
