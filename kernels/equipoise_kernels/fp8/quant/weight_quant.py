@@ -169,8 +169,8 @@ def _scale_place(num_columns: int) -> Any:
     return tl.program_id(0).to(tl.int64) * tl.cdiv(num_columns, _GROUP) + tl.program_id(1)
 
 
-def quantize_specializations() -> list[Specialization]:
-    """The kernel's only specialisation."""
+def specializations() -> list[Specialization]:
+    """Specialisations of the two kernels."""
     return [
         Specialization(
             kernel=quantize_weight_kernel,
@@ -178,30 +178,24 @@ def quantize_specializations() -> list[Specialization]:
             types={"weight_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
             multiples_of_16="num_columns",
             options={"UE8M0": False, "num_warps": _NUM_WARPS},
-        )
-    ]
-
-
-def dequantize_specializations() -> list[Specialization]:
-    """The kernel's only specialisation."""
-    return [
+        ),
         Specialization(
             kernel=dequantize_weight_kernel,
             name="dequantize_weight",
             types={"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
             multiples_of_16="num_columns",
             options={"num_warps": _NUM_WARPS},
-        )
+        ),
     ]
 
 
 QUANTIZE_WEIGHT: Operation[Callable[..., None], None] = Operation(
     name="weight_quant",
     backends={"reference": quantize_weight_reference, "triton": quantize_weight_triton},
-    specializations=quantize_specializations,
+    specializations=specializations,
 )
 DEQUANTIZE_WEIGHT: Operation[Callable[..., None], None] = Operation(
     name="weight_quant",
     backends={"reference": dequantize_weight_reference, "triton": dequantize_weight_triton},
-    specializations=dequantize_specializations,
+    specializations=specializations,
 )

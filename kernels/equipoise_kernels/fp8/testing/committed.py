@@ -21,7 +21,7 @@ from equipoise_kernels.fp8.operation import Operation
 from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT
 from equipoise_kernels.fp8.quant.rms_norm_quant import RMS_NORM_QUANT
 from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
-from equipoise_kernels.fp8.quant.weight_quant import DEQUANTIZE_WEIGHT, QUANTIZE_WEIGHT
+from equipoise_kernels.fp8.quant.weight_quant import QUANTIZE_WEIGHT
 from equipoise_kernels.fp8.specialization import Specialization
 
 _HIDDEN = 7168
@@ -89,7 +89,7 @@ def committed_configs() -> list[tuple[str, Any]]:
 
 def committed_specializations() -> list[Specialization]:
     """Everything to compile, each once, including kernels without configurations."""
-    found = [*QUANTIZE_WEIGHT.specializations(), *DEQUANTIZE_WEIGHT.specializations()]
+    found = QUANTIZE_WEIGHT.specializations()
     for operation, config in committed_configs():
         found += specializations(operation, config)
     return list({what.name: what for what in found}.values())
