@@ -23,7 +23,7 @@ async def rejection(call):
     return caught.value.code(), caught.value.details()
 
 
-async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
+async def test_operators_pause_pin_and_free_a_pool_and_every_request_is_recorded(
     channel, status, admin, harness
 ):
     async with served(channel, harness):
@@ -55,7 +55,7 @@ async def test_operators_pause_pin_and_free_a_pool_and_every_order_is_recorded(
     assert all("127.0.0.1" in entry.who for entry in listed.entries)
 
 
-async def test_many_pools_are_ordered_by_one_call_each_with_an_order_of_its_own(
+async def test_one_call_rebalances_many_pools_with_one_request_each(
     channel, status, admin, harness
 ):
     async with served(channel, harness):
@@ -158,7 +158,7 @@ async def test_invalid_requests_are_rejected_with_the_reason(
         assert words in (await rejection(order(admin)))[1]
 
 
-async def test_what_operators_ordered_outlives_the_balancer(tmp_path, harness):
+async def test_holds_outlive_the_balancer(tmp_path, harness):
     async with opened(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         status, admin = status_pb2_grpc.StatusStub(channel), admin_pb2_grpc.AdminStub(channel)
         async with served(channel, harness):

@@ -133,7 +133,7 @@ async def test_a_follower_answers_reads_and_sends_workers_on_to_the_leader(redis
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-async def test_the_second_leads_when_the_first_is_gone_and_the_ranks_go_on(
+async def test_the_second_leads_when_the_first_is_gone_and_the_ranks_continue(
     redis_server, store, harness, skewed, end
 ):
     async with (

@@ -118,7 +118,7 @@ def test_the_table_answers_every_event_in_every_role():
     assert set(TABLE) == set(itertools.product(LeaderRole, events))
 
 
-def test_the_first_to_ask_leads_and_the_other_one_knows_where(pair):
+def test_the_first_candidate_leads_and_the_other_knows_its_address(pair):
     a, b = pair
     run(pair, from_s=100.0, to_s=120.0)
     assert (a.state.role, a.terms, b.terms) == (LeaderRole.LEADING, [1], [])
@@ -291,7 +291,7 @@ def test_the_last_term_is_followed_by_none_and_the_remedy_is_named(pair, where):
 
 
 @pytest.mark.parametrize("stated_s", [0.001, 1e9])
-def test_the_stated_duration_of_a_dead_leader_hastens_and_delays_nobody(pair, stated_s):
+def test_the_duration_stated_by_a_dead_leader_is_limited(pair, stated_s):
     a, _ = pair
     run(pair, from_s=0.0, to_s=5.0)
     record = replace(a.register.sighting.record, duration_s=stated_s)

@@ -138,7 +138,7 @@ async def test_a_paused_leader_confirms_nothing_once_another_one_has_the_lease()
         assert one.state.leader_address == other.state.candidate.address
 
 
-async def test_who_gives_up_hands_the_lease_back_first():
+async def test_a_leader_that_steps_down_releases_the_lease_first():
     register = SoleRegister(term=0)
     one, other = elector_of(register), elector_of(register, "b")
     async with one.running():

@@ -138,7 +138,7 @@ def test_ranks_beyond_a_limit_have_no_series_of_their_own(hello_of, policy):
     assert many < 500
 
 
-async def test_the_running_balancer_tells_what_the_docs_say_and_nothing_else(
+async def test_the_running_balancer_exports_exactly_the_documented_metrics(
     serving_harness, skewed, tmp_path
 ):
     harness = serving_harness

@@ -103,7 +103,7 @@ async def test_what_the_planner_raises_is_raised_here_and_harms_no_other_plan(
     assert len(children()) == 1
 
 
-async def test_however_many_plans_are_asked_for_few_processes_make_them_in_order(
+async def test_many_plans_are_made_in_order_by_few_processes(
     planner, request_of_four_ranks, children
 ):
     begun = []
@@ -153,7 +153,7 @@ async def test_the_time_of_a_plan_begins_with_it(planner, request_of_four_ranks,
     assert begun == [0, 1, 2]
 
 
-async def test_what_waits_behind_a_plan_longer_than_a_turn_is_made_elsewhere(
+async def test_plans_queued_behind_a_long_one_move_to_another_process(
     planner, request_of_four_ranks, children, monkeypatch
 ):
     await made_by(planner, request_of_four_ranks)
@@ -173,7 +173,9 @@ async def test_what_waits_behind_a_plan_longer_than_a_turn_is_made_elsewhere(
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 
 
-async def test_who_waits_no_more_costs_the_others_nothing(planner, request_of_four_ranks, children):
+async def test_a_cancelled_waiter_does_not_delay_the_others(
+    planner, request_of_four_ranks, children
+):
     await made_by(planner, request_of_four_ranks)
     (busy,) = children()
     os.kill(busy, signal.SIGSTOP)
@@ -276,14 +278,14 @@ async def test_one_that_is_not_ready_in_time_is_ended(
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 
 
-async def test_one_that_cannot_start_is_told(planner, monkeypatch, capfd):
+async def test_one_that_cannot_start_is_reported(planner, monkeypatch, capfd):
     monkeypatch.setattr(process_module, "PROGRAM", "equipoise.balancer.no_planner")
     with pytest.raises(PlannerDiedError, match="exited with status 1"):
         await planner.start()
     assert "no_planner" in capfd.readouterr().err
 
 
-async def test_what_is_no_request_ends_the_process_with_a_word(capfd):
+async def test_an_invalid_request_ends_the_process_with_a_message(capfd):
     async with PlannerProcesses() as planner:
         await planner.start()
         (process,) = planner._processes

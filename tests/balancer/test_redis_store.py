@@ -54,7 +54,7 @@ async def test_an_invalid_address_is_reported_at_once():
         RedisStore("http://127.0.0.1:6379")
 
 
-async def test_work_goes_on_after_the_server_was_killed_and_came_back(redis_server, open_at):
+async def test_work_continues_after_the_server_was_killed_and_restarted(redis_server, open_at):
     store = open_at(redis_server.url)
     await store.put_proposed("p", layout_of(1), term=1)
     redis_server.kill()

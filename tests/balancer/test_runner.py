@@ -173,7 +173,7 @@ async def test_a_request_of_an_ended_term_is_answered_at_once(pool_runner):
             await pool_runner.administer(Pause(), who="me", reason="", what="pause")
 
 
-async def test_orders_behind_a_write_that_failed_hear_of_it_at_once(pool_runner, store):
+async def test_requests_behind_a_failed_write_fail_at_once(pool_runner, store):
     store.fault = StoreError("disk full: make room")
     asked = [
         asyncio.create_task(pool_runner.administer(Pause(), who=who, reason="", what="pause"))

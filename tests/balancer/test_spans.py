@@ -145,7 +145,7 @@ def test_a_pool_that_re_forms_leaves_no_span_open(harness):
     assert set(harness.faults) == {"wave", "rebalance"}
 
 
-def test_ranks_are_told_of_the_wave_that_they_stage_and_of_no_other(harness):
+def test_ranks_receive_only_the_wave_that_they_stage(harness):
     harness.start()
     harness.handle(Persisted(generation=8))
     told = harness.spans.parent_for_ranks(8)

@@ -71,7 +71,7 @@ def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(
     assert status.window_assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
 
 
-def test_gone_and_silent_ranks_are_told_apart(serving_harness):
+def test_gone_and_silent_ranks_are_distinguished(serving_harness):
     harness = serving_harness
     harness.lose(harness.ranks[0])
     for worker in harness.ranks[2:]:
@@ -91,7 +91,7 @@ def test_the_revision_grows_with_every_change(serving_harness):
     assert pool_status(harness.pool, now=harness.now).revision > before
 
 
-def test_loads_tell_what_each_rank_received_in_each_layer(serving_harness, skewed):
+def test_loads_show_what_each_rank_received_in_each_layer(serving_harness, skewed):
     harness = serving_harness
     assert not loads_response(harness.pool).window_rank_assignments
     harness.run_traffic(skewed(1), seconds=10)

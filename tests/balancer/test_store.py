@@ -119,7 +119,7 @@ async def test_saying_the_same_proposal_or_commit_again_is_no_conflict(store):
     assert same(await store.committed("p"), layout_of(1))
 
 
-async def test_orders_and_what_they_hold_the_pool_to_are_there_after_a_restart(open_store):
+async def test_audit_records_and_holds_survive_a_restart(open_store):
     first = open_store()
     assert await first.audit("p", limit=9) == ()
     assert (await first.hold("p")).reason == ""
@@ -146,7 +146,7 @@ async def test_orders_and_what_they_hold_the_pool_to_are_there_after_a_restart(o
     await second.close()
 
 
-async def test_only_the_newest_orders_are_kept(store):
+async def test_only_the_newest_audit_records_are_kept(store):
     await asyncio.gather(
         *(
             store.add_audit("p", AN_ORDER, hold=None, term=TERM)
@@ -265,7 +265,7 @@ async def test_a_new_leader_fences_before_it_writes_anything(open_store):
     await second.close()
 
 
-async def test_neighbouring_terms_are_told_apart_up_to_the_last_one(store):
+async def test_neighbouring_terms_differ_up_to_the_last_one(store):
     for term in (1, 2**24 + 1, MAX_TERM):
         await store.fence(term=term)
         with pytest.raises(TermOverError):
@@ -273,7 +273,7 @@ async def test_neighbouring_terms_are_told_apart_up_to_the_last_one(store):
         assert await store.highest_term() == term
 
 
-async def test_neighbouring_generations_and_epochs_are_told_apart_up_to_2_to_the_53(store):
+async def test_neighbouring_generations_and_epochs_differ_up_to_2_to_the_53(store):
     last = MAX_COUNT
     await store.adopt("p", layout_of(last - 1), term=TERM)
     with pytest.raises(StoreConflictError, match="was used before"):

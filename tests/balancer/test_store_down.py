@@ -23,7 +23,7 @@ def bench_of(make_harness):
 @pytest.mark.parametrize(
     ("store_down", "words"), [("pause", "planning is paused"), ("memory", "continues in memory")]
 )
-def test_nothing_is_switched_and_health_says_what_goes_on(bench_of, skewed, store_down, words):
+def test_nothing_is_switched_and_health_gives_the_reason(bench_of, skewed, store_down, words):
     harness = bench_of(store_down)
     generation = harness.pool.layouts.current.generation
     harness.store_fault = FAULT

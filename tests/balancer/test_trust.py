@@ -145,7 +145,7 @@ async def test_a_certificates_uri_names_the_role(tmp_path, authority):
         await expect_rights(address, "admin/ann", Credentials(tls))
 
 
-async def test_without_a_token_one_is_told_where_to_put_it(tmp_path, accepted):
+async def test_a_missing_token_is_an_error_that_names_the_option(tmp_path, accepted):
     async with opened(tmp_path, accepted_keys=accepted) as address:
         for what in sorted(set(_CALLS) - {"health"}):
             code, words = await ask(address, Credentials(), what=what)
@@ -213,7 +213,7 @@ async def test_a_foreign_certificate_is_rejected(tmp_path, authority):
     assert "it may not trust the authority of this process's tls_cert" in words
 
 
-async def test_tls_where_plain_text_is_spoken_is_said_in_words(tmp_path, authority):
+async def test_tls_to_a_plain_text_port_is_a_clear_error(tmp_path, authority):
     async with opened(tmp_path) as address:
         _, words = await ask(address, Credentials(authority.issue("reader")))
     assert "it uses plain text but this process uses TLS" in words
@@ -336,7 +336,7 @@ async def until_known(status, metadata):
             await asyncio.sleep(0.01)
 
 
-async def test_orders_are_recorded_under_the_callers_name(tmp_path, accepted, hello_of):
+async def test_requests_are_recorded_under_the_callers_name(tmp_path, accepted, hello_of):
     worker, ann = showing(tmp_path, "worker/tiny/worker-0"), showing(tmp_path, "admin/ann")
     async with (
         opened(tmp_path, accepted_keys=accepted) as address,

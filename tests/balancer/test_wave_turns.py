@@ -59,7 +59,7 @@ async def test_all_pools_begin_before_one_continues():
     assert went[5:] == ["new", "late", "early"]
 
 
-async def test_plans_begin_before_others_go_on_although_messages_lag(monkeypatch):
+async def test_plans_begin_before_others_continue_although_messages_lag(monkeypatch):
     hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
     turns.note_lag((LAG_S + FIRST_LAG * HEARTBEAT_S) / 2)
@@ -75,7 +75,7 @@ async def test_plans_begin_before_others_go_on_although_messages_lag(monkeypatch
     assert went[3:] == ["late", "early"]
 
 
-async def test_nothing_goes_on_while_plans_that_were_ordered_are_made(monkeypatch):
+async def test_other_waves_wait_while_requested_plans_are_made(monkeypatch):
     hold(monkeypatch, WAIT_S)
     turns, went = WaveTurns(), []
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:

@@ -102,14 +102,14 @@ def test_a_page_of_this_machine_answers_to_no_other_name(busy):
     assert client.get("/state.json", headers={"Host": "testserver:8080"}).status_code == 200
 
 
-def test_the_page_is_kept_from_other_machines_unless_that_is_said():
+def test_the_page_is_on_loopback_only_unless_insecure_is_set():
     with pytest.raises(InvalidSettingsError, match="does not authenticate"):
         BalancerSettings(web_listen="0.0.0.0:8080")
     BalancerSettings(web_listen="0.0.0.0:8080", tls=Tls(insecure=True))
     BalancerSettings(web_listen="127.0.0.1:8080")
 
 
-def test_the_state_tells_the_fleet_one_pool_and_how_its_load_fell(busy):
+def test_the_state_has_the_fleet_one_pool_and_its_load(busy):
     told = browse(state_of(busy)).get("/state.json").json()
     assert told["fleet"]["leads"]
     assert [pool["pool"] for pool in told["fleet"]["pools"]] == ["tiny"]
@@ -124,7 +124,7 @@ def test_the_state_tells_the_fleet_one_pool_and_how_its_load_fell(busy):
     assert percent.mean(axis=1) == pytest.approx(100, abs=1)
 
 
-def test_one_of_several_pools_is_told_by_its_name(busy, hello_of, policy):
+def test_one_of_several_pools_is_selected_by_name(busy, hello_of, policy):
     other = named(busy, "zebra")
     client = browse(state_of(busy, other))
     assert client.get("/state.json").json()["pool"]["pool"] == "tiny"

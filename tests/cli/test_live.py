@@ -124,7 +124,7 @@ def test_a_layout_as_json_is_whole(address, capsys):
     assert told["node_of_rank"] == ["a", "a", "b", "b"]
 
 
-def test_two_generations_are_compared_and_the_exit_status_tells(address, capsys):
+def test_two_generations_are_compared_and_the_exit_status_shows_it(address, capsys):
     settings = LayoutDiffSettings(address=address, before="1", json=True)
     assert layouts.diff(settings) == layouts.EXIT_DIFFERENT
     told = json.loads(capsys.readouterr().out)

@@ -128,7 +128,7 @@ async def test_reached_bounds_are_shown(balancer, address, capsys):
     assert "report" not in out
 
 
-async def test_the_exit_status_tells_whether_all_ranks_serve(balancer, address):
+async def test_the_exit_status_shows_whether_all_ranks_serve(balancer, address):
     await balancer.tell(a_pool(health=pb.POOL_HEALTH_DEGRADED))
     assert await look(address) == EXIT_NOT_ALL_SERVE
     assert await look(address, pool="decode", json=True) == EXIT_NOT_ALL_SERVE

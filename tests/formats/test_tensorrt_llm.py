@@ -115,7 +115,7 @@ def test_the_package_safetensors_reads_the_statistics_that_are_written(tmp_path,
     assert meta == {"num_experts": 4, "num_experts_per_token": 2}
 
 
-def test_what_is_not_known_is_asked_for(tmp_path, write):
+def test_missing_facts_are_asked_for(tmp_path, write):
     relative = read_placement(write("[[0, 1]]"))
     with pytest.raises(FormatError, match=r"numbers layers as the model does.* --first-moe-layer"):
         write_placement(relative, tmp_path / "x", form=Format.TENSORRT_LLM)

@@ -85,7 +85,7 @@ def test_a_good_checkpoint_is_read_whole(path):
 
 
 @pytest.mark.parametrize("keep_fp8", [False, True])
-def test_one_flipped_bit_of_an_expert_is_found_by_who_reads_it(path, keep_fp8):
+def test_one_flipped_bit_of_an_expert_is_found_by_its_reader(path, keep_fp8):
     file = flip_bit(path, EXPERT)
     checkpoint = Checkpoint.open(path, keep_fp8=keep_fp8)
     with pytest.raises(CheckpointError, match="expert 5 of MoE layer 1") as caught:

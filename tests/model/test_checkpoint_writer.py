@@ -22,7 +22,7 @@ def files(path):
     return sorted(file.name for file in path.iterdir())
 
 
-def test_tensors_are_dealt_to_shards_of_a_size(model, tmp_path):
+def test_tensors_are_distributed_over_shards_of_a_size(model, tmp_path):
     save(model, tmp_path, max_shard_bytes=60_000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     count = len(shards)

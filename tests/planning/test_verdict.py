@@ -140,7 +140,7 @@ def test_a_plan_that_pays_too_late_is_rejected_with_its_price():
     )
 
 
-def test_what_needs_several_generations_stands_still_several_times():
+def test_a_plan_of_several_generations_stalls_once_for_each():
     both_move = np.array([[2, 3, 0, 1]], dtype=np.int32)
     policy = dataclasses.replace(POLICY, max_wave_bytes=2**20)
     verdict = verdict_on(proposed=both_move, policy=policy, window=HOT_PAIR[:, [0, 2, 1, 3]])

@@ -27,7 +27,7 @@ def run_without(harness, load, *, seconds, rank):
         harness.carry_out_rollout()
 
 
-def test_nothing_is_planned_while_a_ranks_load_is_not_told(serving_harness, skewed):
+def test_nothing_is_planned_while_a_ranks_load_is_missing(serving_harness, skewed):
     harness = serving_harness
     run_without(harness, skewed(1), seconds=3 * WINDOW_S, rank=2)
     assert harness.sent_to("worker-0", Stage) == []

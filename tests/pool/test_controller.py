@@ -12,7 +12,7 @@ from equipoise.pool.health import Health
 from equipoise.wire.messages import Abort, JoinEpoch, Stage
 
 
-def test_nobody_is_assigned_before_the_last_worker_came(harness):
+def test_no_rank_is_assigned_before_the_last_worker_connects(harness):
     for worker in list(harness.workers.values())[:3]:
         harness.hello(worker.hello)
     harness.tick(1.0)
@@ -248,7 +248,9 @@ def test_a_switch_that_crosses_its_abort_is_accepted(serving_harness, skewed):
     assert harness.pool.diagnosis().health is Health.SERVING
 
 
-def test_what_nobody_rolls_out_is_dropped_when_a_heartbeat_names_it(serving_harness, skewed):
+def test_a_staged_generation_without_a_rollout_is_dropped_after_a_heartbeat(
+    serving_harness, skewed
+):
     harness = serving_harness
     staging(harness, skewed)
     stage = harness.ranks[0].staged

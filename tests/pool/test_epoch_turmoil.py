@@ -86,7 +86,7 @@ class Turmoil:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happened_those_who_are_alive_end_up_as_one_group(make_harness, worker_of, seed):
+def test_live_workers_always_end_up_in_one_group(make_harness, worker_of, seed):
     harness = make_harness(num_ranks=4)
     for worker in harness.workers.values():
         worker.hello = replace(worker.hello, slots_per_rank=12)

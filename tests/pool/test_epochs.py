@@ -65,7 +65,7 @@ def test_survivors_keep_their_slots_and_pull_what_is_lost_from_each_other(servin
                 assert move.expert in held[holder][move.layer]
 
 
-def test_nobody_is_told_before_the_layout_and_the_membership_are_written(serving_harness):
+def test_nothing_is_sent_before_the_layout_and_the_membership_are_written(serving_harness):
     harness = serving_harness
     harness.store_fault = "the disk is full"
     die(harness, harness.ranks[0])
@@ -101,7 +101,7 @@ def test_an_epoch_opens_after_a_verdict_that_the_store_did_not_accept(
     assert harness.decisions() == [A_DECISION]
 
 
-def test_who_never_heard_of_an_epoch_is_not_left_out_for_its_sake(bench_of_six):
+def test_a_worker_that_never_saw_an_epoch_is_not_left_out_for_it(bench_of_six):
     harness = bench_of_six
     harness.store_fault = "the disk is full"
     die(harness, harness.ranks[0])
@@ -214,7 +214,7 @@ def test_two_deaths_at_once_are_one_epoch(bench_of_six):
     check(harness)
 
 
-def test_ranks_that_did_not_meet_try_again_with_whoever_is_left(serving_harness):
+def test_ranks_that_did_not_meet_retry_with_the_remaining_ones(serving_harness):
     harness = serving_harness
     die(harness, harness.ranks[3])
     notice(harness, *harness.ranks)

@@ -71,7 +71,7 @@ def close(loads, *, number=1, now):
     return loads.close_window(number=number, generation=1, now=now)
 
 
-def test_loads_of_both_phases_add_up_and_a_window_has_the_only_phase_that_was_told():
+def test_loads_of_both_phases_add_up_and_a_window_has_the_only_reported_phase():
     loads = make_loads()
     decode, prefill = (Ranks(loads, phase=phase) for phase in (Phase.DECODE, Phase.PREFILL))
     decode.receive(FIRST_HALF)

@@ -314,7 +314,7 @@ def test_a_worker_returns_although_another_one_left_rank_0(serving_harness):
 
 
 @pytest.mark.parametrize("what", ["epoch", "generation"])
-def test_one_word_cannot_use_up_the_numbers_of_a_pool(serving_harness, what):
+def test_one_message_cannot_use_up_the_numbers_of_a_pool(serving_harness, what):
     worker = serving_harness.ranks[0]
     serving_harness.lose(worker)
     hello = worker.reconnecting()

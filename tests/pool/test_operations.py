@@ -80,7 +80,7 @@ def test_a_paused_pool_closes_windows_and_adopts_nothing_until_it_is_resumed(
     assert running(serving_harness).generation == 2
 
 
-def test_who_paused_and_why_is_told_to_whoever_pauses_again(operator):
+def test_a_second_pause_is_answered_with_the_first_caller_and_reason(operator):
     operator.ask(Pause(), reason="the network is being mended")
     again = operator.ask(Pause())
     assert not again.accepted
@@ -293,7 +293,7 @@ def plan_in_the_making(harness, load):
     return harness.controller.tick(now=harness.now)
 
 
-def test_orders_that_meet_a_plan_in_the_making_wait_for_its_end(make_harness, policy, skewed):
+def test_requests_during_a_plan_wait_for_its_end(make_harness, policy, skewed):
     harness = make_harness(policy=replace(policy, min_gain=1.0))
     due = plan_in_the_making(harness, skewed(1))
     for ticket in range(1, MAX_POSTPONED + 1):
@@ -330,7 +330,7 @@ def test_a_request_that_waited_too_long_for_a_plan_is_rejected(make_harness, pol
     assert not write.answer.accepted
 
 
-def test_when_the_planner_breaks_down_the_operator_is_told(serving_harness, operator, skewed):
+def test_a_planner_that_fails_is_reported_to_the_operator(serving_harness, operator, skewed):
     operator.ask(Pause())
     serving_harness.run_traffic(skewed(1), seconds=10)
     request = AdminRequest(ticket=99, who="ann", reason="", what="x", operation=Rebalance())

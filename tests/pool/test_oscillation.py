@@ -20,7 +20,7 @@ def run_back_and_forth(harness, skewed, *, period_s):
 
 
 @pytest.mark.parametrize("period_s", [5, 10, 20])
-def test_few_experts_move_for_traffic_that_comes_back(serving_harness, skewed, period_s):
+def test_few_experts_move_for_recurring_traffic(serving_harness, skewed, period_s):
     moves = run_back_and_forth(serving_harness, skewed, period_s=period_s)
     assert len(moves) == NUM_WINDOWS, "one decision a window at most"
     assert 0 < sum(moves[:SETTLING]) < NUM_SLOTS

@@ -44,7 +44,7 @@ def test_a_rollout_that_succeeds_forgets_the_setbacks_before(harness, skewed):
     assert harness.pool.rollouts._setbacks.count == 0
 
 
-def test_ranks_that_form_anew_are_asked_at_once(harness, skewed):
+def test_ranks_that_re_formed_are_asked_at_once(harness, skewed):
     run_rejecting(harness, skewed(1), windows=4)
     harness.pool.rollouts.begin_epoch()
     assert harness.pool.rollouts._setbacks.count == 0

@@ -23,7 +23,7 @@ def weighted_bench(make_harness, policy):
     return harness
 
 
-def test_shares_are_rolled_out_and_what_became_of_them_is_told(weighted_bench, skewed):
+def test_shares_are_rolled_out_and_the_realised_ones_are_reported(weighted_bench, skewed):
     harness = weighted_bench
     harness.run_traffic(skewed(1), seconds=20)
     layout = harness.pool.layouts.current

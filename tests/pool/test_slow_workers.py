@@ -81,7 +81,7 @@ def test_by_policy_the_others_continue_without_it_and_it_returns(make_harness, p
     assert name in [member.name for member in pool.roster.seated()]
 
 
-def test_who_cannot_be_spared_stays_and_the_pool_says_so(make_harness, policy_of, skewed):
+def test_a_worker_that_cannot_be_spared_stays_and_the_pool_says_so(make_harness, policy_of, skewed):
     harness = make_harness(policy=policy_of("exclude"))
     harness.serve()
     slow_down(harness, 2, 5)

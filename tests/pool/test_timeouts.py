@@ -20,7 +20,7 @@ def of(timeouts, name):
     return next(one for one in timeouts.all() if one.name == name)
 
 
-def test_what_workers_count_is_added_up_and_told_again_it_counts_once():
+def test_workers_counts_are_added_up_and_repeated_ones_count_once():
     pool = timeouts()
     assert "step" not in {one.name for one in pool.all()}
     for worker, reached in (("a", 1), ("b", 2), ("a", 1), ("a", 3), ("b", 2)):

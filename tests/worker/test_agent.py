@@ -92,7 +92,7 @@ async def test_hello_comes_first_and_then_heartbeats_in_sequence(balancer):
         assert [beat.sequence for beat in link.of(Heartbeat)][:3] == [1, 2, 3]
 
 
-async def test_messages_go_both_ways_while_heartbeats_go_on(balancer):
+async def test_messages_flow_both_ways_while_heartbeats_continue(balancer):
     rig = Rig(balancer.address)
     abort = Abort(epoch=1, generation=2, reason="why not")
     async with running(rig):

@@ -21,7 +21,7 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outgoing:
-    """A sender's N = T * K pairs."""
+    """A sender's N = T * K assignments: token-expert pairs, `pair` in names."""
 
     order_N: Tensor
     """Pairs sorted by slot, int64; those without a slot come last."""

@@ -45,7 +45,7 @@ CONFIG_SPACE = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowOrder:
-    """Where pairs are in a buffer of M rows.
+    """Where assignments (token-expert pairs, `pair` in names) are in a buffer of M rows.
 
     Raises:
         KernelInputError: the tensors do not match.
