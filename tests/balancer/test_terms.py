@@ -35,7 +35,7 @@ class Fleet:
         """A stub with tokens of `who`; without a name it shows none."""
         key = str(self.keys / f"{who.replace('/', '-')}.pem") if who else ""
         credentials = Credentials(signing_key=key)
-        async with credentials.channel(self.address) as channel:
+        async with credentials.balancer_channel(self.address) as channel:
             yield kind(channel), credentials.metadata(audience=BALANCER)
 
     async def answers(self, who, hello, *, until=JoinEpoch, **changes):
