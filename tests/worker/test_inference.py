@@ -252,6 +252,25 @@ async def test_clients_get_the_reason_when_the_engine_ends(bench):
         await generated(bench.stub.Generate(request(), timeout=60))
 
 
+async def test_a_request_of_an_earlier_engine_is_cancelled_under_the_lock_of_the_newest(
+    bench, rank_of_one
+):
+    call = bench.stub.Generate(request(max_tokens=90), timeout=60)
+    assert (await call.read()).tokens
+    bench.gate.open.clear()
+    core, held = rank_of_one()
+    newest = lone_engine(
+        core, held, lambda _: None, kind=WatchedEngine, scheduler=bench.engine._scheduler
+    )
+    bench.service.open(newest)  # Engines of later epochs have the requests of the earlier ones.
+    bench.service.close("the worker is shutting down")
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+        await to_the_end(call)
+    key = await asyncio.wait_for(newest.cancelled.get(), 60)
+    assert key == await bench.engine.submitted.get()
+    assert bench.engine.cancelled.empty()
+
+
 def blame_of(error):
     return dict(error.trailing_metadata()).get(BLAME_KEY)
 

@@ -45,7 +45,9 @@ class InferenceService(pb_grpc.InferenceServicer):
     def __init__(self, *, vocab_size: int, context_length: int, itl_s: Histogram) -> None:
         self._vocab_size = vocab_size
         self._context_length = context_length
+        # The newest engine, which has the requests of earlier ones too, even when closed.
         self._engine: Engine | None = None
+        # Why requests are rejected; empty while the engine takes them.
         self._closed = "this worker has no rank yet: try again when its health is SERVING"
         self._keys = itertools.count(1)
         self._itl_s = itl_s
@@ -62,14 +64,14 @@ class InferenceService(pb_grpc.InferenceServicer):
 
         Requests stay open between two engines that share a scheduler.
         """
-        self._engine = engine
+        self._engine, self._closed = engine, ""
 
     def close(self, reason: str, *, failed_step: StepError | None = None) -> None:
         """End open requests and reject new ones with UNAVAILABLE and this reason.
 
         The requests of a failed step get its blame.
         """
-        self._engine, self._closed, self._failed_step = None, reason, failed_step
+        self._closed, self._failed_step = reason, failed_step
         for stream in self._streams.values():
             stream.put_nowait(None)
         self._changed.set()
@@ -81,10 +83,10 @@ class InferenceService(pb_grpc.InferenceServicer):
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._streams and self._engine is not None:
+                while self._streams and not self._closed:
                     self._changed.clear()
                     await self._changed.wait()
-        return not self._streams or self._engine is None
+        return not self._streams or bool(self._closed)
 
     def deliver(self, result: StepResult) -> None:
         """Pass a step's tokens to their requests."""
@@ -115,22 +117,22 @@ class InferenceService(pb_grpc.InferenceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except SamplingError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"sampling.{error}")
-        engine = self._engine
-        if engine is None or self.draining:
+        if self._closed or self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
-        assert engine is not None
+        assert self._engine is not None, "a service without an engine is closed"
         stream = self._streams[key] = _Stream()
         try:
-            engine.submit(queued)
+            self._engine.submit(queued)
             # Reports that the request is queued: later failures count as failures of this request.
             await context.send_initial_metadata(())
             await self._write(context, request, stream, key)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
-            # Also when the client is gone: others need its blocks.
+            # Also when the client is gone: others need its blocks. Only the newest engine's lock
+            # keeps its thread from the scheduler.
             del self._streams[key]
-            (self._engine or engine).cancel(key)
+            self._engine.cancel(key)
             self._changed.set()
 
     async def _write(
