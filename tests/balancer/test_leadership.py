@@ -15,10 +15,10 @@ from equipoise.balancer.leadership.leader_state import (
     LeaderState,
     Outranked,
     Overtaken,
-    Read,
+    ReadRegister,
     Saw,
     Ticked,
-    Write,
+    WriteRegister,
     Wrote,
 )
 from equipoise.balancer.leadership.lease import (
@@ -40,7 +40,7 @@ class Register:
         self.sighting = None
         self.writes = 0
 
-    def write(self, request: Write):
+    def write(self, request: WriteRegister):
         version = self.sighting.version if self.sighting else None
         if request.replacing != version:
             return None
@@ -82,7 +82,7 @@ class Balancer:
     def answer(self, request, true_s):
         if not self.reachable:
             return Failed(reason="no answer")
-        if isinstance(request, Read):
+        if isinstance(request, ReadRegister):
             return Saw(sighting=self.register.sighting)
         written = self.register.write(request)
         if written is None:

@@ -1,4 +1,4 @@
-"""`Operation`: what an operation's file offers, under one name."""
+"""`KernelOperation`: what an operation's file offers, under one name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Operation(Generic[Backend, Config]):
+class KernelOperation(Generic[Backend, Config]):
     """One operation of the FP8 data plane."""
 
     name: str

@@ -28,7 +28,7 @@ from equipoise_kernels.fp8.all_to_all.peer_kernels import (
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
 from equipoise_kernels.fp8.jit import is_interpreting
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 # Polling a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
@@ -358,7 +358,7 @@ def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specializati
     ]
 
 
-ALL_TO_ALL: Operation[Callable[..., None], AllToAllConfig] = Operation(
+ALL_TO_ALL: KernelOperation[Callable[..., None], AllToAllConfig] = KernelOperation(
     name="all_to_all",
     backends={},  # `opening` opens buffers, and ranks agree on a backend there
     configs=CONFIG_SPACE,

@@ -32,7 +32,7 @@ from equipoise_kernels.formats import GROUP, QuantizedRows, ScaleFormat, empty_r
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.quant.group_quant import quantized, write_quantized
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.rms_norm import rms_norm
@@ -377,7 +377,7 @@ def _quantized_rows(x_NR: Tensor) -> QuantizedRows:
     return rows
 
 
-LATENT_WRITE = Operation(
+LATENT_WRITE = KernelOperation(
     name="latent_write",
     backends={"reference": latent_write_reference, "triton": latent_write_triton},
     configs=CONFIG_SPACE,

@@ -39,7 +39,7 @@ from equipoise_kernels.fp8.attention.mla_merge import (
     merge_splits,
 )
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
@@ -363,7 +363,7 @@ def specializations(
     return [*decode, merge_specialization(rank)]
 
 
-MLA_DECODE = Operation(
+MLA_DECODE = KernelOperation(
     name="mla_decode",
     backends={
         "reference": mla_decode_reference,

@@ -28,7 +28,7 @@ from equipoise_kernels.fp8.gemm.tile import (
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 # From here on, libraries are faster: on Hopper, stock Triton reaches a third to a half of them.
@@ -302,7 +302,7 @@ def specializations(config: GemmConfig) -> list[Specialization]:
     return kernels
 
 
-GEMM = Operation(
+GEMM = KernelOperation(
     name="gemm",
     backends={
         "reference": gemm_reference,

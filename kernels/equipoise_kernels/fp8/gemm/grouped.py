@@ -53,7 +53,7 @@ from equipoise_kernels.fp8.gemm.tile import (
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _GROUP = constant(GROUP)
@@ -329,7 +329,7 @@ def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Speci
     ]
 
 
-GROUPED_GEMM = Operation(
+GROUPED_GEMM = KernelOperation(
     name="grouped_gemm",
     backends={"reference": grouped_gemm_reference, "triton": grouped_gemm_triton},
     configs=CONFIG_SPACE,

@@ -22,7 +22,7 @@ from equipoise_kernels.formats import QuantizedRows, empty_rows, require
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import jit, tl
 from equipoise_kernels.fp8.moe.row_order import RowOrder
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _WORD_BYTES = 4
@@ -287,13 +287,13 @@ def _empty_like(x: Tensor | QuantizedRows, *, num_rows: int) -> Tensor | Quantiz
     return x.new_empty(num_rows, x.shape[-1])
 
 
-PERMUTE = Operation(
+PERMUTE = KernelOperation(
     name="permute",
     backends={"reference": permute_reference, "triton": permute_triton},
     configs=CONFIG_SPACE,
     specializations=permute_specializations,
 )
-COMBINE = Operation(
+COMBINE = KernelOperation(
     name="combine",
     backends={"reference": combine_reference, "triton": combine_triton},
     configs=CONFIG_SPACE,

@@ -27,7 +27,7 @@ from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
 from equipoise_kernels.fp8.moe.ranking import LOWEST, TAKEN, best, in_best_groups, key, ranked
 from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables, empty_routes
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.route import route
 from equipoise_kernels.replica_choice import (
@@ -377,7 +377,7 @@ def _constants(
     }
 
 
-ROUTE = Operation(
+ROUTE = KernelOperation(
     name="route",
     backends={"reference": route_reference, "triton": route_triton},
     configs=CONFIG_SPACE,

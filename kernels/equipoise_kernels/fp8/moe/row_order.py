@@ -20,7 +20,7 @@ from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import require
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import jit, next_power_of_two, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _MAX_ROWS = (1 << 31) - 1
@@ -239,7 +239,7 @@ def _empty(slots_TK: Tensor, *, num_slots: int, num_rows: int) -> RowOrder:
     )
 
 
-ROW_ORDER = Operation(
+ROW_ORDER = KernelOperation(
     name="row_order",
     backends={"reference": row_order_reference, "triton": row_order_triton},
     configs=CONFIG_SPACE,

@@ -29,7 +29,7 @@ from equipoise_kernels.formats import (
 )
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -205,7 +205,7 @@ def specializations(config: GroupQuantConfig) -> list[Specialization]:
     ]
 
 
-GROUP_QUANT = Operation(
+GROUP_QUANT = KernelOperation(
     name="group_quant",
     backends={"reference": group_quant_reference, "triton": group_quant_triton},
     configs=CONFIG_SPACE,

@@ -24,7 +24,7 @@ from equipoise_kernels.formats import (
 )
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.plain.rms_norm import rms_norm
@@ -201,7 +201,7 @@ def specializations(config: RmsNormQuantConfig, dim: int) -> list[Specialization
     ]
 
 
-RMS_NORM_QUANT = Operation(
+RMS_NORM_QUANT = KernelOperation(
     name="rms_norm_quant",
     backends={"reference": rms_norm_quant_reference, "triton": rms_norm_quant_triton},
     configs=CONFIG_SPACE,

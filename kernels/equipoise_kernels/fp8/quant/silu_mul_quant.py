@@ -26,7 +26,7 @@ from equipoise_kernels.formats import (
 )
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.quant.group_quant import checked_out, quantized, write_quantized
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -210,7 +210,7 @@ def specializations(config: SiluMulQuantConfig) -> list[Specialization]:
     ]
 
 
-SILU_MUL_QUANT = Operation(
+SILU_MUL_QUANT = KernelOperation(
     name="silu_mul_quant",
     backends={"reference": silu_mul_quant_reference, "triton": silu_mul_quant_triton},
     configs=CONFIG_SPACE,

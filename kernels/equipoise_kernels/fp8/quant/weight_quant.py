@@ -29,7 +29,7 @@ from equipoise_kernels.formats import (
     weight_scale_shape,
 )
 from equipoise_kernels.fp8.jit import constant, jit, tl
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.quant.group_quant import VALUE_DTYPES, scales_of_amax
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -189,12 +189,12 @@ def specializations() -> list[Specialization]:
     ]
 
 
-QUANTIZE_WEIGHT: Operation[Callable[..., None], None] = Operation(
+QUANTIZE_WEIGHT: KernelOperation[Callable[..., None], None] = KernelOperation(
     name="weight_quant",
     backends={"reference": quantize_weight_reference, "triton": quantize_weight_triton},
     specializations=specializations,
 )
-DEQUANTIZE_WEIGHT: Operation[Callable[..., None], None] = Operation(
+DEQUANTIZE_WEIGHT: KernelOperation[Callable[..., None], None] = KernelOperation(
     name="weight_quant",
     backends={"reference": dequantize_weight_reference, "triton": dequantize_weight_triton},
     specializations=specializations,

@@ -17,7 +17,7 @@ from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
 from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule
 from equipoise_kernels.fp8.moe.row_order import ROW_ORDER
-from equipoise_kernels.fp8.operation import Operation
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT
 from equipoise_kernels.fp8.quant.rms_norm_quant import RMS_NORM_QUANT
 from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
@@ -52,7 +52,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     "mla_decode": _LATENTS,
 }
 
-TUNABLES: Mapping[str, Operation[Any, Any]] = {
+TUNABLES: Mapping[str, KernelOperation[Any, Any]] = {
     operation.name: operation
     for operation in (
         ALL_TO_ALL,

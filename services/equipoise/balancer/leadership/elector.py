@@ -11,19 +11,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from equipoise.balancer.leadership.leader_state import (
+    Access,
     Due,
-    Event,
     Failed,
     GaveUp,
     LeaderRole,
     LeaderState,
+    LeaseEvent,
     Outranked,
     Overtaken,
-    Read,
-    Request,
+    ReadRegister,
     Saw,
     Ticked,
-    Write,
+    WriteRegister,
     Wrote,
 )
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
@@ -79,7 +79,7 @@ class Elector:
         self._clock = clock
         self._state = LeaderState(candidate=candidate, timing=timing)
         self._changed = asyncio.Event()
-        self._pending: Request = None
+        self._pending: Access = None
         self._looked = asyncio.Event()
         self._lease = Timeout(name="lease", timeout_s=timing.renew_deadline_s)
         self._request = Timeout(name="register", timeout_s=timing.request_timeout_s)
@@ -98,7 +98,7 @@ class Elector:
         """Whether this balancer may write and push now."""
         return self._state.leads(now=self._clock())
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: LeaseEvent) -> None:
         """Apply an event from outside; a request that follows waits for the next round."""
         self._pending = self._apply(event) or self._pending
 
@@ -163,12 +163,12 @@ class Elector:
                 return
             request = self._apply(await self._perform(request))
 
-    async def _perform(self, request: Read | Write) -> Event:
+    async def _perform(self, request: ReadRegister | WriteRegister) -> LeaseEvent:
         sent_s = self._clock()
         timeout_s = self._state.timing.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                if isinstance(request, Read):
+                if isinstance(request, ReadRegister):
                     return Saw(sighting=await self._register.read())
                 sighting = await self._register.write(request.record, replacing=request.replacing)
         except TimeoutError:
@@ -197,7 +197,7 @@ class Elector:
             self.apply(GaveUp(reason="this balancer is shutting down"))
             await self._perform(request)
 
-    def _apply(self, event: Event) -> Request:
+    def _apply(self, event: LeaseEvent) -> Access:
         before, now = self._state, self._clock()
         self._state, request = before.step(event, now=now)
         if self._state is not before:

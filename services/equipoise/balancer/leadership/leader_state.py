@@ -96,16 +96,16 @@ class GaveUp:
     reason: str
 
 
-Event = Due | Saw | Wrote | Overtaken | Failed | Ticked | Outranked | GaveUp
+LeaseEvent = Due | Saw | Wrote | Overtaken | Failed | Ticked | Outranked | GaveUp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class ReadRegister:
     """Read the register, then report `Saw` or `Failed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
+class WriteRegister:
     """Replace version `replacing` (None: an empty register) by `record`.
 
     Then report `Wrote`, `Overtaken` or `Failed`.
@@ -115,7 +115,7 @@ class Write:
     replacing: str | None
 
 
-Request = Read | Write | None
+Access = ReadRegister | WriteRegister | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +167,14 @@ class LeaderState:
             return ""
         return self.seen.record.address
 
-    def step(self, event: Event, *, now: float) -> tuple["LeaderState", Request]:
+    def step(self, event: LeaseEvent, *, now: float) -> tuple["LeaderState", Access]:
         """Return the state after an event, and the request to the register."""
         state = self
         if state.has_run_out(now=now):
             state = _follow(state, "the lease could not be renewed in time")
         return TABLE[state.role, type(event)](state, event, now)
 
-    def release(self) -> Request:
+    def release(self) -> Access:
         """Empty the register on shutdown, so that no candidate waits for the lease to expire."""
         return _freed(self) if self.role is LeaderRole.LEADING else None
 
@@ -182,15 +182,15 @@ class LeaderState:
 # Handlers of events. ------------------------------------------------------------------------------
 
 
-def _ignore(state: LeaderState, _event: Event, _now: float) -> tuple[LeaderState, Request]:
+def _ignore(state: LeaderState, _event: LeaseEvent, _now: float) -> tuple[LeaderState, Access]:
     return state, None
 
 
-def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Request]:
-    return replace(state, role=LeaderRole.FOLLOWING), Read()
+def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Access]:
+    return replace(state, role=LeaderRole.FOLLOWING), ReadRegister()
 
 
-def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Request]:
+def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Access]:
     noted = _note(state, event.sighting, now)
     if not _is_free(noted):
         assert noted.seen is not None, "an empty register is free"
@@ -205,10 +205,10 @@ def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, 
         duration_s=noted.timing.duration_s,
     )
     campaigning = replace(noted, role=LeaderRole.CAMPAIGNING, reason="the lease is free")
-    return campaigning, Write(record=record, replacing=_version(noted))
+    return campaigning, WriteRegister(record=record, replacing=_version(noted))
 
 
-def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Request]:
+def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Access]:
     if now >= event.sent_s + state.timing.renew_deadline_s:
         return _follow(state, "the lease was granted, but the answer came too late"), None
     if event.sighting.record.term <= state.highest_term:
@@ -222,28 +222,28 @@ def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Req
     return leading, None
 
 
-def _lose(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Request]:
+def _lose(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Access]:
     return _follow(state, "another balancer was faster"), None
 
 
-def _doubt(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Request]:
+def _doubt(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Access]:
     return _follow(state, f"the lease is not available: {event.reason}"), None
 
 
-def _renew(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Request]:
+def _renew(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Access]:
     return state, _renewal(state)
 
 
-def _renewed(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Request]:
+def _renewed(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Access]:
     return _extend(state, event, now), None
 
 
-def _look_again(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Request]:
+def _look_again(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Access]:
     # The writer may be this balancer: a renewal whose answer was lost.
-    return state, Read()
+    return state, ReadRegister()
 
 
-def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Request]:
+def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Access]:
     noted = _note(state, event.sighting, now)
     record = event.sighting.record if event.sighting is not None else None
     if record is None:
@@ -253,18 +253,18 @@ def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState,
     return noted, _renewal(noted)
 
 
-def _hold_on(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Request]:
+def _hold_on(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Access]:
     return replace(state, reason=f"the lease was not renewed: {event.reason}"), None
 
 
-def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderState, Request]:
+def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderState, Access]:
     if event.term <= state.highest_term:
         return state, None
     outranked = replace(state, highest_term=event.term)
     return _follow(outranked, f"term {event.term} was seen"), None
 
 
-def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Request]:
+def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Access]:
     return _follow(state, event.reason), _freed(state)
 
 
@@ -305,13 +305,15 @@ def _extend(state: LeaderState, event: Wrote, now: float) -> LeaderState:
     return replace(_note(state, event.sighting, now), renewed_s=event.sent_s)
 
 
-def _renewal(state: LeaderState) -> Write:
+def _renewal(state: LeaderState) -> WriteRegister:
     assert state.seen is not None, "a leader has seen its own record"
     record = state.seen.record
-    return Write(record=replace(record, renewals=record.renewals + 1), replacing=state.seen.version)
+    return WriteRegister(
+        record=replace(record, renewals=record.renewals + 1), replacing=state.seen.version
+    )
 
 
-def _freed(state: LeaderState) -> Write:
+def _freed(state: LeaderState) -> WriteRegister:
     renewal = _renewal(state)
     return replace(renewal, record=replace(renewal.record, holder="", address=""))
 
@@ -320,9 +322,9 @@ def _version(state: LeaderState) -> str | None:
     return state.seen.version if state.seen is not None else None
 
 
-_Handler = Callable[[LeaderState, Any, float], tuple[LeaderState, Request]]
+_Handler = Callable[[LeaderState, Any, float], tuple[LeaderState, Access]]
 
-TABLE: dict[tuple[LeaderRole, type[Event]], _Handler] = {
+TABLE: dict[tuple[LeaderRole, type[LeaseEvent]], _Handler] = {
     (LeaderRole.FOLLOWING, Due): _look,
     (LeaderRole.FOLLOWING, Saw): _consider,
     (LeaderRole.FOLLOWING, Wrote): _ignore,  # It came too late; the next read finds our own record.
