@@ -1,4 +1,4 @@
-"""`Archive`: all pools as the store knows them, for a balancer that does not lead.
+"""`Archive`: all pools as stored, for a balancer that does not lead.
 
 It answers reads; it has no ranks and no loads, and decides nothing.
 """

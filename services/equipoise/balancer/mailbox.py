@@ -10,8 +10,8 @@ class Mailbox:
     """At most one message of each kind is queued; a newer one replaces it.
 
     That loses nothing: the stream is level-triggered, so the newest JoinEpoch, Stage or Abort
-    says all that the older ones said and that still counts. Kinds leave in the order in which
-    their newest message came. Used from one event loop.
+    replaces what the older ones said. Kinds are sent in the order in which their newest message
+    arrived. Used from one event loop.
     """
 
     def __init__(self) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from equipoise.planning.policy import Policy
 
 SPACING_S = 0.002
-"""Least seconds from one wave to the next: its cost shows a little later."""
+"""Minimum time between two waves, seconds: the cost of a wave shows a little later."""
 
 LAG_S = 0.02
-"""A wave goes once gRPC takes at most this many seconds to send a message.
+"""A wave is pushed once gRPC takes at most this many seconds to send a message.
 
 Timers would not show the load: gRPC hands few events to the event loop in each iteration, and keeps
 the others, so that sleeping tasks wake in time.
@@ -30,17 +30,17 @@ FIRST_LAG = 0.1
 heartbeat interval of its ranks."""
 
 RANK_HOLD_S = 0.003
-"""A wave goes in any case this many seconds after the previous one, for each rank of that. A wave
-waits at most that long: 200 pools of 32 ranks that roll out all get a turn within the default."""
+"""A wave is pushed at the latest this many seconds, times the ranks of the previous wave, after
+that one: 200 pools of 32 ranks that roll out all get a turn within the default timeout."""
 
 BEHIND_RANK_HOLD_S = 0.03
-"""The same for later waves of plans while requested plans are made, which are to begin first."""
+"""The same for later waves while plans that an operator requested are made: these begin first."""
 
 MIN_HOLD_S, MAX_HOLD_S = 0.1, 1.0
-"""Least and most seconds of that wait, whatever the number of ranks."""
+"""Minimum and maximum of that wait, seconds, for any number of ranks."""
 
 BEHIND_TIMEOUT = 0.25
-"""Most that a wave waits for requested plans, as a fraction of its staging timeout."""
+"""Maximum time that a wave waits for requested plans, as a fraction of its staging timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,8 +55,8 @@ class _Waiting:
 class WaveTurns:
     """Starts one wave after the other, as fast as the event loop keeps up.
 
-    First waves of plans go before others; among equals the pool whose last wave is longest ago goes
-    first, so that all plans begin before one continues. For one event loop.
+    First waves of plans have priority; among equals the pool whose last wave is oldest is first, so
+    that all plans begin before one continues. For one event loop.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class WaveTurns:
             may_go = self._lag_s <= lag_s or loop.time() >= went_s + hold_s
 
     def _bounds(self, *, now_s: float) -> tuple[float, float]:
-        """How far messages may lag when the next wave goes, and how long it waits per rank."""
+        """How far messages may lag when the next wave is pushed, and its maximum wait per rank."""
         if not self._waiting:
             return LAG_S, RANK_HOLD_S
         waiting = self._waiting[0][-1]
