@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis import Redis
 
 from equipoise.balancer.service.status_service import LEADER_METADATA
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.store import StoreError
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
-from tests.support.agent_ranks import ranks_of, staged_by_all, switch, traffic
+from tests.support.agent_ranks import joining_ranks, ranks_of, staged_by_all, switch, traffic
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.e2e
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.e2e
 WAIT_S = 120.0  # The first plan of a fresh installation compiles the planner.
 WORKER_LINK = "equipoise_api.v1.WorkerLink"
 SERVING = health_pb2.HealthCheckResponse.SERVING
+HEALTHY = status_pb2.POOL_HEALTH_SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -261,3 +263,31 @@ async def test_ranks_of_a_high_term_are_led_in_the_first_one_after_everything_wa
         first.end()
         if second is not None:
             second.end()
+
+
+@asynccontextmanager
+async def ending(balancer):
+    try:
+        yield
+    finally:
+        balancer.end()
+
+
+async def test_an_epoch_that_ranks_join_while_the_store_is_emptied_is_followed_by_a_higher_one(
+    redis_server, harness
+):
+    balancer = Process(redis_server.url)
+    async with ending(balancer), joining_ranks(harness, [balancer.address]) as (ranks, news):
+        for rank in ranks:
+            rank.form()
+        await balancer.until_status(lambda pool: pool.health == HEALTHY)
+        await ranks.pop().die()
+        for rank in ranks:
+            rank.fail()
+        await news.until(lambda: all(rank.worker.epoch == 2 for rank in ranks))
+        with Redis.from_url(redis_server.url) as client:
+            client.flushall()
+        await news.until(lambda: all(rank.worker.epoch > 2 for rank in ranks))
+        for rank in ranks:
+            rank.form()
+        await balancer.until_status(lambda pool: pool.health == HEALTHY and len(pool.ranks) == 3)

@@ -74,6 +74,7 @@ def pools_on(store, book):
         tenure=Tenure(),
         planner=ThreadPlanner(),
         tracer=NoOpTracer(),
+        known={},
     )
 
 

@@ -21,7 +21,7 @@ from equipoise.balancer.store.store import (
     StoreFault,
     TermOverError,
 )
-from equipoise.pool.records import AverageRecord, EpochMembers, Hold
+from equipoise.pool.records import AverageRecord, EpochMembers, ForgottenRecords, Hold
 from equipoise.wire.checks import MAX_COUNT, MAX_TERM
 from tests.support.store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
@@ -144,6 +144,30 @@ async def test_audit_records_and_holds_survive_a_restart(open_store):
         await second.add_audit("p", AN_ORDER, hold=pin, term=TERM - 1)
     assert not (await second.hold("p")).reason
     await second.close()
+
+
+async def test_what_it_lost_is_written_back_under_the_same_numbers(open_store):
+    store = open_store()
+    kept = [await store.add_audit("p", AN_ORDER, hold=Hold(), term=TERM) for _ in range(2)]
+    lost = [replace(AN_ORDER, sequence=number, what=f"lost {number}") for number in (2, 3, 4)]
+    decision, hold = replace(A_DECISION, sequence=7), Hold(paused="ann")
+    records = ForgottenRecords(audit=tuple(lost), hold=hold, decision=decision)
+    for _ in range(2):  # Again, because the answer to the first one may be lost.
+        await store.restore("p", records, term=TERM)
+    await store.restore("new", records, term=TERM)
+    await store.close()
+
+    store = open_store()
+    assert await store.pools() == ("new", "p")
+    assert await store.audit("p", limit=9) == (lost[2], lost[1], *reversed(kept))
+    assert await store.audit("new", limit=9) == tuple(reversed(lost))
+    assert await store.decisions("p", limit=9) == (decision,)
+    assert (await store.hold("p")).paused == "ann"
+    assert (await store.add_audit("p", AN_ORDER, hold=None, term=TERM)).sequence == 5
+    assert (await store.add_decision("p", A_DECISION, term=TERM)).sequence == 8
+    with pytest.raises(TermOverError):
+        await store.restore("p", records, term=TERM - 1)
+    await store.close()
 
 
 async def test_only_the_newest_audit_records_are_kept(store):

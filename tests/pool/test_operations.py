@@ -193,6 +193,21 @@ def test_a_pool_goes_to_a_pinned_placement_at_once_although_it_is_paused(serving
     assert serving_harness.decisions()[-1].algorithm == "pin"
 
 
+def test_a_paused_pool_goes_on_to_its_pin_under_the_next_balancer(
+    serving_harness, operator, make_harness, skewed
+):
+    operator.ask(Pause())
+    target = rearranged(running(serving_harness))
+    operator.ask(Pin(layout=target))
+    memory = PoolMemory(hold=serving_harness.pool.journal.hold)
+    harness = make_harness(memory=memory)
+    harness.serve()
+    assert not running(harness).same_placement(target)
+    harness.run_traffic(skewed(1), seconds=11)
+    assert running(harness).same_placement(target)
+    assert harness.pool.journal.hold.paused
+
+
 def test_a_pool_that_missed_its_pin_goes_there_at_the_end_of_the_interval(
     serving_harness, operator, skewed
 ):

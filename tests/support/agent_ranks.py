@@ -2,11 +2,13 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Heartbeat, JoinEpoch, Stage
 from equipoise.worker.agent import Agent, Outbox
 from equipoise.worker.waits import Waits
+from tests.support.joining_workers import JoiningWorker
 
 WAIT_S = 120.0
 
@@ -139,3 +141,70 @@ def staged_by_all(ranks, *, term):
 def switch(ranks, *, step):
     for rank in ranks:
         rank.outbox.send(rank.worker.switch(step=step))
+
+
+class JoiningRank:
+    """A worker with a real agent, which takes up epochs and serves when the test says so."""
+
+    def __init__(self, hello, addresses, news) -> None:
+        self.worker = JoiningWorker(hello)
+        self.news = news
+        self.outbox = Outbox()
+        self._agent = agent_of(
+            addresses,
+            self,
+            self.outbox,
+            heartbeat_interval_s=0.2,
+            backoff_s=0.05,
+            max_backoff_s=0.3,
+        )
+        self._task = asyncio.create_task(self._agent.run())
+
+    def hello(self):
+        return self.worker.greeting()
+
+    def heartbeat(self, sequence):
+        return replace(self.worker.heartbeat(sequence), epoch=0)
+
+    def running(self):
+        return self.worker.layout
+
+    def message_dropped(self, message, reason) -> None:
+        pass
+
+    def receive(self, message) -> None:
+        if isinstance(message, JoinEpoch):
+            self.worker.take(message)
+        self.send()
+        self.news.tell()
+
+    def send(self) -> None:
+        answers, self.worker.answers = self.worker.answers, []
+        for answer in answers:
+            self.outbox.send(answer)
+
+    def form(self) -> None:
+        self.worker.form()
+        self.send()
+
+    def fail(self) -> None:
+        self.worker.fail("a peer is gone")
+        self.send()
+
+    async def die(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def joining_ranks(bench, addresses):
+    """Workers of which three have slots enough, once all have taken up an epoch."""
+    news = News()
+    hellos = [replace(one.hello, slots_per_rank=12) for one in bench.workers.values()]
+    ranks = [JoiningRank(hello, addresses, news) for hello in hellos]
+    try:
+        await news.until(lambda: all(rank.worker.join_epoch for rank in ranks))
+        yield ranks, news
+    finally:
+        for rank in ranks:
+            await rank.die()

@@ -3,11 +3,14 @@
 It answers reads; it has no ranks and no loads, and decides nothing.
 """
 
+from collections.abc import Mapping
+
 from equipoise.balancer.changed import Changed
 from equipoise.balancer.persistence import recall
 from equipoise.balancer.pools import pick
 from equipoise.balancer.store.store import Store
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
 
 
@@ -54,6 +57,9 @@ class Archive:
         for name in await self._store.pools():
             memory = await recall(self._store, name)
             known = self._pools.get(name)
+            lost = known.pool.journal.forgotten_by(memory) if known is not None else None
+            if lost is not None:  # Kept, because this balancer writes it back if it leads.
+                memory = lost.added_to(memory)
             pool = Pool(
                 name,
                 policies=self._policies,
@@ -70,6 +76,10 @@ class Archive:
     def keep(self, pool: Pool) -> None:
         """Show a pool that this balancer led until now, until the store has more."""
         self._pools[pool.name] = RememberedPool(pool)
+
+    def journals(self) -> Mapping[str, Journal]:
+        """The records of all pools."""
+        return {name: one.pool.journal for name, one in self._pools.items()}
 
     def names(self) -> tuple[str, ...]:
         """All pools, sorted by name."""

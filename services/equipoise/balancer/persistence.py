@@ -1,5 +1,6 @@
 """Reads a pool from the store, and writes what the pool wants recorded."""
 
+import logging
 from dataclasses import replace
 
 from equipoise.balancer.pool_log import PoolLog
@@ -14,8 +15,11 @@ from equipoise.pool.effects import (
     WriteMembership,
     WriteProposed,
 )
+from equipoise.pool.journal import Journal
 from equipoise.pool.records import FAST, MAX_AUDIT, SLOW, SLOW_SQUARES, PoolMemory
 from equipoise.telemetry.logs import about
+
+_log = logging.getLogger(__name__)
 
 
 async def recall(store: Store, pool: str) -> PoolMemory:
@@ -36,6 +40,25 @@ async def recall(store: Store, pool: str) -> PoolMemory:
         hold=await store.hold(pool),
         audit=await store.audit(pool, limit=MAX_AUDIT),
     )
+
+
+async def restore(store: Store, pool: str, *, known: Journal | None, term: int) -> PoolMemory:
+    """Read a pool, and write back what the store lost of the records that are `known`.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    memory = await recall(store, pool)
+    lost = known.forgotten_by(memory) if known is not None else None
+    if lost is None:
+        return memory
+    await store.restore(pool, lost, term=term)
+    _log.warning(
+        "the store had lost %d audit records and what pool %s is held to: wrote them back",
+        *(len(lost.audit), pool),
+        extra=about(pool=pool, term=term),
+    )
+    return lost.added_to(memory)
 
 
 async def write_to(store: Store, write: Write, *, pool: str, term: int, log: PoolLog) -> Write:

@@ -11,7 +11,7 @@ from opentelemetry.trace import Tracer
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.persistence import recall
+from equipoise.balancer.persistence import restore
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.runner import Clock, PoolRunner
 from equipoise.balancer.store.store import Store
@@ -19,6 +19,7 @@ from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
 from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
 from equipoise.telemetry.logs import about
@@ -77,7 +78,10 @@ class Pools:
         tenure: Tenure,
         planner: Planner,
         tracer: Tracer,
+        known: Mapping[str, Journal],
     ) -> None:
+        """`known` are the records that this process knows, by pool; a store may have lost them."""
+        self._known = known
         self._store = store
         self._policies = policies
         self._clock = clock
@@ -89,8 +93,9 @@ class Pools:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        for name in await self._store.pools():
-            memory = await recall(self._store, name)
+        for name in sorted({*await self._store.pools(), *self._known}):
+            known = self._known.get(name)
+            memory = await restore(self._store, name, known=known, term=self._tenure.term)
             self._register(name, self._runner(name, memory))
         return self
 

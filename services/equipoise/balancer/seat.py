@@ -170,6 +170,7 @@ class Seat:
             tenure=tenure,
             planner=self._planner,
             tracer=self._tracer,
+            known=self._archive.journals(),
         )
         async with pools:
             self._archive.close_streams()

@@ -148,7 +148,7 @@ class PoolController:
         effects += pool.membership.settle(now=now)
         num_closed = pool.windows.num_closed
         effects += pool.decisions.close_due_window(now=now)
-        may_move = not pool.journal.hold.paused and pool.rollouts.must_wait(now=now) is None
+        may_move = pool.rollouts.must_wait(now=now) is None
         if pool.windows.num_closed > num_closed and may_move:
             effects += pool.decisions.keep_to_pin(now=now)
         if effects or self._shown() != before:

@@ -2,11 +2,18 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 from equipoise.planning.policy import StoreDown
 from equipoise.pool.effects import Chain, WriteAudit, WriteDecision
 from equipoise.pool.policy import PoolPolicy
-from equipoise.pool.records import MAX_AUDIT, AuditRecord, DecisionRecord, PoolMemory
+from equipoise.pool.records import (
+    MAX_AUDIT,
+    AuditRecord,
+    DecisionRecord,
+    ForgottenRecords,
+    PoolMemory,
+)
 
 MAX_LATE = 100
 """Decisions kept for a store that accepts no writes; older ones are dropped."""
@@ -57,6 +64,24 @@ class Journal:
                 self.last_decision = effect.record
                 self._late.append(effect.record)
 
+    def forgotten_by(self, stored: PoolMemory) -> ForgottenRecords | None:
+        """What the store has lost of these records, as it was read; None if nothing.
+
+        A store that lost writes has lower numbers than this balancer knows. It also has them if
+        another balancer led an empty store since; then its records are more recent, and count.
+        """
+        audit: tuple[AuditRecord, ...] = ()
+        if self._audit and _is_lost(self._audit[0], stored.audit[0] if stored.audit else None):
+            highest = stored.audit[0].sequence if stored.audit else 0
+            audit = tuple(one for one in reversed(self._audit) if one.sequence > highest)
+        decision = self.last_decision
+        if decision is not None and not _is_lost(decision, stored.last_decision):
+            decision = None
+        if not audit and decision is None:
+            return None
+        hold = self.hold if audit else None
+        return ForgottenRecords(audit=audit, hold=hold, decision=decision)
+
     def late_decisions(self) -> Chain:
         """Decisions that the store missed, once it works again."""
         if self.store_fault or not self._late:
@@ -64,3 +89,13 @@ class Journal:
         late = tuple(WriteDecision(record=record) for record in self._late)
         self._late.clear()
         return late
+
+
+_Record = TypeVar("_Record", AuditRecord, DecisionRecord)
+
+
+def _is_lost(known: _Record, stored: _Record | None) -> bool:
+    """Whether a store whose latest record is `stored` once had the record `known`."""
+    if stored is None:
+        return known.sequence > 0
+    return known.sequence > stored.sequence and known.time_unix_s >= stored.time_unix_s

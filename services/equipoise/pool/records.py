@@ -1,7 +1,7 @@
 """What the store keeps of a pool. It outlives the balancer that recorded it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from equipoise.planning.arrays import Load
@@ -208,3 +208,26 @@ class PoolMemory:
 
     audit: tuple[AuditRecord, ...] = ()
     """The latest audit records, newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForgottenRecords:
+    """What a balancer still knows of a pool whose store has lost it. Records keep their numbers."""
+
+    audit: tuple[AuditRecord, ...] = ()
+    """Audit records, oldest first."""
+
+    hold: Hold | None = None
+    """What the pool is held to since the latest of them; None if the store knows that."""
+
+    decision: DecisionRecord | None = None
+    """The latest decision; None if the store has it."""
+
+    def added_to(self, memory: PoolMemory) -> PoolMemory:
+        """Return what the store knows once these are written back."""
+        return replace(
+            memory,
+            audit=(*reversed(self.audit), *memory.audit)[:MAX_AUDIT],
+            hold=self.hold or memory.hold,
+            last_decision=self.decision or memory.last_decision,
+        )

@@ -160,3 +160,21 @@ return {'ok', sequence}
 AUDIT = "return {'ok', redis.call('XREVRANGE', audit, '+', '-', 'COUNT', ARGV[4])}"
 
 HOLD = "return {'ok', redis.call('HGET', pool, 'hold')}"
+
+RESTORE = """
+local hold, num_audit = ARGV[4], tonumber(ARGV[5])
+local function append(stream, counter, num_kept, first, last)
+  for place = first, last, 2 do
+    local sequence, record = ARGV[place], ARGV[place + 1]
+    if tonumber(sequence) > tonumber(redis.call('HGET', pool, counter) or '0') then
+      redis.call('HSET', pool, counter, sequence)
+      redis.call('XADD', stream, 'MAXLEN', num_kept, sequence .. '-0', 'record', record)
+    end
+  end
+end
+append(audit, 'num_audit', ARGV[6], 8, 7 + 2 * num_audit)
+append(decisions, 'num_decisions', ARGV[7], 8 + 2 * num_audit, #ARGV)
+if hold ~= '' then redis.call('HSET', pool, 'hold', hold) end
+redis.call('SADD', pools, name)
+return {'ok'}
+"""

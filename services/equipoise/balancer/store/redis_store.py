@@ -35,7 +35,14 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
+from equipoise.pool.records import (
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    EpochMembers,
+    ForgottenRecords,
+    Hold,
+)
 
 SCHEMA_VERSION = 3
 """Incremented with every change of keys or records; other versions are rejected."""
@@ -173,9 +180,8 @@ class RedisStore:
         self, pool: str, decision: DecisionRecord, *, term: int
     ) -> DecisionRecord:
         """See `Store`."""
-        record = {key: value for key, value in asdict(decision).items() if key != "sequence"}
         (sequence,) = await self._write(
-            pool, scripts.ADD_DECISION, json.dumps(record), MAX_DECISIONS, term=term
+            pool, scripts.ADD_DECISION, _fields(decision), MAX_DECISIONS, term=term
         )
         return replace(decision, sequence=int(sequence))
 
@@ -198,11 +204,10 @@ class RedisStore:
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
     ) -> AuditRecord:
         """See `Store`."""
-        fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
         (sequence,) = await self._write(
             pool,
             scripts.ADD_AUDIT,
-            json.dumps(fields),
+            _fields(record),
             MAX_AUDIT_ENTRIES,
             "" if hold is None else pack_hold(hold),
             term=term,
@@ -217,6 +222,20 @@ class RedisStore:
             lambda: tuple(
                 AuditRecord(**unpack_entry(number, fields)) for number, fields in entries or ()
             ),
+        )
+
+    async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
+        """See `Store`."""
+        decisions = () if lost.decision is None else (lost.decision,)
+        await self._write(
+            pool,
+            scripts.RESTORE,
+            "" if lost.hold is None else pack_hold(lost.hold),
+            len(lost.audit),
+            MAX_AUDIT_ENTRIES,
+            MAX_DECISIONS,
+            *(part for one in (*lost.audit, *decisions) for part in (one.sequence, _fields(one))),
+            term=term,
         )
 
     async def hold(self, pool: str) -> Hold:
@@ -311,6 +330,11 @@ class RedisStore:
             "start from what the workers report",
             fault=StoreFault.DAMAGED,
         )
+
+
+def _fields(record: AuditRecord | DecisionRecord) -> str:
+    """Return a record as JSON, without its number, which is its key."""
+    return json.dumps({key: value for key, value in asdict(record).items() if key != "sequence"})
 
 
 def _keys(pool: str) -> tuple[str, ...]:

@@ -17,7 +17,14 @@ from equipoise.balancer.store.store import (
     StoreConflictError,
 )
 from equipoise.planning.layout import Layout
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
+from equipoise.pool.records import (
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    EpochMembers,
+    ForgottenRecords,
+    Hold,
+)
 
 
 class SqliteStore:
@@ -188,17 +195,9 @@ class SqliteStore:
 
         def write() -> DecisionRecord:
             self._know(pool)
-            sequence = self._pool_value(pool, "num_decisions") + 1
-            self._set_pool(pool, num_decisions=sequence)
-            record = {key: value for key, value in asdict(decision).items() if key != "sequence"}
-            self._db.execute(
-                "INSERT INTO decisions VALUES (?, ?, ?)", (pool, sequence, json.dumps(record))
-            )
-            self._db.execute(
-                "DELETE FROM decisions WHERE pool = ? AND sequence <= ?",
-                (pool, sequence - MAX_DECISIONS),
-            )
-            return replace(decision, sequence=sequence)
+            numbered = replace(decision, sequence=self._pool_value(pool, "num_decisions") + 1)
+            self._append_decision(pool, numbered)
+            return numbered
 
         return await self._file.write(write, term=term)
 
@@ -237,19 +236,11 @@ class SqliteStore:
 
         def write() -> AuditRecord:
             self._know(pool)
-            sequence = self._pool_value(pool, "num_audit") + 1
-            self._set_pool(pool, num_audit=sequence)
+            numbered = replace(record, sequence=self._pool_value(pool, "num_audit") + 1)
+            self._append_audit(pool, numbered)
             if hold is not None:
                 self._set_pool(pool, hold=pack_hold(hold))
-            fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
-            self._db.execute(
-                "INSERT INTO audit VALUES (?, ?, ?)", (pool, sequence, json.dumps(fields))
-            )
-            self._db.execute(
-                "DELETE FROM audit WHERE pool = ? AND sequence <= ?",
-                (pool, sequence - MAX_AUDIT_ENTRIES),
-            )
-            return replace(record, sequence=sequence)
+            return numbered
 
         return await self._file.write(write, term=term)
 
@@ -267,6 +258,23 @@ class SqliteStore:
 
         return await self._file.read(read)
 
+    async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
+        """See `Store`."""
+
+        def write() -> None:
+            self._know(pool)
+            for record in lost.audit:
+                if record.sequence > self._pool_value(pool, "num_audit"):
+                    self._append_audit(pool, record)
+            decision = lost.decision
+            known = self._pool_value(pool, "num_decisions")
+            if decision is not None and decision.sequence > known:
+                self._append_decision(pool, decision)
+            if lost.hold is not None:
+                self._set_pool(pool, hold=pack_hold(lost.hold))
+
+        await self._file.write(write, term=term)
+
     async def hold(self, pool: str) -> Hold:
         """See `Store`."""
 
@@ -279,6 +287,27 @@ class SqliteStore:
     async def close(self) -> None:
         """See `Store`."""
         await self._file.close()
+
+    def _append_audit(self, pool: str, record: AuditRecord) -> None:
+        self._set_pool(pool, num_audit=record.sequence)
+        self._append("audit", pool, record, num_kept=MAX_AUDIT_ENTRIES)
+
+    def _append_decision(self, pool: str, record: DecisionRecord) -> None:
+        self._set_pool(pool, num_decisions=record.sequence)
+        self._append("decisions", pool, record, num_kept=MAX_DECISIONS)
+
+    def _append(
+        self, table: str, pool: str, record: AuditRecord | DecisionRecord, *, num_kept: int
+    ) -> None:
+        fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
+        self._db.execute(
+            f"INSERT INTO {table} VALUES (?, ?, ?)",  # noqa: S608 - tables are ours
+            (pool, record.sequence, json.dumps(fields)),
+        )
+        self._db.execute(
+            f"DELETE FROM {table} WHERE pool = ? AND sequence <= ?",  # noqa: S608
+            (pool, record.sequence - num_kept),
+        )
 
     def _know(self, pool: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO pools (pool) VALUES (?)", (pool,))

@@ -11,7 +11,14 @@ from enum import StrEnum
 from typing import Protocol
 
 from equipoise.planning.layout import Layout
-from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
+from equipoise.pool.records import (
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    EpochMembers,
+    ForgottenRecords,
+    Hold,
+)
 from equipoise.wire.checks import MAX_TERM
 
 MAX_DECISIONS = 1000
@@ -170,6 +177,12 @@ class Store(Protocol):
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
         """The newest audit records, newest first, at most `limit` of at most MAX_AUDIT_ENTRIES."""
+
+    async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
+        """Write back records that this store lost, under their numbers, in one write.
+
+        A record is skipped if the store has one of the same or a higher number.
+        """
 
     async def hold(self, pool: str) -> Hold:
         """What an operator holds the pool to; nothing for a new pool."""
