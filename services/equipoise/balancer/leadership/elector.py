@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from equipoise.balancer.leadership.leader_state import (
-    Access,
+    Action,
     Due,
     Failed,
     GaveUp,
@@ -79,7 +79,7 @@ class Elector:
         self._clock = clock
         self._state = LeaderState(candidate=candidate, timing=timing)
         self._changed = asyncio.Event()
-        self._pending: Access = None
+        self._pending: Action = None
         self._looked = asyncio.Event()
         self._lease = Timeout(name="lease", timeout_s=timing.renew_deadline_s)
         self._request = Timeout(name="register", timeout_s=timing.request_timeout_s)
@@ -197,7 +197,7 @@ class Elector:
             self.apply(GaveUp(reason="this balancer is shutting down"))
             await self._perform(request)
 
-    def _apply(self, event: LeaseEvent) -> Access:
+    def _apply(self, event: LeaseEvent) -> Action:
         before, now = self._state, self._clock()
         self._state, request = before.step(event, now=now)
         if self._state is not before:

@@ -115,7 +115,7 @@ class WriteRegister:
     replacing: str | None
 
 
-Access = ReadRegister | WriteRegister | None
+Action = ReadRegister | WriteRegister | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +167,14 @@ class LeaderState:
             return ""
         return self.seen.record.address
 
-    def step(self, event: LeaseEvent, *, now: float) -> tuple["LeaderState", Access]:
+    def step(self, event: LeaseEvent, *, now: float) -> tuple["LeaderState", Action]:
         """Return the state after an event, and the request to the register."""
         state = self
         if state.has_run_out(now=now):
             state = _follow(state, "the lease could not be renewed in time")
         return TABLE[state.role, type(event)](state, event, now)
 
-    def release(self) -> Access:
+    def release(self) -> Action:
         """Empty the register on shutdown, so that no candidate waits for the lease to expire."""
         return _freed(self) if self.role is LeaderRole.LEADING else None
 
@@ -182,15 +182,15 @@ class LeaderState:
 # Handlers of events. ------------------------------------------------------------------------------
 
 
-def _ignore(state: LeaderState, _event: LeaseEvent, _now: float) -> tuple[LeaderState, Access]:
+def _ignore(state: LeaderState, _event: LeaseEvent, _now: float) -> tuple[LeaderState, Action]:
     return state, None
 
 
-def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Access]:
+def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Action]:
     return replace(state, role=LeaderRole.FOLLOWING), ReadRegister()
 
 
-def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Access]:
+def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
     noted = _note(state, event.sighting, now)
     if not _is_free(noted):
         assert noted.seen is not None, "an empty register is free"
@@ -208,7 +208,7 @@ def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, 
     return campaigning, WriteRegister(record=record, replacing=_version(noted))
 
 
-def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Access]:
+def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Action]:
     if now >= event.sent_s + state.timing.renew_deadline_s:
         return _follow(state, "the lease was granted, but the answer came too late"), None
     if event.sighting.record.term <= state.highest_term:
@@ -222,28 +222,28 @@ def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Acc
     return leading, None
 
 
-def _lose(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Access]:
+def _lose(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Action]:
     return _follow(state, "another balancer was faster"), None
 
 
-def _doubt(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Access]:
+def _doubt(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Action]:
     return _follow(state, f"the lease is not available: {event.reason}"), None
 
 
-def _renew(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Access]:
+def _renew(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Action]:
     return state, _renewal(state)
 
 
-def _renewed(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Access]:
+def _renewed(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Action]:
     return _extend(state, event, now), None
 
 
-def _look_again(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Access]:
+def _look_again(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Action]:
     # The writer may be this balancer: a renewal whose answer was lost.
     return state, ReadRegister()
 
 
-def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Access]:
+def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
     noted = _note(state, event.sighting, now)
     record = event.sighting.record if event.sighting is not None else None
     if record is None:
@@ -253,18 +253,18 @@ def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState,
     return noted, _renewal(noted)
 
 
-def _hold_on(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Access]:
+def _hold_on(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Action]:
     return replace(state, reason=f"the lease was not renewed: {event.reason}"), None
 
 
-def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderState, Access]:
+def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderState, Action]:
     if event.term <= state.highest_term:
         return state, None
     outranked = replace(state, highest_term=event.term)
     return _follow(outranked, f"term {event.term} was seen"), None
 
 
-def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Access]:
+def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Action]:
     return _follow(state, event.reason), _freed(state)
 
 
@@ -322,7 +322,7 @@ def _version(state: LeaderState) -> str | None:
     return state.seen.version if state.seen is not None else None
 
 
-_Handler = Callable[[LeaderState, Any, float], tuple[LeaderState, Access]]
+_Handler = Callable[[LeaderState, Any, float], tuple[LeaderState, Action]]
 
 TABLE: dict[tuple[LeaderRole, type[LeaseEvent]], _Handler] = {
     (LeaderRole.FOLLOWING, Due): _look,
