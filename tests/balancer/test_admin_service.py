@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.wire.messages import Stage
+from equipoise.wire.balancer_messages import Stage
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc, worker_link_pb2
 from tests.support.balancer_links import is_serving, opened, reporting, served, until
 

@@ -17,7 +17,7 @@ from equipoise.planning import proposal as planner_module
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
 from equipoise.policy.book import PolicyBook
-from equipoise.wire.messages import JoinEpoch
+from equipoise.wire.balancer_messages import JoinEpoch
 from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 60.0

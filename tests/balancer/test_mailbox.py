@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.wire.messages import Abort, HeartbeatAck, Rejection
+from equipoise.wire.balancer_messages import Abort, HeartbeatAck, Rejection
 
 
 def abort(generation):

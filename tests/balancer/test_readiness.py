@@ -12,8 +12,8 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
+from equipoise.wire.balancer_messages import JoinEpoch, Rejection
 from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.messages import JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2_grpc
 from tests.support.balancers import serving
 

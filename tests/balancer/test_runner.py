@@ -18,7 +18,7 @@ from equipoise.pool.controller import PoolController
 from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.requests import Pause
-from equipoise.wire.messages import HeartbeatAck, JoinEpoch
+from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch
 from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 30.0

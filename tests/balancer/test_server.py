@@ -11,7 +11,7 @@ from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Stage
+from equipoise.wire.balancer_messages import Stage
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.balancer_links import POLICY, WAIT_S, is_serving, reporting, served, until
 from tests.support.balancers import serving

@@ -11,9 +11,9 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.tokens import BALANCER
+from equipoise.wire.balancer_messages import JoinEpoch, Rejection
 from equipoise.wire.checks import MAX_TERM
 from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.messages import JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
 from tests.support.authority import write_keys
 from tests.support.balancer_links import POLICY, WAIT_S

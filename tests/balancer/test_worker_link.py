@@ -7,8 +7,8 @@ import grpc
 import numpy as np
 import pytest
 
+from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise.wire.convert import to_balancer
-from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise_api.v1 import status_pb2, worker_link_pb2, worker_link_pb2_grpc
 from tests.support.balancer_links import WAIT_S, is_serving, linked, served, until
 

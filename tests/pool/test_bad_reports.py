@@ -10,7 +10,7 @@ from equipoise.planning.counters import LoadCounters
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.policy import Policy
 from equipoise.pool.health import Health
-from equipoise.wire.messages import Stage
+from equipoise.wire.balancer_messages import Stage
 from tests.support.deaths import die, notice, serve_all, with_spare_slots
 
 WINDOW_S = 10

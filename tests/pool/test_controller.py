@@ -9,7 +9,7 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.pool.effects import WriteAdopted, WriteCommitted, WriteMembership, WriteProposed
 from equipoise.pool.health import Health
-from equipoise.wire.messages import Abort, JoinEpoch, Stage
+from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 
 
 def test_no_rank_is_assigned_before_the_last_worker_connects(harness):

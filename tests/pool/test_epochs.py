@@ -6,7 +6,8 @@ import pytest
 from equipoise.planning.moves import CheckpointSource
 from equipoise.pool.effects import WriteAdopted, WriteMembership
 from equipoise.pool.health import Health
-from equipoise.wire.messages import JoinEpoch, Leaving
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.messages import Leaving
 from tests.support.deaths import check, die, lost, names, notice, serve_all, with_spare_slots
 from tests.support.scripted_worker import MODEL
 from tests.support.store_records import A_DECISION

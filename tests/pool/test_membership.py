@@ -9,8 +9,9 @@ from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import HeartbeatAck, JoinEpoch, Leaving, Rejection
+from equipoise.wire.messages import Leaving
 
 
 def rejection_of(harness, hello):

@@ -8,7 +8,7 @@ from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.policy.digest import digest
 from equipoise.pool.records import DecisionKind, DecisionRecord, PoolMemory
-from equipoise.wire.messages import JoinEpoch
+from equipoise.wire.balancer_messages import JoinEpoch
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
 

@@ -13,7 +13,7 @@ from equipoise.pool.effects import (
     WriteProposed,
 )
 from equipoise.pool.health import Health
-from equipoise.wire.messages import Abort, JoinEpoch, Stage
+from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 
 
 async def put(store, write):

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise.planning.policy import Policy
-from equipoise.wire.messages import Stage
+from equipoise.wire.balancer_messages import Stage
 
 WINDOW_S = 10
 

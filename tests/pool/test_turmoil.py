@@ -14,7 +14,7 @@ from equipoise.pool.effects import (
 )
 from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory
-from equipoise.wire.messages import Stage
+from equipoise.wire.balancer_messages import Stage
 
 ACTIONS = 100
 

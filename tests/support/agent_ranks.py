@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import Heartbeat, JoinEpoch, Stage
+from equipoise.wire.balancer_messages import JoinEpoch, Stage
+from equipoise.wire.messages import Heartbeat
 from equipoise.worker.agent import Agent, Outbox
 from equipoise.worker.waits import Waits
 from tests.support.joining_workers import JoiningWorker

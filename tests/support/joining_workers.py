@@ -6,8 +6,8 @@ from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.effects import WriteAdopted, WriteAverage, WriteMembership
 from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.records import PoolMemory
+from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import JoinEpoch
 from equipoise.worker.epoch_state import EpochState
 from tests.support.scripted_worker import ScriptedWorker
 

@@ -9,7 +9,7 @@ from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
 from equipoise.pool.effects import Log, Propose, Send, WriteDecision
 from equipoise.pool.records import PoolMemory
-from equipoise.wire.messages import HeartbeatAck, Rejection
+from equipoise.wire.balancer_messages import HeartbeatAck, Rejection
 from tests.support.scripted_worker import MODEL, ScriptedWorker, make_hello
 
 POLICY = Policy(interval_s=10.0, min_assignments=100.0)

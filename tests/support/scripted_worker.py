@@ -8,17 +8,15 @@ import numpy as np
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
+from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 from equipoise.wire.messages import (
-    Abort,
     Heartbeat,
     Hello,
-    JoinEpoch,
     LayoutRejected,
     RankStats,
     Report,
     RunningState,
     Serving,
-    Stage,
     Staged,
     Switched,
 )

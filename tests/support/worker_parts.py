@@ -1,7 +1,7 @@
 """Builders for a worker's classes, with defaults for what a test is not about."""
 
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import JoinEpoch, Peer
+from equipoise.wire.balancer_messages import JoinEpoch, Peer
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.parts import WorkerParts

@@ -10,26 +10,28 @@ from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.topology import ModelShape
+from equipoise.wire.balancer_messages import (
+    Abort,
+    HeartbeatAck,
+    JoinEpoch,
+    Peer,
+    Rejection,
+    Stage,
+    TermConfirmed,
+)
 from equipoise.wire.convert import from_balancer, from_worker
 from equipoise.wire.messages import (
-    Abort,
     GroupLost,
     Heartbeat,
-    HeartbeatAck,
     Hello,
-    JoinEpoch,
     LayoutRejected,
     Leaving,
-    Peer,
     RankStats,
-    Rejection,
     Report,
     RunningState,
     Serving,
-    Stage,
     Staged,
     Switched,
-    TermConfirmed,
 )
 
 MODEL = ModelShape(num_layers=3, num_experts=8, num_groups=4, expert_bytes=4096)

@@ -11,8 +11,9 @@ import torch
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Peer, Stage
 from equipoise.wire.convert import from_worker, to_worker
-from equipoise.wire.messages import Heartbeat, HeartbeatAck, JoinEpoch, Peer, Report, Stage
+from equipoise.wire.messages import Heartbeat, Report
 from equipoise.worker.core import ModelCore
 from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, placement_of
 from equipoise.worker.settings import WorkerSettings

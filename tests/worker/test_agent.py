@@ -8,14 +8,13 @@ import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
+from equipoise.wire.balancer_messages import Abort, Rejection
 from equipoise.wire.messages import (
-    Abort,
     Heartbeat,
     Hello,
     LayoutRejected,
     Leaving,
     RankStats,
-    Rejection,
     Report,
     Wait,
 )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.wire.messages import Peer
+from equipoise.wire.balancer_messages import Peer
 from equipoise.worker.errors import GroupError, PeerLeftError
 from equipoise.worker.header import (
     Arrival,

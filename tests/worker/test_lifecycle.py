@@ -11,12 +11,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.planning.counters import Phase
+from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.messages import (
     GroupLost,
     Heartbeat,
     LayoutRejected,
     Leaving,
-    Rejection,
     Report,
     Serving,
     Staged,

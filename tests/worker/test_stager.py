@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.shares import WHOLE
-from equipoise.wire.messages import Abort, LayoutRejected, Staged
+from equipoise.wire.balancer_messages import Abort
+from equipoise.wire.messages import LayoutRejected, Staged
 from equipoise.worker.errors import StageRejectedError
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.stager import Stager, check_stage

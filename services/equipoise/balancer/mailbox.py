@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from equipoise.wire.messages import BalancerMessage
+from equipoise.wire.balancer_messages import BalancerMessage
 
 
 class Mailbox:

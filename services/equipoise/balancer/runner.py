@@ -45,15 +45,9 @@ from equipoise.pool.hello_checks import check_name
 from equipoise.pool.pool import Pool
 from equipoise.pool.requests import AdminRequest, Answer, Operation, Rebalance
 from equipoise.telemetry.logs import about, is_worth_logging
+from equipoise.wire.balancer_messages import Abort, HeartbeatAck, JoinEpoch, Stage
 from equipoise.wire.encoder import Encoder
-from equipoise.wire.messages import (
-    Abort,
-    HeartbeatAck,
-    Hello,
-    JoinEpoch,
-    Stage,
-    WorkerMessage,
-)
+from equipoise.wire.messages import Hello, WorkerMessage
 
 TICK_S = (0.1, 0.5)
 """Least and most seconds between two ticks."""

@@ -33,16 +33,14 @@ from equipoise.pool.operations import OperatorRequests
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.requests import AdminRequest
+from equipoise.wire.balancer_messages import Abort, HeartbeatAck, Rejection
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import (
-    Abort,
     GroupLost,
     Heartbeat,
-    HeartbeatAck,
     Hello,
     LayoutRejected,
     Leaving,
-    Rejection,
     Report,
     Serving,
     Staged,

@@ -10,7 +10,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.proposal import ProposalRequest
 from equipoise.pool.records import AuditRecord, AverageRecord, DecisionRecord, EpochMembers, Hold
 from equipoise.pool.requests import AdminRequest, Answer
-from equipoise.wire.messages import BalancerMessage
+from equipoise.wire.balancer_messages import BalancerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

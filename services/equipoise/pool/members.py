@@ -12,15 +12,8 @@ from equipoise.planning.membership import EpochCandidate, MemberState
 from equipoise.planning.topology import Topology
 from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape
 from equipoise.pool.records import EpochMembers
-from equipoise.wire.messages import (
-    GroupLost,
-    Heartbeat,
-    Hello,
-    Peer,
-    RankStats,
-    RunningState,
-    Serving,
-)
+from equipoise.wire.balancer_messages import Peer
+from equipoise.wire.messages import GroupLost, Heartbeat, Hello, RankStats, RunningState, Serving
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,8 +24,9 @@ from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import EpochMembers
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.windows import Windows
+from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import GroupLost, Hello, JoinEpoch, LayoutRejected
+from equipoise.wire.messages import GroupLost, Hello, LayoutRejected
 
 FIRST_LOOK_S = 1.0
 """Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits

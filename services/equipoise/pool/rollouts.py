@@ -38,7 +38,8 @@ from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import DecisionRecord
-from equipoise.wire.messages import Abort, Stage, Switched
+from equipoise.wire.balancer_messages import Abort, Stage
+from equipoise.wire.messages import Switched
 
 MAX_SWITCHES = 32
 """Switches kept for status."""

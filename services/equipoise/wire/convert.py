@@ -10,24 +10,26 @@ from typing import assert_never
 
 from equipoise.planning.layout import Layout
 from equipoise.wire import reports, requests, responses
-from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import (
+from equipoise.wire.balancer_messages import (
     Abort,
     BalancerMessage,
+    HeartbeatAck,
+    JoinEpoch,
+    Rejection,
+    Stage,
+    TermConfirmed,
+)
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import (
     GroupLost,
     Heartbeat,
-    HeartbeatAck,
     Hello,
-    JoinEpoch,
     LayoutRejected,
     Leaving,
-    Rejection,
     Report,
     Serving,
-    Stage,
     Staged,
     Switched,
-    TermConfirmed,
     WorkerMessage,
 )
 from equipoise_api.v1 import worker_link_pb2 as pb

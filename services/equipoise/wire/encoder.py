@@ -6,8 +6,8 @@ The messages of a push have the same peers and layout for all ranks, which are s
 from dataclasses import fields, replace
 from typing import Any
 
+from equipoise.wire.balancer_messages import BalancerMessage, JoinEpoch, Stage
 from equipoise.wire.convert import to_worker
-from equipoise.wire.messages import BalancerMessage, JoinEpoch, Stage
 from equipoise.wire.responses import add_moves
 from equipoise_api.v1 import worker_link_pb2 as pb
 

@@ -6,18 +6,18 @@ from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES, CheckpointSource, Move, RankSource, Source
 from equipoise.wire import checks, layouts
-from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import (
+from equipoise.wire.balancer_messages import (
     JOIN_TIMEOUT_S,
     Abort,
     HeartbeatAck,
-    Hello,
     JoinEpoch,
     Peer,
     Rejection,
     Stage,
     TermConfirmed,
 )
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import Hello
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 

@@ -17,23 +17,18 @@ from equipoise.planning.layout import Layout
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import BALANCER
-from equipoise.wire.convert import from_balancer, to_balancer
-from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.messages import (
+from equipoise.wire.balancer_messages import (
     Abort,
     BalancerMessage,
-    Heartbeat,
     HeartbeatAck,
-    Hello,
     JoinEpoch,
-    Leaving,
     Rejection,
-    Report,
     Stage,
     TermConfirmed,
-    Wait,
-    WorkerMessage,
 )
+from equipoise.wire.convert import from_balancer, to_balancer
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import Heartbeat, Hello, Leaving, Report, Wait, WorkerMessage
 from equipoise.worker.errors import LinkLostError, NotLeadingError
 from equipoise.worker.waits import ACK_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_link_pb2 as pb

@@ -1,7 +1,8 @@
 """`EpochState`: which epochs a worker joins, and what it reports when it loses one. Pure."""
 
 from equipoise.planning.arrays import ExpertTable
-from equipoise.wire.messages import GroupLost, JoinEpoch, LayoutRejected
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.messages import GroupLost, LayoutRejected
 
 
 class EpochState:

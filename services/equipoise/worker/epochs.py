@@ -10,7 +10,8 @@ import threading
 
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
-from equipoise.wire.messages import JoinEpoch, Wait
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.messages import Wait
 from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
 from equipoise.worker.joining import EpochGroup, WorkerSlots, join

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.settings.address import parse_address
-from equipoise.wire.messages import JoinEpoch
+from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.header import (
     HEADER_WIDTH,

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from equipoise.planning.layout import DIGEST_BYTES, digest_text
-from equipoise.wire.messages import JoinEpoch, Peer
+from equipoise.wire.balancer_messages import JoinEpoch, Peer
 from equipoise.worker.errors import GroupError, PeerLeftError
 
 _WORD_BYTES = 8

@@ -17,7 +17,7 @@ from torch import Tensor
 from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.moves import Move
 from equipoise.telemetry.loading import Loading
-from equipoise.wire.messages import JoinEpoch
+from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.worker.errors import GroupError, TransferError
 from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.held import HeldExperts, SlotIndex

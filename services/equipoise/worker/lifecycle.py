@@ -25,18 +25,9 @@ from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.identity import Role
 from equipoise.trust.tokens import worker_audience
+from equipoise.wire.balancer_messages import Abort, BalancerMessage, JoinEpoch, Rejection, Stage
 from equipoise.wire.limits import max_request_bytes
-from equipoise.wire.messages import (
-    Abort,
-    BalancerMessage,
-    Heartbeat,
-    Hello,
-    JoinEpoch,
-    LayoutRejected,
-    Rejection,
-    Stage,
-    Wait,
-)
+from equipoise.wire.messages import Heartbeat, Hello, LayoutRejected, Wait
 from equipoise.worker.agent import Agent, Outbox
 from equipoise.worker.core import ModelCore
 from equipoise.worker.epochs import Epochs

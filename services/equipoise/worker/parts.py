@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.messages import JoinEpoch, WorkerMessage
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.messages import WorkerMessage
 from equipoise.worker.core import ModelCore
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.held import HeldExperts

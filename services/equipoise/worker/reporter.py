@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
-from equipoise.wire.messages import JoinEpoch, Report
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.messages import Report
 from equipoise.worker.engine import Engine, EngineProgress
 from equipoise.worker.waits import Waits
 

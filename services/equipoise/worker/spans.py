@@ -10,7 +10,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from equipoise.telemetry.tracing import failed, parent_of
-from equipoise.wire.messages import LayoutRejected, Stage, Staged, Switched
+from equipoise.wire.balancer_messages import Stage
+from equipoise.wire.messages import LayoutRejected, Staged, Switched
 
 
 class RankSpans:

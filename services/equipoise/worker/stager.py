@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from equipoise.planning.layout import Layout
-from equipoise.wire.messages import Abort, LayoutRejected, Stage, Staged
+from equipoise.wire.balancer_messages import Abort, Stage
+from equipoise.wire.messages import LayoutRejected, Staged
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StageRejectedError, TransferError
 from equipoise.worker.held import Contents, HeldExperts, StagedGeneration

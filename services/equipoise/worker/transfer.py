@@ -18,7 +18,8 @@ from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import worker_audience
-from equipoise.wire.messages import JoinEpoch, Wait
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.messages import Wait
 from equipoise.worker.errors import NotHeldError, TransferError
 from equipoise.worker.held import HeldExperts
 from equipoise.worker.waits import SOURCE_TIMEOUT_S, Waits

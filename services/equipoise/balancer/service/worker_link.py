@@ -18,10 +18,11 @@ from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
 from equipoise.telemetry.logs import about
 from equipoise.trust.identity import Caller
+from equipoise.wire.balancer_messages import Rejection, TermConfirmed
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import max_message_bytes
-from equipoise.wire.messages import Hello, Leaving, Rejection, Report, TermConfirmed
+from equipoise.wire.messages import Hello, Leaving, Report
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 HELLO_TIMEOUT_S = 10.0
