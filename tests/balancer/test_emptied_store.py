@@ -73,7 +73,7 @@ async def test_holds_and_audit_records_are_written_back_before_anything_is_plann
         before = await balancer.until(lambda pool: pool.hold.pinned)
         empty()
         async with stored(redis_url) as store, asyncio.timeout(WAIT_S):
-            while not (await store.hold("tiny")).reason:  # noqa: ASYNC110 - Redis tells nobody
+            while not (await store.hold("tiny")).reason:  # noqa: ASYNC110 - Redis sends no event
                 await asyncio.sleep(0.05)
         after = await balancer.until(lambda pool: pool.health == SERVING)
         assert after.hold.paused.endswith(": night")

@@ -146,7 +146,7 @@ async def test_the_second_leads_when_the_first_is_gone_and_the_ranks_continue(
         leader.signal(end)
         await follower.until_health(SERVING)
         await news.until(lambda: all(rank.obeyed[-1].term == 2 for rank in ranks))
-        assert {rank.worker.epoch for rank in ranks} == {1}, "nobody had to start again"
+        assert {rank.worker.epoch for rank in ranks} == {1}, "no rank had to restart"
         async with traffic(ranks, skewed(1)):
             await news.until(lambda: staged_by_all(ranks, term=2))
         generation = ranks[0].worker.staged.layout.generation
@@ -168,7 +168,7 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
             await news.until(lambda: staged_by_all(ranks, term=1))
             first = ranks[0].worker.staged.layout.generation
             leader.signal(signal.SIGSTOP)
-            # The word that would let it go on waits in its sockets until it wakes up.
+            # The message that would let it continue waits in its sockets until it wakes up.
             for rank in ranks:
                 rank.outbox.send(rank.worker.answer_staged())
                 rank.worker.staged = None

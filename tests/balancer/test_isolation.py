@@ -40,7 +40,7 @@ class Tenure:
         return True
 
     def outranked(self, term):
-        raise AssertionError("nobody else leads")
+        raise AssertionError("no other balancer leads")
 
 
 class Serving:

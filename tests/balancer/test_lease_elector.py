@@ -17,7 +17,7 @@ QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.1, request_t
 
 
 class HangingRegister(SoleRegister):
-    """Answers as long as it is told to; then says nothing, or raises what it is given."""
+    """Answers as long as configured; then hangs, or raises the given error."""
 
     def __init__(self) -> None:
         super().__init__(term=0)
@@ -149,7 +149,7 @@ async def test_a_leader_that_steps_down_releases_the_lease_first():
             tenure.give_up("the store cannot be read")
             await soon(one.until_over(tenure))
             assert (await _first_tenure(one, other)).state.term == 2
-        tenure.give_up("said again, by somebody who had not heard")
+        tenure.give_up("repeated by a caller that had not seen it")
 
 
 async def test_stopping_is_bounded_when_the_register_hangs():

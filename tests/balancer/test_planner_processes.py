@@ -42,7 +42,7 @@ def request_of_four_ranks():
 
 @pytest.fixture
 def children():
-    """Tells the processes that a test started, those included that ended and nobody waited for."""
+    """List the processes that a test started, including ended ones that were not waited for."""
     before = set(all_children())
     return lambda: [pid for pid in all_children() if pid not in before]
 
@@ -65,7 +65,7 @@ def made_by(planner, request, *, pool="tiny", begins=lambda: None):
 
 
 def gone(*pids):
-    """Wait until nothing is left of these processes: whoever asked one last takes its end in."""
+    """Wait until nothing is left of these processes: their last caller reaps them."""
     until_s = time.monotonic() + WAIT_S
     while set(pids) & set(all_children()):
         assert time.monotonic() < until_s, "a process is left behind"
@@ -98,7 +98,7 @@ async def test_what_the_planner_raises_is_raised_here_and_harms_no_other_plan(
     with pytest.raises(AssertionError) as there:
         await made_by(planner, broken)
     assert str(there.value) == str(here.value)
-    assert "in propose" in "".join(there.value.__notes__), "where it was raised is told"
+    assert "in propose" in "".join(there.value.__notes__), "the place where it was raised is shown"
     assert (await made_by(planner, request_of_four_ranks)).plan is not None
     assert len(children()) == 1
 
@@ -211,7 +211,7 @@ async def test_a_process_that_is_killed_while_it_is_idle_costs_none(
     (victim,) = children()
     os.kill(victim, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
-        while victim in children():  # noqa: ASYNC110 - the system tells nobody
+        while victim in children():  # noqa: ASYNC110 - the system sends no event
             await asyncio.sleep(0.01)
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 
@@ -273,7 +273,7 @@ async def test_one_that_is_not_ready_in_time_is_ended(
     with pytest.raises(PlannerDiedError, match=r"was not ready within 0\.001 s and was killed"):
         await planner.start()
     async with asyncio.timeout(WAIT_S):
-        while children() != ready:  # noqa: ASYNC110 - the system tells nobody
+        while children() != ready:  # noqa: ASYNC110 - the system sends no event
             await asyncio.sleep(0.01)
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 

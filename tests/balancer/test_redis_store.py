@@ -94,7 +94,7 @@ async def test_a_server_that_came_back_empty_is_noticed_by_the_next_read_and_wri
             error = await fault_of(call())
         assert error.fault is StoreFault.LOST
         assert "was emptied or replaced" in str(error)
-    # From here on it is a new store, to which the workers' word is told first.
+    # From here on it is a new store, which first gets what workers report.
     assert await writer.next_generation("p") == 1
     await writer.adopt("p", layout_of(7), term=4)
     assert await reader.next_generation("p") == 8
@@ -147,7 +147,7 @@ async def test_a_server_that_went_back_in_time_gets_what_ranks_run(redis_server,
     await writer.commit("p", 4, previous=3, term=1)
     await writer.put_proposed("p", layout_of(5), term=1)
     redis_server.restart_from(tmp_path / "older")
-    # Nothing shows that it is old, until it is told of something that it should have known.
+    # Nothing shows that it is old until a write mentions something that it should contain.
     later = open_at(redis_server.url)
     for write in (
         lambda: later.commit("p", 5, previous=4, term=1),
@@ -354,7 +354,7 @@ async def test_a_cancelled_step_does_not_mix_up_the_next_answers(redis_server, o
 
 
 async def test_a_step_that_is_cancelled_ends_at_once_wherever_it_is(redis_server, open_at):
-    # What ends a term's pools must not be swallowed: they would be waited for, or go on.
+    # The cancellation of a term's pools must not be swallowed: they would hang or continue.
     moment, num_cancelled = 0, 0
     while True:
         store = open_at(redis_server.url)

@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 
 class FaultyStore:
-    """Fails as told; writes otherwise vanish, which no test here minds."""
+    """Fails as configured; other writes are discarded, which no test here needs."""
 
     def __init__(self) -> None:
         self.fault = None

@@ -54,6 +54,6 @@ async def test_none_of_thousands_of_streams_that_come_at_once_is_turned_away(por
             stream.write(nameless.SerializeToString())
     async with asyncio.timeout(60):
         await everybody.wait()
-    assert len(told) == NUM_STREAMS, "each was asked for its name"
+    assert len(told) == NUM_STREAMS, "each got an answer"
     answer = worker_link_pb2.ConnectResponse.FromString(told[0])
     assert "Hello" in answer.rejection.reason

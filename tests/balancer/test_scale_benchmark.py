@@ -3,7 +3,7 @@
 A pool is 32 ranks of 58 layers x 9 slots, which is how DeepSeek-V3 is served for prefill: 256
 experts and 32 redundant slots. EQUIPOISE_SCALE=POOLSxRANKS plays another fleet and
 EQUIPOISE_SCALE_ALGORITHM=global plans by another algorithm, EQUIPOISE_SCALE_INTERVAL_S=120 more
-seldom; docs/scale.md says what came of which.
+seldom; docs/scale.md has the results.
 
 How long a report takes is measured from outside, by the answer to the heartbeat that follows it on
 its stream, so the ways through both processes' event loops and the socket are counted as well. The
@@ -33,7 +33,7 @@ POLICY = (
     "--heartbeat-interval-s=10",
     "--silent-after-s=60",
     f"--interval-s={INTERVAL_S:g}",
-    # Every pool is planned after every interval, and goes where it is told on order only.
+    # Every pool is planned after every interval, and moves on request only.
     "--min-gain=1",
     # Waves are as large as they are by default.
     f"--algorithm={ALGORITHM}",

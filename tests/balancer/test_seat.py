@@ -125,7 +125,7 @@ async def test_a_term_that_was_over_before_the_store_was_read_is_not_begun(store
         store.gate.clear()
         task = asyncio.create_task(seat.run())
         tenure = await elector.tenure()
-        await asyncio.sleep(0)  # Whoever else waits for it sees that it began.
+        await asyncio.sleep(0)  # Others that wait for it see that it began.
         tenure.give_up("while the store is read")
         store.gate.set()
         await until_led(seat, elector)

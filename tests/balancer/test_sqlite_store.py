@@ -188,7 +188,7 @@ def poke(path, statement):
 
 
 async def at_once(file, *writes):
-    """What became of writes, (work, term) each, that came while the store was busy."""
+    """Outcomes of writes, (work, term) each, that arrived while the store was busy."""
     gate = threading.Event()
     busy = asyncio.create_task(file.read(gate.wait))
     asked = [asyncio.create_task(file.write(work, term=term)) for work, term in writes]

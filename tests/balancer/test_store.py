@@ -251,7 +251,7 @@ async def test_a_store_that_does_not_look_at_the_term_would_be_noticed(store, mo
 
 
 async def check_fenced(store):
-    """Term 2 wrote, so nothing of term 1 is taken any more."""
+    """Term 2 wrote, so the store rejects writes of term 1."""
     await store.put_proposed("p", layout_of(1), term=2)
     await store.put_membership("p", EpochMembers(epoch=1, workers=("w",)), term=2)
     late = [

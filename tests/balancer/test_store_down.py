@@ -48,7 +48,7 @@ def test_a_paused_pool_gives_no_verdicts(bench_of, skewed):
 def test_verdicts_given_in_memory_are_shown_and_written_later(bench_of, skewed):
     harness = bench_of("memory")
     harness.store_fault = FAULT
-    # The first plan is under way before the fault shows, and ends by its bound of 30 s.
+    # The first plan is in progress before the fault shows, and times out after 30 s.
     harness.run_traffic(skewed(1), seconds=60)
     shown = harness.pool.journal.last_decision
     assert "the rollout waits for the store" in shown.reason

@@ -68,7 +68,7 @@ class Fleet:
             return [rejection.kind for rejection in answer.status.rejections]
 
     async def check_undisturbed(self):
-        """The first term goes on, in the store and on the stream of the pool `tiny`."""
+        """The first term continues, in the store and on the stream of the pool `tiny`."""
         assert await self.store.highest_term() == 1
         beat = worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat(sequence=9))
         await self.stream.write(beat)

@@ -51,7 +51,7 @@ def accepted(tmp_path):
 
 
 def showing(tmp_path, who, *, tls=None):
-    """Credentials with the signing key of somebody."""
+    """Credentials with the signing key of an identity."""
     return Credentials(tls, signing_key=str(tmp_path / "keys" / f"{who.replace('/', '-')}.pem"))
 
 
@@ -237,7 +237,7 @@ async def test_a_renewed_certificate_serves_from_the_next_connection_on(tmp_path
         await _CALLS["status"](held, reader.metadata(audience=BALANCER))
         authority.issue("balancer", hosts=("elsewhere.example",))
         assert (await ask(address, reader))[0] is grpc.StatusCode.UNAVAILABLE
-        # What is connected stays so: nobody starts anew because a certificate did.
+        # Connections stay: a renewed certificate restarts nothing.
         await _CALLS["status"](held, reader.metadata(audience=BALANCER))
         authority.issue("balancer")
         assert (await ask(address, reader))[0] is grpc.StatusCode.OK
@@ -305,7 +305,7 @@ async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, accepted
         ):
             status = status_pb2_grpc.StatusStub(channel)
             pools = await until_known(status, reader.metadata(audience=BALANCER))
-    assert pools == ["tiny"], "nobody else made a pool"
+    assert pools == ["tiny"], "no other caller created a pool"
 
 
 async def test_a_worker_with_an_identity_of_its_own_may_restart_before_its_stream_ends(

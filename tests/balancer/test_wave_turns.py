@@ -67,7 +67,7 @@ async def test_plans_begin_before_others_continue_although_messages_lag(monkeypa
         await go(turns, "early", went)
         for pool, is_first in (("early", False), ("late", False), ("new", True), ("newer", True)):
             tasks.create_task(go(turns, pool, went, is_first=is_first))
-        while len(went) < 3:  # noqa: ASYNC110 - a list tells nobody
+        while len(went) < 3:  # noqa: ASYNC110 - a list sends no event
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert went == ["early", "new", "newer"]

@@ -129,6 +129,6 @@ def test_a_tethered_process_dies_with_its_parent_even_when_that_is_killed():
 
 def test_a_process_whose_parent_is_gone_already_does_not_start(tmp_path):
     command = tethered([sys.executable, "-c", "print('started')"])
-    command[3] = str(os.getpid() + 1)  # somebody else's child
+    command[3] = str(os.getpid() + 1)  # another process's child
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")

@@ -29,7 +29,7 @@ BOUND_S = 120.0
 ROOT = Path(__file__).parents[2]
 NAME = "eq-equipoise-balancer.moe.svc"
 
-# Stands in for kubectl, in words of the real one: lists what $CLUSTER has, and forwards to $TARGET.
+# A fake kubectl with the output of the real one: lists what $CLUSTER has, and forwards to $TARGET.
 KUBECTL = f"""#!{sys.executable}
 import json, os, socket, sys, threading
 with open(os.environ["ASKED"], "a") as asked:

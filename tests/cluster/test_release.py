@@ -323,7 +323,7 @@ def test_uninstall_leaves_nothing_behind(cluster, release, traffic, secrets):
     traffic.end()
     assert not traffic.lost
     cluster.helm("uninstall", RELEASE, "--wait", "--timeout=200s")
-    cluster.kubectl("delete", "secret", *secrets)  # Whoever made them.
+    cluster.kubectl("delete", "secret", *secrets)  # Whatever created them.
     for kind in KINDS:
         until(
             lambda kind=kind: set(cluster.objects(kind)) <= release.found[kind],

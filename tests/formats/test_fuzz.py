@@ -91,7 +91,7 @@ def test_archives_with_wrong_bytes(tmp_path, whole, data):
 @FUZZ
 @given(data=st.data())
 def test_pickles_with_wrong_opcodes(tmp_path, data):
-    # Written anew around the damage, so that no checksum of the zip file stops it first.
+    # Rewritten around the damage, so that no checksum of the zip file stops it first.
     from equipoise.formats import archive
 
     members = archive.unpacked(pt_file())

@@ -37,7 +37,7 @@ def test_dense_layers_are_taken_out_by_number():
     assert recording.num_leading_idle() == 2
     moe = recording.from_layer(2)
     assert (moe.windows.tolist(), moe.first_moe_layer) == ([[[1.0, 2.0]]], 2)
-    # A layer without traffic is not a dense one, if somebody says so.
+    # A layer without traffic is not a dense one if the caller says so.
     assert recording.from_layer(1).num_layers == 2
 
 

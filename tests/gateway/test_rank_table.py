@@ -47,7 +47,7 @@ async def place(ranks, *, is_retry=False, is_suspect=False, avoid=frozenset(), b
 
 
 async def in_line(ranks, num_waiting, **more):
-    """A task that stands in line as the so-manieth."""
+    """A task that is queued at this position."""
     task = asyncio.create_task(place(ranks, **more))
     await asyncio.sleep(0)
     assert ranks.num_waiting == num_waiting

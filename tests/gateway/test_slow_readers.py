@@ -64,5 +64,5 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(r
                     served += 1
             await asyncio.wait_for(rank.until(lambda: not rank.num_open), BOUND_S)
     assert served > 3
-    # What nobody reads is not kept for it: its rank was held back.
+    # Unread output is not buffered: its rank was held back.
     assert (rank.num_sent - served) * TOKENS_A_MESSAGE < MANY_TOKENS / 2

@@ -35,7 +35,7 @@ from tests.support.planner_peers import published, sglang_planner
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 REPEATS = 15
 IS_GIVEN = "EQUIPOISE_LOADS" in os.environ
-"""Whether loads are somebody else's: our own are skewed in another way, and reach other figures."""
+"""Whether loads are not our own: those are skewed differently and reach other figures."""
 MODEL = ModelShape(num_layers=58, num_experts=256, num_groups=8, expert_bytes=44 * 2**20)
 HUGE = """
 import resource, sys, time
@@ -63,7 +63,7 @@ class Table:
         self._rows = []
 
     def add(self, case, ours, *, peer="-", reach, holds):
-        """One row; `reach` is the limit in words, and `holds` whether it is kept."""
+        """One row; `reach` is the limit as text, and `holds` whether it is kept."""
         self._rows.append((case, ours, peer, reach, "yes" if holds else "NO"))
         assert holds, f"{case}: {ours}, but {reach}"
 
@@ -274,7 +274,7 @@ def test_few_moves_reach_a_target_after_traffic_changed(table, loads):
     table.add(
         f"EP32, {before} -> {after}, to 0.955: moves",
         f"{made.moves} to {made.balancedness:.4f}, {words_ms(spent_ms)}",
-        peer=f"EPLB anew {num_stock}",
+        peer=f"EPLB from scratch {num_stock}",
         reach=f"<= {limit}",
         holds=made.moves <= limit and made.balancedness >= 0.955,
     )
@@ -387,7 +387,7 @@ def draw_curve(moves, reached, num_stock):
     axes = figure.subplots()
     axes.plot(moves, reached)
     axes.axhline(0.955, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xlabel(f"moves at EP32 (EPLB anew: {num_stock:,})")
+    axes.set_xlabel(f"moves at EP32 (EPLB from scratch: {num_stock:,})")
     axes.set_ylabel("balancedness, mean over layers")
     axes.grid(alpha=0.3)
     figure.savefig(Path(folder) / "moves.svg")

@@ -129,7 +129,7 @@ class _Fleet:
         return wave
 
     def _switch(self, generation):
-        """Ranks switch together, whoever says so first."""
+        """Ranks switch together, whichever reports it first."""
         self.running = max(self.running, generation)
         self._staged.clear()
 
@@ -154,7 +154,7 @@ def begin(told):
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """An event (None to begin) at a time, and the commands it is to cause, in words."""
+    """An event (None to begin) at a time, and the expected commands, as text."""
 
     line: str
     now: float

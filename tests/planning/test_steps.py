@@ -8,7 +8,7 @@ from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.steps import MAX_BUSY_RATIO, MAX_DELAY_S, MAX_STEPS_PER_S, StepCounters
 
 FALSE_STEPS = 500_000
-"""So many that they could just be true."""
+"""The most that are plausible."""
 
 
 class Ranks:

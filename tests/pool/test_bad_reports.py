@@ -93,7 +93,7 @@ def test_a_lie_that_could_be_true_costs_balance_for_some_windows_and_nothing_els
     assert harness.pool.diagnosis().health is Health.SERVING
 
 
-@pytest.mark.parametrize("takes_back", [False, True], ids=["goes on", "is taken back"])
+@pytest.mark.parametrize("takes_back", [False, True], ids=["stays", "is corrected"])
 def test_a_lie_about_one_layer_is_seen_and_not_averaged(serving_harness, skewed, takes_back):
     """As bits that turned on the way make it: the next report may say the truth again."""
     harness = serving_harness

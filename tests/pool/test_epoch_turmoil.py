@@ -23,7 +23,7 @@ class Turmoil:
         return [w for name, w in self.harness.workers.items() if name not in self.hung]
 
     def is_broken(self, worker):
-        """Whether the group of a worker's epoch lacks somebody."""
+        """Whether the group of a worker's epoch lacks a member."""
         names = {peer.worker for peer in worker.join_epoch.peers}
         here = {
             one.hello.worker

@@ -208,7 +208,7 @@ def test_a_shift_makes_both_averages_forget_and_the_next_window_once_more():
     mixed = close(loads, number=7, now=70.0)
     assert mixed.shift.detected
     assert loads.slow.per_second() == pytest.approx(mixed.load / 10.0)
-    # Nobody asks anything for a while, which says nothing about where traffic goes.
+    # No requests for a while, which says nothing about the distribution of traffic.
     close(loads, number=8, now=70.5)
     ranks.receive(SECOND_HALF)
     assert not close(loads, number=9, now=80.5).shift.detected

@@ -72,7 +72,7 @@ def test_a_late_commit_is_counted_under_the_timeout_it_reached(make_harness, pol
     harness.stage_all()
     harness.disconnected = set()
     for worker in harness.ranks:
-        # The store answers nothing any more: the last switch asks for a commit that never comes.
+        # The store no longer answers: the last switch requests a commit that never completes.
         value = worker.switch(step=80)
         harness.controller.message(worker.hello.worker, value, now=harness.now)
     harness.now += 7.0

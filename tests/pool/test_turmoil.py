@@ -98,7 +98,7 @@ class Turmoil:
             self.say(worker, rejection)
 
     def take_a_step(self):
-        """All switch if all have verified the same generation; nobody asks the balancer."""
+        """All switch if all have verified the same generation, without asking the balancer."""
         self.step += 1
         held = {worker.staged.layout.generation if worker.staged else 0 for worker in self.workers}
         told = {self.verified.get(self.name(worker), 0) for worker in self.workers}

@@ -3,7 +3,7 @@
 Experts are vertices, ranks edges between the two that they hold. A connected part with v experts
 and e ranks carries at most e times the busiest rank T, so sum(T - w) >= T (v - e) over its experts;
 v - e is at most 1 (a tree), and over all parts it comes to experts - ranks. So T is out of reach if
-experts cannot be dealt into parts with values that sum to experts - ranks: a bin covering problem.
+experts cannot be partitioned with values that sum to experts - ranks: a bin covering problem.
 Its linear relaxation by patterns (Gilmore and Gomory, 1961) bounds those values from above; T - w
 is rounded up to a grid, hence in favour of T.
 

@@ -24,7 +24,7 @@ class Mutator:
         self._random = random_module.Random(seed)
 
     def mutated(self, message: Message) -> Message | None:
-        """A broken copy; None if its bytes cannot be read any more."""
+        """A broken copy; None if its bytes can no longer be read."""
         copy = type(message)()
         copy.CopyFrom(message)
         for _ in range(self._random.choice((1, 1, 1, 2, 4))):

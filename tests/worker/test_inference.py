@@ -184,7 +184,7 @@ async def test_sampled_tokens_are_the_same_alone_batched_and_continued_elsewhere
     alone = [await generated(bench.stub.Generate(request(sampling=one))) for one in VARIED]
     tokens = [made for made, _ in alone]
     assert len({tuple(made) for made in tokens}) == len(VARIED)
-    # Two rows run at a time, a third stands in line: no more at once.
+    # Two rows run at a time, a third is queued.
     calls = [bench.stub.Generate(request(sampling=one)) for one in VARIED[:3]]
     assert [made for made, _ in await asyncio.gather(*map(generated, calls))] == tokens[:3]
     for sampling, made in zip(VARIED, tokens, strict=True):

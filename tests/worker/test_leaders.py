@@ -19,7 +19,7 @@ from equipoise.worker.settings import WorkerSettings
 from tests.support.agent_ranks import RecordingHandler, agent_of
 
 BOUND_S = 60.0
-NO_LEADER = Rejection(reason="nobody leads yet", fatal=True, not_leading=True)
+NO_LEADER = Rejection(reason="no leader yet", fatal=True, not_leading=True)
 
 
 def layout_of(generation):

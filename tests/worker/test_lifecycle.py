@@ -192,7 +192,7 @@ async def test_a_later_epoch_is_taken_up_and_open_requests_continue(
             expected = checksum(rig.worker.rank.held.read(layer=0, expert=expert))
             assert serving.checksums[0, 3].tobytes() == expected
         link.say(join_epoch([link.hello], random_layout(2), epoch=2))
-        link.say(Rejection(reason="you are not welcome any more", fatal=True))
+        link.say(Rejection(reason="you are excluded", fatal=True))
         assert await generating == solo(PROMPT, 80)
         assert rig.worker.rank.state().epoch == 4
         assert not rig.task.done()

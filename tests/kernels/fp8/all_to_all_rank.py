@@ -103,7 +103,7 @@ def exchange(buffer, shape, epoch, skew):
 
 
 def compare(buffers, shape):
-    """Faults of all epochs, in words."""
+    """Messages of the faults of all epochs."""
     skew = random.Random(shape.rank)
     faults = []
     for epoch in range(NUM_EPOCHS[shape.payload]):
@@ -165,7 +165,7 @@ def main():
         report["gloo lonely"] = words_of_failure(buffer, shape)
         report["gloo afterwards"] = words_of_failure(buffer, shape)
     print(json.dumps(report))
-    # Nobody leaves before the others have waited in vain: a broken connection is noticed at once.
+    # No rank leaves before the others have timed out: a broken connection is noticed at once.
     (folder / f"done-{rank}").touch()
     until = time.monotonic() + PATIENCE_S
     while len(list(folder.glob("done-*"))) < num_ranks and time.monotonic() < until:

@@ -307,7 +307,7 @@ def test_a_captured_graph_raises_nothing_until_checked(interpreted, monkeypatch)
     ]
     buffers = [EpBuffer(SHAPE, backend, device="cpu") for backend in backends]
     here = dispatched(buffers, [numbered(10, 3), numbered(20, 2)], SLOTS)
-    # Nobody knows how many rows come, so there is room for the most.
+    # The number of rows is unknown, so there is room for the maximum.
     assert here[0].rows.shape == (2 * 4 * 2, 128)
     assert here[0].rows[:5, 7].tolist() == [10, 12, 21, 11, 12]
     backends[0].check()

@@ -144,7 +144,7 @@ def run(backend, *, block_tokens=64, tables, lengths, num_heads=3):
     return out
 
 
-# Two blocks, none, one whole and one that nobody reads, an unknown one, a negative one, too many.
+# Two blocks, none, one whole and one that no query reads, an unknown one, a negative one, too many.
 TABLES = [[5, 2], [77, -9], [4, 1000], [6, 0], [0, -1], [1, 3]]
 LENGTHS = [70, 0, 64, 1, 65, 129]
 

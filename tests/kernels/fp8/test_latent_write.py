@@ -43,7 +43,7 @@ class Cache:
         return self.latents.values().flatten(0, 1)[places]
 
     def written(self):
-        """The places of which no element is poison any more, if the others are all poison."""
+        """The places without poison, if all others are entirely poison."""
         is_poison = torch.cat([guard.unwritten() for guard in self.guards], dim=-1).flatten(0, 1)
         assert (is_poison.all(dim=1) | ~is_poison.any(dim=1)).all()
         assert all(guard.guard_is_intact() for guard in self.guards)

@@ -22,7 +22,7 @@ CONFIG = MlaDecodeConfig(heads=16, tokens=16, tokens_per_split=64, num_warps=4, 
 
 def latents(kind, generator):
     values = torch.randn(NUM_BLOCKS, BLOCK, RANK + ROTARY, generator=generator)
-    # What an earlier sequence left, and nobody may see.
+    # What an earlier sequence left, which no query may see.
     values[NUM_BLOCKS - 1] = float("nan")
     if kind is not torch.float8_e4m3fn:
         return PlainLatents(latents_BPC=values.to(kind), rank=RANK)

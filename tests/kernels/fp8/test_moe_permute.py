@@ -59,7 +59,7 @@ CASES = [(7, 3, 5, 4), (1, 1, 1, 1), (12, 2, 3, 1), (5, 4, 33, 8), (0, 2, 3, 4)]
 def test_pairs_lie_slot_by_slot_in_their_own_order(
     num_rows, top_k, num_slots, alignment, generator, interpreted
 ):
-    # Some are nobody's: before the first slot, or behind the last.
+    # Some belong to no slot: before the first one, or after the last.
     slots = torch.randint(-1, num_slots + 2, (num_rows, top_k), generator=generator)
     for run, options in ((row_order_reference, {}), (row_order_triton, {"config": ORDER_CONFIG})):
         order = ordered(run, slots, num_slots=num_slots, alignment=alignment, **options)

@@ -1,7 +1,7 @@
 """One rank of `test_ranks`: serves in FP8 with others, and saves its results.
 
 Arguments: rank, number of ranks, folder of the checkpoint, empty folder that all share, backend of
-the exchange. The rank that is last leaves in the end, and the others go on without it.
+the exchange. The last rank leaves at the end, and the others continue without it.
 """
 
 import sys
@@ -143,7 +143,7 @@ def main():
     dist.destroy_process_group()
     if rank in survivors:
         met(folder, rank, num_ranks - 1, epoch=2)
-        seen["anew"] = served_together(checkpoint, rank, num_ranks - 1)
+        seen["re-formed"] = served_together(checkpoint, rank, num_ranks - 1)
         dist.destroy_process_group()
     torch.save(seen, folder / f"result-{rank}")
 

@@ -65,9 +65,9 @@ def results_of_ranks(backend, num_ranks, checkpoint, folder):
 
 
 def groups(runs, backend):
-    """What the ranks of the first group saw, and those of the group that formed anew."""
+    """What the ranks of the first group saw, and those of the re-formed group."""
     ranks = runs[backend]
-    return [rank["together"] for rank in ranks], [rank["anew"] for rank in ranks[:-1]]
+    return [rank["together"] for rank in ranks], [rank["re-formed"] for rank in ranks[:-1]]
 
 
 @pytest.mark.parametrize("backend", NUM_RANKS)

@@ -103,7 +103,7 @@ def test_buffer_errors_become_exchange_errors(experts):
     with pytest.raises(ExchangeError, match="an exchange of rows failed: rank 3 runs 8"):
         exchange.check()
     Fails.error = PeerMissingError("its connection broke", ranks=(2,))
-    # Nobody waited, so nothing timed out.
+    # No rank waited, so nothing timed out.
     with pytest.raises(ExchangeError, match="an exchange of rows failed: its connection broke"):
         alone("reference", kind=Fails).check()
 

@@ -23,7 +23,7 @@ from tests.support.kernel_backends import use_backends
 
 FIRST, SECOND = [[0, 1, 2, 3, 0]], [[2, 1, 0, 3, 1]]
 NUM_SLOTS, NUM_SPARE = 5, 2
-# Of each sequence its tokens so far and those of the step: a prompt each, then both go on.
+# For each sequence its tokens so far and those of the step: a prompt each, then both continue.
 STEPS = (([], [5, 9, 2, 40, 7]), ([], [11, 3])), (([5, 9, 2, 40, 7], [8]), ([11, 3], [60]))
 
 
@@ -156,7 +156,7 @@ def test_the_interpreted_kernels_step_as_the_twins_do(
 ):
     both = [(([*chain(*tokens[:n])], new),) for n, new in enumerate(tokens)]
     expected, expected_loads = served(loaded(checkpoint), checkpoint, steps=both, switched=SECOND)
-    # `permute` has a program for every row of nobody, too many to interpret.
+    # `permute` has a program for every unused row, too many to interpret.
     select(monkeypatch, backends)
     logits, loads = served(loaded(checkpoint), checkpoint, steps=both, switched=SECOND)
     assert loads == expected_loads

@@ -136,7 +136,7 @@ def _transfers(**changes: float) -> Callable[[Arena, Fault], Awaitable[None]]:
 
 
 async def _stranger(arena: Arena, fault: Fault) -> None:
-    """Somebody of another release claims to be one of the workers, or a new one."""
+    """A process of another release claims to be one of the workers, or a new one."""
     rng = random.Random(fault.draw)
     hello = worker_link_pb2.Hello(
         pool="default",
