@@ -19,6 +19,8 @@ from equipoise.balancer.store.store import StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.pool import Pool
+from equipoise.pool.records import PoolMemory
 from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 60.0
@@ -200,3 +202,16 @@ async def test_an_archive_changes_only_when_the_store_does(store):
     waiting = asyncio.create_task(remembered.until_changed(remembered.pool.revision))
     archive.close_streams()
     await asyncio.wait_for(waiting, WAIT_S)
+
+
+async def test_an_archive_drops_a_pool_that_the_leader_forgot_and_no_other(store):
+    archive = Archive(store=store, policies=PolicyBook(Policy()))
+    for name in ("gone", "kept"):
+        await store.adopt(name, layout_of(1), term=0)
+    await archive.refresh(elsewhere="ask a:7070")
+    archive.keep(Pool("led until now", policies=PolicyBook(Policy()), memory=PoolMemory()))
+    watched = archive.find("gone")
+    await store.forget("gone", term=0)
+    await archive.refresh(elsewhere="ask a:7070")
+    assert archive.names() == ("kept", "led until now")
+    assert watched.closed

@@ -327,6 +327,32 @@ async def test_pools_do_not_see_each_other(store):
     assert await store.decisions("b", limit=1) == ()
 
 
+async def test_a_pool_is_forgotten_whole_and_alone_and_starts_anew(store):
+    for pool in ("gone", "kept"):
+        await store.adopt(pool, layout_of(7), term=TERM)
+        await store.put_membership(pool, EpochMembers(epoch=3, workers=("a",)), term=TERM)
+        await store.put_average(pool, "slow", ONES, term=TERM)
+        await store.add_decision(pool, A_DECISION, term=TERM)
+        await store.add_audit(pool, AN_ORDER, hold=Hold(paused="ann"), term=TERM)
+    with pytest.raises(TermOverError):
+        await store.forget("gone", term=TERM - 1)
+    assert await store.pools() == ("gone", "kept")
+    await store.forget("gone", term=TERM)
+    await store.forget("never there", term=TERM)
+    assert await store.pools() == ("kept",)
+    assert await store.committed("gone") is None
+    assert await store.membership("gone") is None
+    assert await store.average("gone", "slow") is None
+    assert await store.decisions("gone", limit=9) == await store.audit("gone", limit=9) == ()
+    assert not (await store.hold("gone")).paused
+    assert await store.next_generation("gone") == 1
+    assert await store.commits("gone") == ()
+    assert (await store.add_decision("gone", A_DECISION, term=TERM)).sequence == 1
+    assert await store.next_generation("kept") == 8
+    assert (await store.membership("kept")).epoch == 3
+    assert len(await store.audit("kept", limit=9)) == 1
+
+
 async def test_the_newest_decisions_come_first_and_old_ones_are_dropped(store):
     added = await asyncio.gather(
         *(store.add_decision("p", A_DECISION, term=TERM) for _ in range(MAX_DECISIONS + 3))

@@ -46,15 +46,22 @@ class Archive:
         self._policies = policies
         self._policy_revision = policies.revision
         self._pools: dict[str, RememberedPool] = {}
+        self._stored: frozenset[str] = frozenset()
 
     async def refresh(self, *, elsewhere: str) -> None:
         """Read the store; `elsewhere` says why the ranks are not here, and where to ask.
+
+        A pool that the store had and has no more was forgotten by the leader.
 
         Raises:
             StoreError: the store cannot be read; what was read before stays.
         """
         has_new_policy = self._policy_revision != self._policies.revision
-        for name in await self._store.pools():
+        stored = frozenset(await self._store.pools())
+        for name in self._stored - stored:
+            self._pools.pop(name).close()
+        self._stored = stored
+        for name in sorted(stored):
             memory = await recall(self._store, name)
             known = self._pools.get(name)
             lost = known.pool.journal.forgotten_by(memory) if known is not None else None

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -14,10 +14,11 @@ from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.persistence import restore
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.runner import Clock, PoolRunner
-from equipoise.balancer.store.store import Store
+from equipoise.balancer.store.store import Store, StoreError
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
+from equipoise.pool.counters import WRITE_TIMEOUT_S
 from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
@@ -26,7 +27,12 @@ from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 1024
-"""Pools of one balancer; the bound keeps a peer from creating them without end."""
+"""Pools of one balancer; the bound keeps a peer from creating them without end. At the bound, a new
+pool takes the place of the one that has had no workers for longest, and no hold of an operator."""
+
+KEEP_POOL_S = 3600.0
+"""Seconds that a pool is kept after its last worker left, or this term began. Workers of a fleet
+that restarts come back within minutes."""
 
 END_TIMEOUT_S = 3.0
 """Seconds that the pools of a term may take to end; then the next term begins without them."""
@@ -90,7 +96,8 @@ class Pools:
         self._planner = planner
         self._wave_turns = WaveTurns()
         self._runners: dict[str, PoolRunner] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._creating = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         for name in sorted({*await self._store.pools(), *self._known}):
@@ -105,44 +112,25 @@ class Pools:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ending = tuple(self._tasks)
-        for task in ending:
-            task.cancel()
-        if not ending:
-            return
-        # Bounded: a pool that hangs must not hold up the next term. It can do no harm: it has no
-        # tenure, and the store fences its writes.
-        _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
-        for task in late:
-            _log.error(
-                "%s did not end within %g s of its term (it waits in %s): continuing without it",
-                task.get_name(),
-                END_TIMEOUT_S,
-                " > ".join(_awaited(task.get_coro())),
-            )
+        await _ended(self._tasks.values())
 
     async def admit(
         self, hello: Hello, mailbox: Mailbox, *, is_certified: bool = False
-    ) -> PoolRunner:
+    ) -> PoolRunner | None:
         """Let a worker into its pool; the first worker creates the pool.
 
         `is_certified` says that its own credentials name it, and not only its pool.
 
+        Returns None if the term ended before there was room for the pool.
+
         Raises:
             RejectedWorkerError: it cannot be in that pool.
         """
-        runner = self._runners.get(hello.pool)
-        if runner is None:
-            if len(self._runners) >= MAX_POOLS:
-                raise RejectedWorkerError(
-                    "hello_too_many_pools",
-                    f"worker {hello.worker}: this balancer has {MAX_POOLS} pools already: join "
-                    f"one of them, or start another balancer",
-                )
-            fresh = self._runner(hello.pool, PoolMemory())
-            fresh.admit(hello, mailbox)
-            self._register(hello.pool, fresh)
-            return fresh
+        if hello.pool not in self._runners:
+            async with self._creating:
+                if hello.pool not in self._runners:
+                    return await self._create(hello, mailbox)
+        runner = self._runners[hello.pool]
         runner.admit(hello, mailbox, is_certified=is_certified)
         return runner
 
@@ -180,6 +168,57 @@ class Pools:
         """Wait until the lease was renewed after this call; False if the term ended instead."""
         return await self._tenure.until_confirmed()
 
+    async def _create(self, hello: Hello, mailbox: Mailbox) -> PoolRunner | None:
+        runner = self._runner(hello.pool, PoolMemory())
+        runner.admit(hello, mailbox)
+        while len(self._runners) >= MAX_POOLS:
+            await self._forget(self._oldest_empty(for_worker=hello.worker))
+        if not self._tenure.holds():
+            return None
+        self._register(hello.pool, runner)
+        return runner
+
+    def _oldest_empty(self, *, for_worker: str) -> str:
+        """The pool that gives way to a new one.
+
+        Raises:
+            RejectedWorkerError: all are kept.
+        """
+        latest_s = self._clock() - KEEP_POOL_S
+        empty = [
+            (runner.empty_since_s, name)
+            for name, runner in sorted(self._runners.items())
+            if runner.empty_since_s is not None
+            and runner.empty_since_s <= latest_s
+            and not runner.pool.journal.hold.reason
+        ]
+        if not empty:
+            raise RejectedWorkerError(
+                "hello_too_many_pools",
+                f"worker {for_worker}: this balancer has {len(self._runners)} pools, the most that "
+                "it can have, and none was without workers for an hour and is not held by an "
+                "operator: join one of them, or start another balancer",
+            )
+        return min(empty)[1]
+
+    async def _forget(self, name: str) -> None:
+        """Drop a pool without workers here and in the store."""
+        runner, task = self._runners.pop(name), self._tasks.pop(name)
+        empty_s = self._clock() - (runner.empty_since_s or 0.0)
+        _log.warning(
+            "pool %s is forgotten: it had no workers for %.0f s, and a new pool needs its place",
+            *(name, empty_s),
+            extra=about(pool=name),
+        )
+        runner.close_streams()
+        # Before the store forgets it, so that it writes nothing afterwards.
+        await _ended((task,))
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._store.forget(name, term=self._tenure.term)
+        except (StoreError, TimeoutError) as error:
+            _log.warning("pool %s is still in the store until the next term: %s", name, error)
+
     def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
         return PoolRunner(
             PoolController(name, policies=self._policies, memory=memory),
@@ -193,14 +232,34 @@ class Pools:
 
     def _register(self, name: str, runner: PoolRunner) -> None:
         self._runners[name] = runner
-        task = asyncio.create_task(runner.run(), name=f"pool {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks[name] = asyncio.create_task(runner.run(), name=f"pool {name}")
+        self._tasks[name].add_done_callback(_report_failure)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel the tasks of pools and wait until they have ended.
+
+    Bounded: a pool that hangs must not hold up the next term. It can do no harm: it has no tenure,
+    and the store fences its writes.
+    """
+    ending = [task for task in tasks if not task.done()]
+    for task in ending:
+        task.cancel()
+    if not ending:
+        return
+    _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
+    for task in late:
+        _log.error(
+            "%s did not end within %g s of its term (it waits in %s): continuing without it",
+            task.get_name(),
+            END_TIMEOUT_S,
+            " > ".join(_awaited(task.get_coro())),
+        )
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("%s failed", task.get_name(), exc_info=task.exception())
 
 
 def pick(pools: Mapping[str, _View], name: str) -> _View:

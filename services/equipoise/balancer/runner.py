@@ -98,6 +98,8 @@ class PoolRunner:
         self._answers = Answers()
         self.encoder = Encoder()
         self.closed = False
+        self.empty_since_s: float | None = clock()
+        """When the last worker left, in unix seconds; None while there are workers."""
 
     @property
     def leads(self) -> bool:
@@ -127,6 +129,7 @@ class PoolRunner:
             self._log.info("worker %s opened a newer stream", hello.worker, extra=fields)
             previous.close()
         self._mailboxes[hello.worker] = mailbox
+        self.empty_since_s = None
         self._log.info("worker %s connected from %s", hello.worker, hello.address, extra=fields)
         self._submit(chain)
 
@@ -160,6 +163,8 @@ class PoolRunner:
         if self._mailboxes.get(worker) is not mailbox:
             return
         del self._mailboxes[worker]
+        if not self._mailboxes:
+            self.empty_since_s = self._clock()
         self._log.info("worker %s is gone: %s", worker, reason, extra=self._about(worker))
         self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 

@@ -71,14 +71,13 @@ class WorkerLinkService:
             hello = await self._introduction(request_iterator)
             caller = self._caller(context)
             _check_identity(caller, hello)
-            pools = await self._leading(hello, mailbox)
-            if pools is None:
-                await context.write(_alone(self._redirection()))
-                return
-            runner = await self._admit(pools, hello, mailbox, caller=caller)
+            runner = await self._admit(hello, mailbox, caller=caller)
         except (InvalidMessageError, RejectedWorkerError) as error:
             fatal = error.kind not in _PASSING
             await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
+            return
+        if runner is None:
+            await context.write(_alone(self._redirection()))
             return
         reason = "its stream was cut"
         try:
@@ -122,9 +121,11 @@ class WorkerLinkService:
         mailbox.post(TermConfirmed(term=pools.term, replaced_term=hello.highest_term))
         return pools
 
-    async def _admit(
-        self, pools: Pools, hello: Hello, mailbox: Mailbox, *, caller: Caller
-    ) -> PoolRunner:
+    async def _admit(self, hello: Hello, mailbox: Mailbox, *, caller: Caller) -> PoolRunner | None:
+        """Let a worker into its pool; None if this balancer does not lead."""
+        pools = await self._leading(hello, mailbox)
+        if pools is None:
+            return None
         try:
             is_certified = caller.is_worker(pool=hello.pool, worker=hello.worker)
             return await pools.admit(hello, mailbox, is_certified=is_certified)

@@ -62,6 +62,12 @@ FENCE = "return {'ok'}"
 
 POOLS = "return {'ok', redis.call('SMEMBERS', pools)}"
 
+FORGET = """
+redis.call('DEL', pool, layouts, averages, decisions, commits, audit)
+redis.call('SREM', pools, name)
+return {'ok'}
+"""
+
 PUT_PROPOSED = """
 local generation, layout, num_kept = ARGV[4], ARGV[5], tonumber(ARGV[6])
 if redis.call('HGET', layouts, generation) == layout then return {'ok'} end

@@ -91,6 +91,10 @@ class RedisStore:
         (names,) = await self._read("", scripts.POOLS)
         return tuple(sorted(name.decode() for name in names))
 
+    async def forget(self, pool: str, *, term: int) -> None:
+        """See `Store`."""
+        await self._write(pool, scripts.FORGET, term=term)
+
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
         """See `Store`."""
         answer, *rest = await self._step(

@@ -55,6 +55,15 @@ class SqliteStore:
 
         return tuple(sorted(await self._file.read(read)))
 
+    async def forget(self, pool: str, *, term: int) -> None:
+        """See `Store`."""
+
+        def write() -> None:
+            for table in ("pools", "layouts", "averages", "decisions", "commits", "audit"):
+                self._db.execute(f"DELETE FROM {table} WHERE pool = ?", (pool,))  # noqa: S608 - ours
+
+        await self._file.write(write, term=term)
+
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
         """See `Store`."""
 

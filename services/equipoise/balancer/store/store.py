@@ -110,6 +110,9 @@ class Store(Protocol):
     async def pools(self) -> tuple[str, ...]:
         """Names of all pools the store knows, sorted."""
 
+    async def forget(self, pool: str, *, term: int) -> None:
+        """Drop everything about a pool; its workers' reports bring back what they still run."""
+
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
         """Record a layout before any rank is asked to stage it.
 
