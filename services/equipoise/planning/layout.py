@@ -45,8 +45,10 @@ class Layout:
     """The result of `layer_digests`, if the caller knows it."""
     first_slot: tuple[int, ...] = field(init=False)
     """First slot of each rank, then the number of slots."""
-    _layer_digests: tuple[bytes, ...] | None = field(init=False, repr=False, default=None)
-    _digest: bytes = field(init=False, repr=False, default=b"")
+    _layer_digests: tuple[bytes, ...] | None = field(
+        init=False, repr=False, compare=False, default=None
+    )
+    _digest: bytes = field(init=False, repr=False, compare=False, default=b"")
 
     def __post_init__(self, known_digests: tuple[bytes, ...] | None) -> None:
         object.__setattr__(self, "_layer_digests", known_digests)
