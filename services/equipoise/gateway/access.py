@@ -2,14 +2,11 @@
 
 import hashlib
 import hmac
-import logging
 from pathlib import Path
 
 from equipoise.gateway.errors import GatewayError, UnauthorizedError
 from equipoise.trust.errors import TrustError
-from equipoise.trust.files import WatchedFiles
-
-_log = logging.getLogger(__name__)
+from equipoise.trust.files import ReloadedFile
 
 
 class ApiKeys:
@@ -23,9 +20,8 @@ class ApiKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._files = WatchedFiles((("api_keys", str(path)),))
         try:
-            self._digests = self._read()
+            self._file = ReloadedFile("api_keys", str(path), name="API keys", parse=self._parse)
         except TrustError as error:
             raise GatewayError(str(error)) from None
 
@@ -35,22 +31,16 @@ class ApiKeys:
         Raises:
             UnauthorizedError: it has none of the keys.
         """
-        if self._files.changed():
-            try:
-                self._digests = self._read()
-                _log.info("reloaded %d API keys", len(self._digests))
-            except TrustError as error:
-                _log.warning("keeping the last valid API keys: %s", error)
+        digests = self._file.content()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthorizedError("send an API key: Authorization: Bearer <key>")
         digest = _digest(key.strip())
         # Compare all of them in constant time, so that the delay reveals nothing.
-        if not sum(hmac.compare_digest(digest, one) for one in self._digests):
+        if not sum(hmac.compare_digest(digest, one) for one in digests):
             raise UnauthorizedError("unknown API key")
 
-    def _read(self) -> tuple[bytes, ...]:
-        (data,) = self._files.read()
+    def _parse(self, data: bytes) -> tuple[bytes, ...]:
         lines = (line.strip() for line in data.decode(errors="replace").splitlines())
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:

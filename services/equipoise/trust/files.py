@@ -1,10 +1,15 @@
-"""`WatchedFiles`: files that are reloaded when they are replaced."""
+"""Files that are read again when they are replaced, and `ReloadedFile`, what one contains."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from equipoise.trust.errors import TrustError
 
+_log = logging.getLogger(__name__)
+
+Content = TypeVar("Content")
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -49,3 +54,30 @@ class WatchedFiles:
             except OSError:
                 stamps.append((0, 0, 0))
         return tuple(stamps)
+
+
+class ReloadedFile(Generic[Content]):
+    """What a file contains; while it is unusable, what it contained last.
+
+    Raises:
+        TrustError: the file is unusable from the start.
+    """
+
+    def __init__(
+        self, setting: str, path: str, *, name: str, parse: Callable[[bytes], Content]
+    ) -> None:
+        """`name` is that of the content, for the log; `parse` raises TrustError."""
+        self._files = WatchedFiles(((setting, path),))
+        self._name = name
+        self._parse = parse
+        self._content = parse(*self._files.read())
+
+    def content(self) -> Content:
+        """The content, parsed again if the file was replaced."""
+        if self._files.changed():
+            try:
+                self._content = self._parse(*self._files.read())
+                _log.info("reloaded the %s", self._name)
+            except TrustError as error:
+                _log.warning("keeping the last valid %s: %s", self._name, error)
+        return self._content

@@ -8,7 +8,6 @@ make them. Their key ID (`kid`) is the raw public key in base64url.
 
 import base64
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_der_public_key, lo
 
 from equipoise.telemetry.logs import printable
 from equipoise.trust.errors import InvalidTokenError, TrustError
-from equipoise.trust.files import WatchedFiles
+from equipoise.trust.files import ReloadedFile
 from equipoise.trust.identity import Identity, parse_identity
 
 BALANCER = "balancer"
@@ -33,8 +32,6 @@ CLOCK_SKEW_S = 60
 
 MAX_TOKEN_LENGTH = 2048
 """Characters; longer ones are not decoded."""
-
-_log = logging.getLogger(__name__)
 
 
 def worker_audience(pool: str, worker: str) -> str:
@@ -51,23 +48,17 @@ class SigningKey:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._files = WatchedFiles((("signing_key", path),))
-        self._key = self._read()
+        self._file = ReloadedFile("signing_key", path, name="signing key", parse=self._parse)
 
     def token(self, *, audience: str, now: float) -> str:
         """A token for `audience`; signed with the last valid key while the file is unusable."""
-        if self._files.changed():
-            try:
-                self._key = self._read()
-            except TrustError as error:
-                _log.warning("keeping the last valid signing key: %s", error)
-        header = {"alg": "EdDSA", "typ": "JWT", "kid": _encoded(_raw(self._key.public_key()))}
+        key = self._file.content()
+        header = {"alg": "EdDSA", "typ": "JWT", "kid": _encoded(_raw(key.public_key()))}
         claims = {"aud": audience, "iat": int(now), "exp": int(now) + LIFETIME_S}
         signed = ".".join(_encoded(json.dumps(part).encode()) for part in (header, claims))
-        return f"{signed}.{_encoded(self._key.sign(signed.encode()))}"
+        return f"{signed}.{_encoded(key.sign(signed.encode()))}"
 
-    def _read(self) -> Ed25519PrivateKey:
-        (text,) = self._files.read()
+    def _parse(self, text: bytes) -> Ed25519PrivateKey:
         try:
             key = load_pem_private_key(text, password=None)
         except (TypeError, ValueError):
@@ -92,8 +83,7 @@ class AcceptedKeys:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._files = WatchedFiles((("accepted_keys", path),))
-        self._accepted = self._read()
+        self._file = ReloadedFile("accepted_keys", path, name="accepted keys", parse=self._parse)
 
     def identify(self, token: str, *, audience: str, now: float) -> Identity:
         """The identity that a token proves to `audience` at `now`.
@@ -101,14 +91,9 @@ class AcceptedKeys:
         Raises:
             InvalidTokenError: it proves none; says why.
         """
-        if self._files.changed():
-            try:
-                self._accepted = self._read()
-                _log.info("reloaded the accepted keys")
-            except TrustError as error:
-                _log.warning("keeping the last valid accepted keys: %s", error)
+        accepted = self._file.content()
         header, claims, signed, signature = _parts(token)
-        identity = self._accepted.get(header)
+        identity = accepted.get(header)
         if identity is None:
             raise InvalidTokenError("its key is not accepted: check whether it was replaced")
         try:
@@ -118,8 +103,7 @@ class AcceptedKeys:
         _check_claims(claims, audience=audience, now=now)
         return identity
 
-    def _read(self) -> Mapping[bytes, Identity]:
-        (text,) = self._files.read()
+    def _parse(self, text: bytes) -> Mapping[bytes, Identity]:
         accepted: dict[bytes, Identity] = {}
         for number, line in enumerate(text.decode(errors="replace").splitlines(), start=1):
             words = line.split()
