@@ -115,9 +115,9 @@ async def test_after_a_wave_to_many_ranks_the_next_one_waits_the_longer(monkeypa
     assert loop.time() - began_s >= 0.2
 
 
-async def test_a_wave_waits_for_plans_in_the_making_for_a_part_of_its_bound_only(monkeypatch):
+async def test_a_wave_waits_for_requested_plans_for_a_fraction_of_its_timeout_only(monkeypatch):
     hold(monkeypatch, WAIT_S)
-    monkeypatch.setattr(wave_turns_module, "BEHIND_BOUND", 0.1 / POLICY.stage_timeout_s)
+    monkeypatch.setattr(wave_turns_module, "BEHIND_TIMEOUT", 0.1 / POLICY.stage_timeout_s)
     turns, went = WaveTurns(), []
     async with asyncio.timeout(WAIT_S):
         with turns.expecting():
