@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz bench-gpu chaos tune protos chart
+.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz simulate bench-gpu chaos tune protos chart
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -101,6 +101,9 @@ bench: $(STAMP)  ## Run the benchmarks and print their ratios
 fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messages
 	EQUIPOISE_FUZZ_DECODED=750000 EQUIPOISE_FUZZ_HEARD=100000 EQUIPOISE_FUZZ_SOCKET=150000 \
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
+
+simulate: $(STAMP)  ## Play 10,000 schedules of faults on a simulated fleet (ARGS="--hours 8"; --help lists all)
+	PYTHONPATH=. $(BIN)/python -m tests.simulation $(or $(ARGS),--schedules 10000)
 
 chaos: $(STAMP) redis  ## Inject seeded faults into a real fleet and check the invariants (ARGS="--runs 200")
 	$(BIN)/python -m tests.support.chaos $(ARGS)

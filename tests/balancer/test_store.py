@@ -23,16 +23,20 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.pool.records import AverageRecord, EpochMembers, ForgottenRecords, Hold
 from equipoise.wire.checks import MAX_COUNT, MAX_TERM
+from tests.simulation.store import SimStore, StoreServer
 from tests.support.store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 TERM = 1
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "redis", "simulated"])
 def open_store(request, tmp_path):
     """Opens the same store again and again; close what you opened."""
     if request.param == "sqlite":
         return lambda: SqliteStore(tmp_path / "state")
+    if request.param == "simulated":
+        server = StoreServer()
+        return lambda: SimStore(server)
     url = request.getfixturevalue("redis_url")
     return lambda: RedisStore(url, timeout_s=20.0)
 
@@ -241,6 +245,7 @@ async def test_a_balancer_that_was_succeeded_can_write_nothing_that_matters(stor
 
 async def test_a_store_that_does_not_look_at_the_term_would_be_noticed(store, monkeypatch):
     monkeypatch.setattr(SqliteFile, "_fence", lambda _self, _term: None)
+    monkeypatch.setattr(SimStore, "_fenced", lambda _self, data, change, _term: change(data))
     compared = "tonumber(term) < tonumber(highest_term)"
     assert compared in redis_scripts.PRELUDE
     monkeypatch.setattr(

@@ -1,0 +1,148 @@
+"""`python -m tests.simulation`: play schedules, replay one, or search for planted faults."""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+
+from tests.simulation.campaign import (
+    Campaign,
+    Played,
+    chosen,
+    command,
+    play_all,
+    replay,
+    shrink,
+)
+from tests.simulation.plants import PLANTS
+from tests.simulation.schedule import MAKERS
+
+STORIES = 40
+
+
+def main() -> int:
+    """Run what the arguments ask for; returns 1 if an invariant was broken."""
+    args = _arguments()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # Sets of names then iterate in the same order in every process.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
+    if args.plant == "all":
+        return _search_plants(args)
+    if args.seed is not None:
+        schedule = chosen(args.seed, args.keep, _kinds(args.kinds))
+        played = replay(schedule, plant=args.plant)
+        if args.shrink and played.violation:
+            played = shrink(schedule, played.violation, plant=args.plant)
+        _tell(played, plant=args.plant)
+        return int(bool(played.violation))
+    campaign = _campaign(args)
+    _report(campaign, args)
+    return int(bool(campaign.failures))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000, help="schedules to play")
+    parser.add_argument("--hours", type=float, default=0.0, help="play for so long instead")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--seed", type=int, help="play the schedule of this seed and tell it")
+    parser.add_argument("--keep", help="with --seed: only these of its actions, by number")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: shrink it first")
+    parser.add_argument("--plant", default="", help=f"plant a fault: all, {', '.join(PLANTS)}")
+    parser.add_argument("--kinds", default="", help="faults to choose from; -NAME leaves one out")
+    parser.add_argument("--all-failures", action="store_true", help="do not stop at the first")
+    parser.add_argument("--digests", action="store_true", help="show each schedule's digest")
+    parser.add_argument("--table", action="store_true", help="show schedules by kind of fault")
+    return parser.parse_args()
+
+
+def _campaign(args: argparse.Namespace) -> Campaign:
+    campaign = Campaign()
+    ends_s = time.monotonic() + 3600 * args.hours
+    count = args.schedules if not args.hours else 1 << 40
+    shown_s = time.monotonic()
+    seeds = range(args.first, args.first + count)
+    for played in play_all(seeds, jobs=args.jobs, plant=args.plant, kinds=_kinds(args.kinds)):
+        campaign.add(played)
+        if args.digests:
+            print(f"seed {played.schedule.seed}: {played.digest}")
+        if played.violation and not args.all_failures:
+            break
+        if args.hours and time.monotonic() > ends_s:
+            break
+        if time.monotonic() > shown_s + 30:
+            shown_s = time.monotonic()
+            print(f"{campaign.schedules} schedules", file=sys.stderr, flush=True)
+    return campaign
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    """The kinds of faults that `--kinds` names."""
+    names = [name for name in text.split(",") if name]
+    excluded = {name[1:] for name in names if name.startswith("-")}
+    wanted = [name for name in names if not name.startswith("-")] or list(MAKERS)
+    return tuple(name for name in wanted if name not in excluded)
+
+
+def _report(campaign: Campaign, args: argparse.Namespace) -> None:
+    for violation, failures in sorted(campaign.failures.items()):
+        seeds = ", ".join(str(one.schedule.seed) for one in failures[:20])
+        print(f"\n{violation}: {len(failures)} of {campaign.schedules} schedules (seeds {seeds})")
+        for text, count in Counter(one.text[:160] for one in failures).most_common(8):
+            print(f"  {count} x {text}")
+        _tell(
+            shrink(failures[0].schedule, violation, plant=args.plant),
+            plant=args.plant,
+        )
+    if args.table or args.all_failures:
+        print(f"\n{'fault':22} {'schedules':>9} {'broke an invariant':>19}")
+        for kind in MAKERS:
+            print(f"{kind:22} {campaign.kinds[kind]:9} {campaign.failed_kinds[kind]:19}")
+    num = max(1, campaign.schedules)
+    per_minute = 60 * num / max(campaign.cpu_s, 1e-9)
+    print(
+        f"\n{campaign.schedules} schedules, {sum(map(len, campaign.failures.values()))} broke an "
+        f"invariant; {campaign.events} events, {campaign.virtual_s / 3600:.1f} simulated hours, "
+        f"{campaign.steps} steps, {campaign.epochs} epochs, {campaign.plans} plans, "
+        f"{campaign.switches} switches; {1000 * campaign.cpu_s / num:.0f} ms a schedule, "
+        f"{per_minute:.0f} a minute and core"
+    )
+
+
+def _tell(played: Played, *, plant: str) -> None:
+    if not played.violation:
+        print(f"seed {played.schedule.seed}: every invariant held ({played.digest})")
+        return
+    print(f"\n{played.schedule.num_workers} workers, 2 balancers; what happened (* is a fault):")
+    lines = played.story
+    if len(lines) > STORIES:
+        faults = [line for line in lines[: -STORIES // 2] if "  * " in line]
+        lines = (*faults, "    ...", *lines[-STORIES // 2 :])
+    for line in lines:
+        print(line)
+    print(f"\nagain: {command(played, plant=plant)}   (digest {played.digest})")
+
+
+def _search_plants(args: argparse.Namespace) -> int:
+    """Play until each planted fault is found; a table."""
+    missed = 0
+    print(f"{'planted fault':28} {'schedules until found':>22}  found as")
+    for name in PLANTS:
+        number, found = 0, None
+        seeds = range(args.first, args.first + args.schedules)
+        for played in play_all(seeds, jobs=args.jobs, plant=name, kinds=PLANTS[name].kinds):
+            number += 1
+            if played.violation:
+                found = played
+                break
+        missed += found is None
+        outcome = found.text[:90] if found is not None else "NOT FOUND"
+        print(f"{name:28} {number:22}  {outcome}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`SimBalancer`: the real seat, elector, pools and services in one simulated process."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from opentelemetry.trace import NoOpTracer
+
+from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.lease import Candidate
+from equipoise.balancer.readiness import Readiness
+from equipoise.balancer.seat import Seat
+from equipoise.balancer.server import _take_part
+from equipoise.balancer.service.admin_service import AdminService
+from equipoise.balancer.service.worker_link import WorkerLinkService
+from equipoise.planning.proposal import Proposal, ProposalRequest, propose
+from equipoise.policy.book import PolicyBook
+from equipoise.trust.identity import Caller
+from equipoise_api.v1 import admin_pb2
+from tests.simulation.leases import TIMING
+from tests.simulation.loop import Process
+from tests.simulation.network import ServerContext
+from tests.simulation.store import NAME, Link, SimRegister, SimStore
+
+UNIX_S = 1.7e9
+PLAN_S = (0.01, 0.3)
+
+OPERATIONS = {
+    "Pause": admin_pb2.PauseRequest,
+    "Resume": admin_pb2.ResumeRequest,
+    "Pin": admin_pb2.PinRequest,
+    "Unpin": admin_pb2.UnpinRequest,
+    "TriggerRebalance": admin_pb2.TriggerRebalanceRequest,
+    "Rollback": admin_pb2.RollbackRequest,
+}
+
+
+class StoreLink(Link):
+    """The network between a balancer and the store."""
+
+    def __init__(self, world: Any, process: Process) -> None:
+        self._world, self._process = world, process
+
+    async def there(self) -> None:
+        await self._pass(self._process.name, NAME)
+
+    async def back(self) -> None:
+        await self._pass(NAME, self._process.name)
+
+    async def _pass(self, source: str, target: str) -> None:
+        network = self._world.network
+        await asyncio.sleep(network.delay_s())
+        if network.is_cut(source, target):
+            await asyncio.get_running_loop().create_future()
+
+
+class SimPlanner:
+    """The real planner, in this process; a plan takes a while, or for ever while it hangs."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+
+    async def propose(
+        self, request: ProposalRequest, *, pool: str, begins: Callable[[], None]
+    ) -> Proposal:
+        begins()
+        if self._world.planner_hangs:
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(self._world.rng.uniform(*PLAN_S))
+        self._world.observer.proposed(pool, request)
+        return propose(request)
+
+
+class SimBalancer:
+    """One start of a balancer process."""
+
+    def __init__(self, world: Any, process: Process, address: str, *, boot: int) -> None:
+        self.world, self.process, self.address, self.serial = world, process, address, boot
+        link = StoreLink(world, process)
+        self.store = SimStore(world.store, link)
+        self.policies = PolicyBook(world.policy)
+        if world.policy_text:
+            self.offer_policy(world.policy_text)
+        self.elector = Elector(
+            SimRegister(world.store, link),
+            candidate=Candidate(name=f"{process.name}-{boot}", address=address),
+            timing=TIMING,
+            clock=world.loop.time,
+        )
+        skew_s = world.rng.uniform(-0.5, 0.5)
+        self.seat = Seat(
+            store=self.store,
+            policies=self.policies,
+            clock=lambda: UNIX_S + skew_s + world.loop.time(),
+            elector=self.elector,
+            readiness=Readiness(),
+            planner=SimPlanner(world),
+            tracer=NoOpTracer(),
+        )
+        world.observer.watch_elector(self)
+
+    async def run(self) -> None:
+        """Serve until killed; raises StoreError if the store cannot be read at the start."""
+        await self.seat.open()
+        service = WorkerLinkService(self.seat, caller=_caller)
+        admin = AdminService(self.seat, store=self.store, caller=lambda _context: "admin/op")
+        handlers: dict[str, Any] = {"Connect": service.connect}
+        for name, request in OPERATIONS.items():
+            handlers[name] = _unary(getattr(admin, name), request)
+        self.world.network.listen(self.process, self.address, handlers)
+        await _take_part(self.seat, self.elector)
+
+    def offer_policy(self, text: str) -> None:
+        """A policy file was edited."""
+        self.policies.offer(text, source="policy.yaml", now=self.world.loop.time())
+
+
+def _caller(context: ServerContext) -> Caller:
+    return Caller(peer="simulated", identities=context.identity or ())
+
+
+def _unary(method: Any, request_type: Any) -> Any:
+    async def handle(requests: Any, context: Any) -> None:
+        request = request_type.FromString(await requests.get())
+        context.set_trailing_metadata = lambda _metadata: None
+        response = await method(request, context)
+        await context.write(response.SerializeToString())
+
+    return handle

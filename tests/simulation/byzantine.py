@@ -1,0 +1,102 @@
+"""Callers with a valid credential of another pool, who say whatever they like."""
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from equipoise.trust.identity import Identity, Role
+from equipoise.wire.convert import to_balancer
+from equipoise.wire.messages import GroupLost, Heartbeat, Hello
+from tests.simulation.loop import Process
+from tests.support.mutations import Mutator
+
+POOL = "other"
+EVERY_S = 0.7
+IDENTITY = (Identity(role=Role.WORKER, pool=POOL, worker="evil"),)
+
+
+def hello(world: Any, **changes: Any) -> Hello:
+    """A valid Hello of a worker of another pool."""
+    return replace(
+        Hello(
+            pool=POOL,
+            worker="evil",
+            boot_id="evil-1",
+            node="evil",
+            address="evil:1",
+            rendezvous_address="evil:2",
+            model=world.shape,
+            slots_per_rank=world.shape.num_experts,
+            num_ranks=2,
+            checkpoint_fingerprint="e" * 32,
+        ),
+        **changes,
+    )
+
+
+def claim_terms(world: Any, how: str) -> None:
+    """Say, again and again, that a higher term was seen. It does not end with the faults."""
+    process = Process(world.loop, "byzantine")
+
+    def term() -> int:
+        highest = max(
+            (one.elector.state.highest_term for one in world.living_balancers()), default=0
+        )
+        return {
+            "next": highest + 1,
+            "huge": 2**53,
+            "lease": 2**31 - 1,
+            "leap": highest + 2**20,
+        }[how]
+
+    async def claim() -> None:
+        while True:
+            for address in world.balancer_addresses:
+                message = to_balancer(hello(world, highest_term=min(2**53, term())))
+                await _say(world, process, address, [message.SerializeToString()])
+            await asyncio.sleep(EVERY_S)
+
+    process.spawn(claim())
+
+
+def make_noise(world: Any, seed: int) -> None:
+    """Mutated messages for a few seconds: of its own name, of another's, or none at all."""
+    process = Process(world.loop, "byzantine")
+    rng, mutator = random.Random(seed), Mutator(seed)
+
+    async def noise() -> None:
+        for _ in range(6):
+            first = hello(world)
+            if rng.random() < 0.3:
+                first = replace(first, pool="main", worker=rng.choice(("w0", "w1", "evil")))
+            if rng.random() < 0.3:
+                epoch = rng.choice((1, 2, 2**31, 2**53))
+                lost = GroupLost(epoch=epoch, reason="noise", expert_of_slot=None, generation=epoch)
+                first = replace(first, group_lost=lost)
+            beat = Heartbeat(epoch=1, generation=9, staged_generation=9, sequence=1)
+            messages = [
+                mutated.SerializeToString()
+                for message in (to_balancer(first), to_balancer(beat), to_balancer(beat))
+                if (mutated := mutator.mutated(message) if rng.random() < 0.7 else message)
+            ]
+            address = rng.choice(world.balancer_addresses)
+            await _say(world, process, address, messages)
+            await asyncio.sleep(0.3)
+
+    process.spawn(noise())
+
+
+async def _say(world: Any, process: Process, address: str, messages: list[bytes]) -> None:
+    connection = world.network.connect(process, address, "Connect")
+    connection.identity = IDENTITY
+    try:
+        for message in messages:
+            connection.send(message)
+        async with asyncio.timeout(0.3):
+            await connection.answers.get()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, StopAsyncIteration):
+        pass
+    connection.cancel()

@@ -1,0 +1,137 @@
+"""Simulated experts: a checkpoint on a disk, slots that hold bytes, and counted assignments."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from equipoise.planning.shares import WHOLE
+from equipoise.planning.topology import ModelShape
+from equipoise_model.checkpoint import CheckpointError
+from equipoise_model.dispatch import SlotLoad
+
+CPU = torch.device("cpu")
+EXPERT_BYTES = 16
+_LAYERS = np.arange(64)[:, None]
+
+
+def expert_bytes(layer: int, expert: int) -> bytes:
+    """The true bytes of an expert."""
+    return hashlib.blake2b(f"{layer}/{expert}".encode(), digest_size=EXPERT_BYTES).digest()
+
+
+class SimCheckpoint:
+    """A checkpoint on a disk that may be damaged, or hang."""
+
+    fingerprint = "f" * 32
+    verifies = True
+    """Every read is compared with the checkpoint's manifest, as `Checkpoint` does."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.damaged: set[tuple[int, int]] = set()
+        self.hangs_until_s = 0.0
+        self.is_gone = False
+        self._true = {
+            (layer, expert): expert_bytes(layer, expert)
+            for layer in range(shape.num_layers)
+            for expert in range(shape.num_experts)
+        }
+
+    def read_expert(self, layer: int, expert: int) -> Any:
+        """The payload; a coroutine that returns it, if the disk hangs."""
+        if self.is_gone:
+            raise OSError("the disk is gone")
+        if self.verifies and (layer, expert) in self.damaged:
+            raise CheckpointError(f"expert {expert} of layer {layer} is damaged")
+        loop = asyncio.get_running_loop()
+        payload = self._payload(layer, expert)
+        if loop.time() < self.hangs_until_s:
+            return _later(self.hangs_until_s - loop.time(), payload)
+        return payload
+
+    def _payload(self, layer: int, expert: int) -> torch.Tensor:
+        data = bytearray(self._true[layer, expert])
+        if (layer, expert) in self.damaged:
+            data[3] ^= 1
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+async def _later(after_s: float, payload: torch.Tensor) -> torch.Tensor:
+    await asyncio.sleep(after_s)
+    return payload
+
+
+class SimSlots:
+    """One layer's slots."""
+
+    device = CPU
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.contents: list[bytes] = [bytes(EXPERT_BYTES)] * num_slots
+
+    def read(self, slot: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.contents[slot]), dtype=torch.uint8)
+
+    def write(self, slot: int, payload: torch.Tensor) -> None:
+        self.contents[slot] = payload.numpy().tobytes()
+
+    def stage(self, payloads):
+        staged = {slot: payload.numpy().tobytes() for slot, payload in payloads.items()}
+
+        def settle(_arrive: Any) -> None:
+            for slot, data in staged.items():
+                self.contents[slot] = data
+
+        return settle
+
+
+class SimPlacement:
+    """In place of the tables that the model dispatches by."""
+
+    def __init__(self, layout: Any) -> None:
+        self.layout = layout
+
+    def to(self, _device: Any) -> "SimPlacement":
+        return self
+
+
+class SimExperts:
+    """Counts assignments as the dispatch would."""
+
+    waited_s = 0.0
+
+    def __init__(self, joined: Any, core: Any) -> None:
+        self._core, self._rank = core, joined.join_epoch.rank
+        self._previous: SlotLoad | None = None
+        self._start(joined.join_epoch.layout)
+
+    def _start(self, layout: Any) -> None:
+        self.layout = layout
+        own = layout.own_slots(self._rank)
+        self._share_LS = layout.shares()[:, own] / WHOLE
+        self._experts_LS = layout.expert_of_slot[:, own]
+        self._load_LS = np.zeros(self._share_LS.shape)
+
+    def loads(self) -> tuple[SlotLoad, ...]:
+        load = self._load_LS.round().astype(np.int64)
+        current = SlotLoad(generation=self.layout.generation, slot_load_LS=load)
+        return (current,) if self._previous is None else (current, self._previous)
+
+    def agree(self, _tokens: Any) -> None:
+        pass
+
+    def switch(self, placement: SimPlacement) -> None:
+        self._previous = self.loads()[0]
+        self._start(placement.layout)
+
+    def serve(self) -> None:
+        """Run one step's tokens of all ranks."""
+        load_LE = self._core.world.traffic()
+        load_LS = load_LE[_LAYERS[: len(load_LE)], self._experts_LS]
+        self._load_LS = self._load_LS + load_LS * self._share_LS
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,223 @@
+"""`Faults`: what may happen to a world. One method for each kind of fault in `schedule.MAKERS`."""
+
+import contextvars
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from equipoise.wire.balancer_messages import BalancerMessage
+from tests.simulation import byzantine
+from tests.simulation.loop import Process
+from tests.simulation.schedule import BALANCERS, WORKERS
+from tests.simulation.store import NAME
+
+_FILE = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\ndefaults:\n  "
+EDITS = (
+    _FILE + "interval: 2s\n",
+    _FILE + "storeDown: memory\n",
+    _FILE + "slowWorker:\n    action: exclude\n    probation: 5s\n    windows: 1\n",
+    _FILE + "nonsense: 1\n",
+)
+
+
+class Faults:
+    """The faults of a `World`, whose base this is."""
+
+    def _until(self, for_s: float, function: Any, *args: Any) -> None:
+        """Undo something after a while."""
+        when_s = self.loop.time() + for_s
+        self._ends_s = max(self._ends_s, when_s)
+        self.loop.call_at(when_s, function, *args, context=outside())
+
+    def _kill(
+        self, name: str, start: Any, back_after_s: float, *, with_machine: bool = False
+    ) -> None:
+        known = self.workers.get(name) or self.balancers.get(name)
+        if known is not None:
+            known.process.kill(with_machine=with_machine)
+        self._until(back_after_s, start, name)
+
+    def do_kill_worker(self, name: str, back_after_s: float) -> None:
+        self._kill(name, self.start_worker, back_after_s)
+
+    def do_kill_balancer(self, name: str, back_after_s: float) -> None:
+        self._kill(name, self.start_balancer, back_after_s)
+
+    def do_lose_machine(self, name: str, back_after_s: float) -> None:
+        start = self.start_balancer if name in BALANCERS else self.start_worker
+        self._kill(name, start, back_after_s, with_machine=True)
+
+    def do_kill_leader(self, back_after_s: float) -> None:
+        leader = self.leader()
+        if leader is not None:
+            self._kill(leader.process.name, self.start_balancer, back_after_s)
+
+    def do_restart_everything(self, back_after_s: float) -> None:
+        for name in sorted(self.wanted):
+            self._kill(name, self.start_worker, back_after_s)
+        for name in BALANCERS:
+            self._kill(name, self.start_balancer, back_after_s)
+
+    def do_stop_worker(self, name: str, back_after_s: float) -> None:
+        if name in self.workers and self.workers[name].process.alive:
+            self.workers[name].process.call(self._stops[name].set)
+        self._until(back_after_s + 2.0, self.start_worker, name)
+
+    def _pause(self, process: Process, for_s: float) -> None:
+        process.pause()
+        self._until(for_s, self._resume, process)
+
+    def _resume(self, process: Process) -> None:
+        if process.paused:
+            process.resume()
+
+    def do_pause_worker(self, name: str, for_s: float) -> None:
+        if name in self.workers:
+            self._pause(self.workers[name].process, for_s)
+
+    def do_pause_balancer(self, name: str, for_s: float) -> None:
+        if name in self.balancers:
+            self._pause(self.balancers[name].process, for_s)
+
+    def do_pause_leader(self, for_s: float) -> None:
+        leader = self.leader()
+        if leader is not None:
+            self._pause(leader.process, for_s)
+
+    def do_cut(self, source: str, target: str, for_s: float) -> None:
+        self.network.cut(source, target)
+        self._until(for_s, self._heal, source, target)
+
+    def _heal(self, source: str, target: str) -> None:
+        if self.network.is_cut(source, target):
+            self.network.heal(source, target)
+
+    def do_cut_both(self, one: str, other: str, for_s: float) -> None:
+        self.do_cut(one, other, for_s)
+        self.do_cut(other, one, for_s)
+
+    def do_isolate(self, name: str, for_s: float) -> None:
+        for other in (*WORKERS, *BALANCERS, NAME):
+            if other != name:
+                self.do_cut_both(name, other, for_s)
+
+    def do_reset(self, one: str, other: str) -> None:
+        self.network.reset(one, other)
+
+    def _set(self, target: Any, name: str, value: Any, for_s: float, back: Any) -> None:
+        setattr(target, name, value)
+        self._until(for_s, setattr, target, name, back)
+
+    def do_slow_network(self, factor: float, for_s: float) -> None:
+        self._set(self.network, "delay_factor", factor, for_s, 1.0)
+
+    def do_flaky_network(self, share: float, for_s: float) -> None:
+        self._set(self.network, "flaky", share, for_s, 0.0)
+
+    def do_store_down(self, for_s: float) -> None:
+        self._set(self.store, "is_down", True, for_s, False)
+
+    def do_store_hangs(self, for_s: float) -> None:
+        self._set(self.store, "hangs", True, for_s, False)
+
+    def do_store_full(self, for_s: float) -> None:
+        self._set(self.store, "is_full", True, for_s, False)
+
+    def do_store_forgets(self) -> None:
+        self._note_loss()
+        self.store.forget()
+
+    def do_store_goes_back(self, num_writes: int) -> None:
+        self._note_loss()
+        self.store.go_back(num_writes)
+
+    def _note_loss(self) -> None:
+        self._leaders_at_losses.append(self.leader())
+        self.lost_s = self.loop.time()
+
+    @property
+    def store_and_memory_lost(self) -> bool:
+        """Whether the store lost contents that no leading process has known ever since."""
+        leader = self.leader()
+        return any(one is None or one is not leader for one in self._leaders_at_losses)
+
+    def do_disk_hangs(self, name: str, for_s: float) -> None:
+        if name in self.disks:
+            self.disks[name].hangs_until_s = self.loop.time() + for_s
+
+    def do_disk_gone(self, name: str, for_s: float) -> None:
+        if name in self.disks:
+            self._set(self.disks[name], "is_gone", True, for_s, False)
+
+    def do_disk_damaged(self, name: str, layer: int, expert: int) -> None:
+        if name in self.disks:
+            self.disks[name].damaged.add((layer, expert))
+            self._kill(name, self.start_worker, 0.5)
+
+    def do_slow_worker(self, name: str, for_s: float) -> None:
+        self.slowness[name] = 4.0
+        self._until(for_s, self.slowness.pop, name, None)
+
+    def do_shift(self, pattern: int) -> None:
+        self.pattern = pattern
+
+    def do_idle(self, for_s: float) -> None:
+        self._set(self, "has_traffic", False, for_s, True)
+
+    def do_planner_hangs(self, for_s: float) -> None:
+        self._set(self, "planner_hangs", True, for_s, False)
+
+    def do_corrupt_transfers(self, for_s: float) -> None:
+        self._set(self, "corrupts_transfers", True, for_s, False)
+
+    def do_operator(self, operation: str) -> None:
+        self.operators.ask(operation)
+
+    def do_edit_policy(self, number: int) -> None:
+        self.policy_text = EDITS[number]
+        for one in self.living_balancers():
+            one.process.call(one.offer_policy, self.policy_text)
+
+    def do_byzantine_term(self, how: str) -> None:
+        byzantine.claim_terms(self, how)
+
+    def do_byzantine_noise(self, seed: int) -> None:
+        byzantine.make_noise(self, seed)
+
+    def do_join_worker(self, for_s: float) -> None:
+        self.wanted.add("w4")
+        self.start_worker("w4")
+        self._until(for_s, lambda: None)
+
+    def do_wrong_layout(self, name: str) -> None:
+        """A leader with a bug tells one rank another layout than the others."""
+        self.tampered.add(name)
+
+    def _tamper(self, worker: Any, message: BalancerMessage) -> BalancerMessage:
+        layout = getattr(message, "layout", None)
+        if layout is None or getattr(message, "moves", ()):
+            return message
+        rank = getattr(message, "rank", worker.rank.held.rank if worker.rank else None)
+        table = np.array(layout.expert_of_slot)
+        others = [
+            slot
+            for slot in range(layout.num_slots)
+            if rank is None or slot // layout.slots_per_rank != rank
+        ]
+        one, other = others[0], others[-1]
+        if table[0, one] == table[0, other]:
+            return message
+        table[0, [one, other]] = table[0, [other, one]]
+        try:
+            wrong = layout.with_placement(table, generation=layout.generation)
+        except ValueError:
+            return message
+        self.tampered.discard(worker.process.name)
+        self.observer.note(f"{worker.process.name} is told another layout than the others")
+        return replace(message, layout=wrong)
+
+
+def outside() -> contextvars.Context:
+    """A context that belongs to no process."""
+    return contextvars.Context()

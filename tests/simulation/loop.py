@@ -1,0 +1,212 @@
+"""`SimLoop`: an asyncio event loop on a virtual clock; `Process`: what dies, pauses and resumes.
+
+Nothing waits: when no callback is ready, the clock jumps to the next timer. Callbacks run in the
+order in which they were scheduled, and sets of futures and tasks iterate in the order in which
+these were made, so a schedule is the same every time.
+"""
+
+import asyncio
+import contextvars
+import heapq
+import inspect
+import itertools
+from asyncio import base_events, events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+EPOCH_S = 1_000.0
+"""The virtual clock at the start of a schedule."""
+
+_PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
+
+_NO_PROCESS = contextvars.Context()
+
+_BUGS = (AttributeError, TypeError, NameError, AssertionError, LookupError)
+"""What no task of the product ends with, unless it has a bug."""
+
+_serials = itertools.count()
+
+
+class _Ordered:
+    """Hashes by order of creation instead of by address."""
+
+    def __hash__(self) -> int:
+        try:
+            return self._serial
+        except AttributeError:
+            self._serial = next(_serials)
+            return self._serial
+
+
+class _Future(_Ordered, asyncio.Future):
+    pass
+
+
+class _Task(_Ordered, asyncio.Task):
+    pass
+
+
+class Process:
+    """A simulated operating-system process: everything it scheduled stops when it is killed."""
+
+    def __init__(self, loop: "SimLoop", name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.paused = False
+        self._loop = loop
+        self._parked: list[asyncio.Handle] = []
+        self._on_death: list[Callable[[], None]] = []
+        self.context = contextvars.copy_context()
+        self.context.run(_PROCESS.set, self)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine in this process."""
+        return self._loop.create_task(coroutine, context=self.context.copy())
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run a function in this process, soon."""
+        self._loop.call_soon(function, *args, context=self.context)
+
+    def call_at(self, when_s: float, function: Callable[..., Any], *args: Any) -> None:
+        """Run a function in this process at a time, or when it resumes after that."""
+        self._loop.call_at(when_s, function, *args, context=self.context)
+
+    def on_death(self, function: Callable[[], None]) -> None:
+        """Call a function, outside the process, when this dies."""
+        self._on_death.append(function)
+
+    def kill(self, *, with_machine: bool = False) -> None:
+        """End at once: no cleanup code runs. Peers are told, unless its machine has gone too."""
+        if not self.alive:
+            return
+        self.alive, self._parked = False, []
+        for function in () if with_machine else self._on_death:
+            function()
+
+    def pause(self) -> None:
+        """Stop (SIGSTOP)."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Continue (SIGCONT) with everything that became due meanwhile."""
+        self.paused = False
+        parked, self._parked = self._parked, []
+        self._loop.take_back(parked)
+
+    def runs(self, handle: asyncio.Handle) -> bool:
+        """Whether a callback may run now; a paused process keeps it for later."""
+        if not self.alive:
+            return False
+        if self.paused:
+            self._parked.append(handle)
+            return False
+        return True
+
+
+class SimLoop(base_events.BaseEventLoop):
+    """An event loop without sockets, threads or real time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = EPOCH_S
+        self._order = itertools.count()
+        self._due: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[asyncio.Handle] = deque()
+        self.num_events = 0
+        self.faults: list[str] = []
+        """Exceptions that nobody caught."""
+        self.set_exception_handler(self._note_fault)
+
+    def time(self) -> float:
+        """The virtual clock, seconds."""
+        return self._now_s
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self)
+
+    def create_task(self, coro, *, name=None, context=None):
+        task = _Task(coro, loop=self, name=name, context=context)
+        # A dead process's tasks stay pending for ever; that is the point.
+        task._log_destroy_pending = False
+        task.add_done_callback(self._note_bug, context=_NO_PROCESS)
+        return task
+
+    def call_at(self, when, callback, *args, context=None):
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True
+        heapq.heappush(self._due, (when, next(self._order), timer))
+        return timer
+
+    def call_later(self, delay, callback, *args, context=None):
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_soon(self, callback, *args, context=None):
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def run_in_executor(self, executor, func, *args):
+        """Run at once; a coroutine that the function returns is what would block its thread."""
+        future = self.create_future()
+        try:
+            result = func(*args)
+        except BaseException as error:  # noqa: BLE001 - as an executor does
+            future.set_exception(error)
+            return future
+        if inspect.iscoroutine(result):
+            return self.create_task(result)
+        future.set_result(result)
+        return future
+
+    def take_back(self, handles: list[asyncio.Handle]) -> None:
+        """Schedule what a paused process kept."""
+        self._ready.extend(handles)
+
+    def run_until(self, until_s: float) -> None:
+        """Run everything that is due up to a time."""
+        events._set_running_loop(self)
+        try:
+            ready, due = self._ready, self._due
+            while True:
+                while ready:
+                    self._run(ready.popleft())
+                while due and due[0][2]._cancelled:
+                    heapq.heappop(due)
+                if not due or due[0][0] > until_s:
+                    self._now_s = max(self._now_s, until_s)
+                    return
+                when_s, _, handle = heapq.heappop(due)
+                self._now_s = max(self._now_s, when_s)
+                self._run(handle)
+        finally:
+            events._set_running_loop(None)
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        if handle._cancelled:
+            return
+        process = handle._context.get(_PROCESS)
+        if process is not None and not process.runs(handle):
+            return
+        self.num_events += 1
+        handle._run()
+
+    def _timer_handle_cancelled(self, handle) -> None:
+        pass  # Skipped when it is due.
+
+    def _note_bug(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, _BUGS):
+            self.faults.append(f"{task.get_coro().__qualname__}: {error!r}")
+
+    def _note_fault(self, _loop, about) -> None:
+        error = about.get("exception")
+        if "never retrieved" not in about["message"]:
+            self.faults.append(f"{about['message']}: {error!r}")
+
+
+def current_process() -> Process | None:
+    """The process whose code runs now."""
+    return _PROCESS.get()

@@ -1,0 +1,395 @@
+"""`Network`: connections between simulated processes, in place of gRPC's sockets.
+
+A connection is two first-in-first-out pipes with random delays. A cut, in one direction or in both,
+keeps messages until it heals, as TCP does; a reset ends both ends. Under `flaky`, single messages
+are lost, doubled or overtaken, which TCP excludes: the product must survive that as well.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
+
+import grpc
+
+from tests.simulation.loop import Process, SimLoop
+
+DELAY_S = (0.0005, 0.02)
+CONNECT_TIMEOUT_S = 20.0
+
+_END = object()
+_BROKEN = object()
+
+
+class Network:
+    """Who can reach whom."""
+
+    def __init__(self, loop: SimLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self.rng = rng
+        self._listeners: dict[str, tuple[Process, dict[str, Any]]] = {}
+        self._cuts: dict[tuple[str, str], int] = {}
+        self._connections: list[Connection] = []
+        self._held: list[_Pipe] = []
+        self.delay_factor = 1.0
+        self.flaky = 0.0
+
+    def listen(self, process: Process, address: str, handlers: dict[str, Any]) -> None:
+        """Serve methods by their last name, `handler(requests, context)` each."""
+        self._listeners[address] = (process, handlers)
+
+    def cut(self, source: str, target: str) -> None:
+        """Stop messages from one process to another; cuts add up."""
+        self._cuts[source, target] = self._cuts.get((source, target), 0) + 1
+
+    def heal(self, source: str, target: str) -> None:
+        """Undo one cut; what was sent meanwhile arrives."""
+        self._cuts[source, target] -= 1
+        if self._cuts[source, target] == 0:
+            del self._cuts[source, target]
+            held, self._held = self._held, []
+            for pipe in held:
+                pipe.flush()
+
+    def is_cut(self, source: str, target: str) -> bool:
+        return (source, target) in self._cuts or (source, "*") in self._cuts
+
+    def hold(self, pipe: "_Pipe") -> None:
+        if pipe not in self._held:
+            self._held.append(pipe)
+
+    def reset(self, one: str, other: str) -> int:
+        """Break every connection between two processes; returns how many there were."""
+        found = [c for c in self._connections if {c.client.name, c.server.name} == {one, other}]
+        for connection in found:
+            connection.reset()
+        return len(found)
+
+    def delay_s(self) -> float:
+        return self.rng.uniform(*DELAY_S) * self.delay_factor
+
+    def channel(self, process: Process, address: str) -> "Channel":
+        """What a client of `process` calls the server at `address` through."""
+        return Channel(self, process, address)
+
+    def connect(self, client: Process, address: str, method: str) -> "Connection":
+        connection = Connection(self, client, address, method)
+        self._connections.append(connection)
+        return connection
+
+    def forget(self, connection: "Connection") -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+
+    def listener(self, address: str) -> tuple[Process, dict[str, Any]] | None:
+        found = self._listeners.get(address)
+        return found if found is not None and found[0].alive else None
+
+
+class _Pipe:
+    """One direction of a connection."""
+
+    def __init__(self, network: Network, source: Process, target: Process, receive) -> None:
+        self._network = network
+        self._source, self._target = source, target
+        self._receive: Callable[[Any], None] = receive
+        self._queue: deque[Any] = deque()
+        self._last_s = 0.0
+        self.closed = False
+
+    def send(self, item: Any) -> None:
+        network = self._network
+        now_s = network.loop.time()
+        when_s = now_s + network.delay_s()
+        is_message = item is not _END and item is not _BROKEN
+        if network.flaky and is_message and self._is_disturbed(item, when_s):
+            return
+        when_s = self._last_s = max(when_s, self._last_s)
+        self._target.call_at(when_s, self._arrive, item)
+
+    def flush(self) -> None:
+        """The cut has healed."""
+        queue, self._queue = self._queue, deque()
+        for item in queue:
+            self.send(item)
+
+    def _is_disturbed(self, item: Any, when_s: float) -> bool:
+        rng = self._network.rng
+        if rng.random() >= self._network.flaky:
+            return False
+        kind = rng.randrange(3)
+        if kind == 1:  # Twice.
+            self._target.call_at(when_s + self._network.delay_s(), self._arrive, item)
+            return False
+        if kind == 2:  # Later than those after it.
+            self._target.call_at(when_s + 5 * self._network.delay_s(), self._arrive, item)
+        return True
+
+    def _arrive(self, item: Any) -> None:
+        if self.closed:
+            return
+        if self._queue or self._network.is_cut(self._source.name, self._target.name):
+            self._queue.append(item)
+            self._network.hold(self)
+            return
+        self._receive(item)
+
+
+class _Inbox:
+    """Messages that have arrived, for one reader."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self.end: BaseException | None = None
+        self.ended = False
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if not self.ended:
+            self.ended, self.end = True, error
+            if error is not None:
+                self._items.clear()
+            self._wake()
+
+    async def get(self) -> Any:
+        """The next message; raises StopAsyncIteration, or the error, at the end."""
+        while not self._items:
+            if self.ended:
+                if self.end is not None:
+                    raise self.end
+                raise StopAsyncIteration
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self._items.popleft()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def __aiter__(self) -> "_Inbox":
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self.get()
+
+
+class Connection:
+    """One call: a client's stream to a server's method."""
+
+    def __init__(self, network: Network, client: Process, address: str, method: str) -> None:
+        self.network, self.client, self._method = network, client, method
+        self.answers = _Inbox()
+        self._requests = _Inbox()
+        self._task: asyncio.Task[Any] | None = None
+        self._is_open = False
+        self.done = False
+        self.identity: Any = None
+        found = network.listener(address)
+        self._up: _Pipe | None = None
+        self.server = client if found is None else found[0]
+        if found is None:
+            when_s = network.loop.time() + 2 * network.delay_s()
+            client.call_at(when_s, self._fail, "failed to connect to all addresses")
+            return
+        process, handlers = found
+        self._handler = handlers[method]
+        self._up = _Pipe(network, client, process, self._at_server)
+        self._down = _Pipe(network, process, client, self._at_client)
+        self._up.send(None)  # The connection itself.
+        process.on_death(self._server_died)
+        client.on_death(self._client_died)
+        timeout_s = network.loop.time() + CONNECT_TIMEOUT_S
+        client.call_at(timeout_s, self._connect_timeout)
+
+    # The client's side.
+
+    def send(self, item: Any) -> None:
+        if self.done:
+            raise asyncio.InvalidStateError("the call is over")
+        if self._up is not None:
+            self._up.send(item)
+
+    def cancel(self) -> None:
+        if self.done:
+            return
+        if self._up is not None:
+            self._up.send(_BROKEN)
+        self._finish_client(None)
+
+    def _fail(self, details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        if not self.done:
+            self._finish_client(grpc.aio.AioRpcError(code, _NO_METADATA, _NO_METADATA, details))
+
+    def _finish_client(self, error: BaseException | None) -> None:
+        self.done = True
+        self.answers.finish(error)
+        self.network.forget(self)
+
+    def _connect_timeout(self) -> None:
+        if not self._is_open:
+            self._fail("connection timed out")
+
+    def _at_client(self, item: Any) -> None:
+        self._is_open = True
+        if self.done:
+            return
+        if item is _BROKEN:
+            self._fail("connection reset by peer")
+        elif isinstance(item, _Status):
+            if item.code is grpc.StatusCode.OK:
+                self._finish_client(None)
+            else:
+                self._fail(item.details, item.code)
+        elif item is not None:
+            self.answers.put(item)
+
+    # The server's side.
+
+    def _at_server(self, item: Any) -> None:
+        if item is None:
+            if self._task is None:
+                self._down.send(None)
+                self._task = self.server.spawn(self._serve())
+        elif item is _END:
+            self._requests.finish()
+        elif item is _BROKEN:
+            if self._task is not None:
+                self._task.cancel()
+            self._requests.finish()
+        else:
+            self._requests.put(item)
+
+    async def _serve(self) -> None:
+        context = ServerContext(self)
+        status = _Status(grpc.StatusCode.OK, "")
+        try:
+            await self._handler(self._requests, context)
+        except _AbortError as abort:
+            status = _Status(abort.code, abort.details)
+        except asyncio.CancelledError:
+            self._down.closed = True
+            raise
+        except Exception as error:  # noqa: BLE001 - as a server does
+            status = _Status(grpc.StatusCode.UNKNOWN, repr(error))
+        self._down.send(status)
+
+    def answer(self, item: Any) -> None:
+        self._down.send(item)
+
+    def reset(self) -> None:
+        """The network breaks it: both ends notice."""
+        self._client_died()
+        self._server_died()
+
+    def _server_died(self) -> None:
+        # The machine's kernel says so, if the network lets it.
+        if not self.done and self._up is not None:
+            self._down.send(_BROKEN)
+
+    def _client_died(self) -> None:
+        if self._up is not None and self.server.alive:
+            self._up.send(_BROKEN)
+
+
+class _Status:
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = code, details
+
+
+class _AbortError(Exception):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = code, details
+
+
+class ServerContext:
+    """What a servicer's method uses of gRPC's context."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.identity = connection.identity
+
+    async def write(self, item: Any) -> None:
+        self._connection.answer(item)
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise _AbortError(code, details)
+
+
+class Channel:
+    """What the generated stubs use of gRPC's channel."""
+
+    def __init__(self, network: Network, process: Process, address: str) -> None:
+        self._network, self._process, self._address = network, process, address
+        self.identity: Any = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        pass
+
+    async def close(self, grace: float | None = None) -> None:
+        pass
+
+    def stream_stream(self, path, *, request_serializer, response_deserializer, **_kwargs):
+        def call(_requests=None, *, metadata=None):
+            connection = self._open(path)
+            return Call(connection, request_serializer, response_deserializer)
+
+        return call
+
+    def unary_stream(self, path, *, request_serializer, response_deserializer, **_kwargs):
+        def call(request, *, timeout=None, metadata=None):
+            connection = self._open(path)
+            if timeout is not None:
+                loop = self._network.loop
+                self._process.call_at(
+                    loop.time() + timeout,
+                    connection._fail,
+                    "Deadline Exceeded",
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                )
+            connection.send(request_serializer(request))
+            connection.send(_END)
+            return Call(connection, request_serializer, response_deserializer)
+
+        return call
+
+    def _open(self, path: str) -> Connection:
+        method = path.rpartition("/")[2]
+        connection = self._network.connect(self._process, self._address, method)
+        connection.identity = self.identity
+        return connection
+
+
+class Call:
+    """What a client uses of a call."""
+
+    def __init__(self, connection: Connection, serialize, deserialize) -> None:
+        self._connection = connection
+        self._serialize, self._deserialize = serialize, deserialize
+
+    async def write(self, message: Any) -> None:
+        self._connection.send(self._serialize(message))
+
+    async def done_writing(self) -> None:
+        self._connection.send(_END)
+
+    def cancel(self) -> None:
+        self._connection.cancel()
+
+    def __aiter__(self) -> "Call":
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._deserialize(await self._connection.answers.get())
+
+
+_NO_METADATA = grpc.aio.Metadata()
+
+Handler = Callable[[Any, ServerContext], Awaitable[None]]

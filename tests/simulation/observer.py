@@ -1,0 +1,241 @@
+"""`Observer`: the invariants, checked where state changes: at each step, write, message and term.
+
+It sees what no process sees: true bytes, all processes at once, and what was said to whom. A
+violation is recorded with the time, and ends the schedule.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from equipoise.balancer.leadership.leader_state import LeaderRole
+from equipoise.planning.layout import Layout
+from equipoise.wire.balancer_messages import JoinEpoch, Stage
+from tests.simulation.experts import expert_bytes
+from tests.simulation.leases import TIMING
+
+
+class ViolationError(Exception):
+    """An invariant does not hold; `kind` is its constant name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Observer:
+    """Watches one world."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self.violation: ViolationError | None = None
+        self.log: list[tuple[float, str]] = []
+        self._true = {
+            (layer, expert): expert_bytes(layer, expert)
+            for layer in range(world.shape.num_layers)
+            for expert in range(world.shape.num_experts)
+        }
+        self._led: dict[int, str] = {}
+        self._steps: dict[Any, tuple[bytes, str]] = {}
+        self._used: dict[str, dict[int, tuple[bytes, Any]]] = {}
+        self._proposed: set[tuple[int, bytes]] = set()
+        self._groups: dict[str, tuple[int, Any]] = {}
+        self._traces: dict[str, str] = {}
+        self.num_steps = self.num_switches = self.num_plans = self.num_epochs = self.num_terms = 0
+
+    # What is recorded ---------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """A line of the story."""
+        self.log.append((self._world.elapsed_s, text))
+
+    def violate(self, kind: str, text: str) -> None:
+        """An invariant does not hold; the first violation of a schedule counts."""
+        if self.violation is None:
+            self.violation = ViolationError(kind, text)
+            self.note(f"VIOLATION {kind}: {text}")
+
+    # Terms --------------------------------------------------------------------------------------
+
+    def watch_elector(self, balancer: Any) -> None:
+        """Check every change of an elector's state."""
+        elector, apply = balancer.elector, balancer.elector._apply
+
+        def checked(event: Any) -> Any:
+            before = elector.state
+            request = apply(event)
+            if elector.state is not before:
+                self._check_term(balancer, before, elector.state)
+            return request
+
+        elector._apply = checked
+
+    def _check_term(self, balancer: Any, before: Any, after: Any) -> None:
+        name = f"{balancer.process.name}#{balancer.serial}"
+        if after.highest_term < before.highest_term:
+            self.violate("term-falls", f"{name}: {before.highest_term} to {after.highest_term}")
+        if after.role is not LeaderRole.LEADING or before.role is LeaderRole.LEADING:
+            if before.role is LeaderRole.LEADING and after.role is not LeaderRole.LEADING:
+                self.note(f"{name} no longer leads: {after.reason}")
+            return
+        self.num_terms += 1
+        self.note(f"{name} leads in term {after.term}")
+        # A lost lease is noticed at the next renewal. Until then the incarnation of the store, not
+        # the term, keeps the older leader from writing.
+        is_lease_known = self._world.loop.time() > self._world.lost_s + TIMING.duration_s
+        for other in self._world.living_balancers():
+            state = other.elector.state
+            if other is balancer or state.role is not LeaderRole.LEADING or not is_lease_known:
+                continue
+            if other.elector.leads() and not other.process.paused:
+                self.violate("two-leaders", f"{name} and {other.process.name} lead at once")
+            if state.term == after.term:
+                self.violate("term-twice", f"{name} and {other.process.name}: term {after.term}")
+
+    # Steps --------------------------------------------------------------------------------------
+
+    def engine_started(self, engine: Any) -> None:
+        """A rank begins an epoch."""
+        mesh = engine._mesh
+        self.num_epochs += mesh.rank == 0
+        if mesh.rank == 0:
+            self.note(f"epoch {mesh.epoch}: {', '.join(mesh.names)} serve")
+
+    def exchanged(self, mesh: Any, headers: Any) -> None:
+        """A rank has every header of a round; it is about to switch or step."""
+
+    def stepped(self, engine: Any) -> None:
+        """A rank has run a step: on which layout, and on which bytes?"""
+        self.num_steps += 1
+        held, mesh = engine._held, engine._mesh
+        layout = held.contents.layout
+        digest = content_of(layout) + content_of(engine._experts.layout)
+        group = mesh.peers[0].serial
+        key = (group, mesh.epoch, engine._num_steps)
+        known = self._steps.setdefault(key, (digest, mesh.process.name))
+        if known[0] != digest:
+            self.violate(
+                "layouts-differ-in-a-step",
+                f"step {engine._num_steps} of epoch {mesh.epoch}: {known[1]} and "
+                f"{mesh.process.name} run different layouts as generation {layout.generation}",
+            )
+        if len(self._steps) > 4096:
+            self._steps.clear()
+        self._check_bytes(engine, layout)
+        self._use("generation", layout.generation, content_of(layout), mesh.process)
+        generation = self._groups.get(mesh.process.name)
+        if generation != (group, layout.generation):
+            if generation is not None and generation[0] == group:
+                self.num_switches += mesh.rank == 0
+                self.note(f"{mesh.process.name} switched to generation {layout.generation}")
+                if layout.generation < generation[1]:
+                    self.violate(
+                        "generation-falls",
+                        f"{mesh.process.name}: {generation[1]} to {layout.generation}",
+                    )
+            self._groups[mesh.process.name] = (group, layout.generation)
+
+    def _check_bytes(self, engine: Any, layout: Layout) -> None:
+        """A rank whose own disk is good never computes with wrong bytes."""
+        worker = self._world.workers.get(engine._mesh.process.name)
+        if worker is None or worker.core.checkpoint.damaged:
+            return
+        rank = engine._held.rank
+        own = layout.expert_of_slot[:, layout.own_slots(rank)]
+        for layer, row in enumerate(own.tolist()):
+            contents = worker.core.slots[layer].contents
+            for slot, expert in enumerate(row):
+                if contents[slot] != self._true[layer, expert]:
+                    self.violate(
+                        "wrong-bytes",
+                        f"{engine._mesh.process.name} computes expert {expert} of layer {layer} "
+                        f"with wrong bytes in generation {layout.generation}",
+                    )
+                    return
+
+    def _use(self, what: str, number: int, content: bytes, process: Any) -> None:
+        """A living process uses a number for something: no other may use it for something else."""
+        users = self._used.setdefault(what, {})
+        known = users.get(number)
+        if known is not None and known[0] != content:
+            if any(one.alive and self._uses(one, what, number) for one in known[1]):
+                self.violate(
+                    f"{what}-twice",
+                    f"{what} {number} is one thing for {known[1][0].name} and another for "
+                    f"{process.name}",
+                )
+            known = None
+        if known is None:
+            users[number] = (content, [process])
+        elif process not in known[1]:
+            known[1].append(process)
+
+    def _uses(self, process: Any, what: str, number: int) -> bool:
+        """Whether a living worker still holds to a number."""
+        worker = self._world.workers.get(process.name)
+        if worker is None or worker.process is not process:
+            return False
+        rank = worker.rank
+        if what == "generation":
+            return rank is not None and rank.engine.generation == number
+        return worker.epochs.state.highest_epoch == number
+
+    # Messages -----------------------------------------------------------------------------------
+
+    def received(self, worker: Any, message: Any) -> None:
+        """A worker takes a message from a balancer."""
+        match message:
+            case JoinEpoch():
+                peers = "/".join(peer.worker for peer in message.peers).encode()
+                if worker.epochs.state.is_newest(message):
+                    self._use("epoch", message.epoch, peers, worker.process)
+            case Stage():
+                self._check_staged(worker, message)
+
+    def _check_staged(self, worker: Any, stage: Stage) -> None:
+        generation = stage.layout.generation
+        content = content_of(stage.layout)
+        if (generation, content) not in self._proposed:
+            self.violate(
+                "staged-before-written",
+                f"{worker.process.name} is to stage generation {generation}, which no store has",
+            )
+
+    # The store ----------------------------------------------------------------------------------
+
+    def written(self, before: Any, after: Any) -> None:
+        """The store has changed."""
+        if after.get("term", 0) < before.get("term", 0):
+            self.violate("fence-falls", f"{before['term']} to {after.get('term', 0)}")
+        for key, value in after.items():
+            if before.get(key) is value:
+                continue
+            if key[0] == "layout":
+                self._proposed.add((value.generation, content_of(value)))
+            elif key[0] == "committed":
+                self._check_commit(key[1], value, after)
+            elif key[0] == "members":
+                self.note(f"epoch {value.epoch} of {key[1]} is stored: {', '.join(value.workers)}")
+                known = before.get(key)
+                if known is not None and known.epoch > value.epoch:
+                    self.violate("epoch-falls", f"{known.epoch} to {value.epoch} in the store")
+
+    def _check_commit(self, pool: str, generation: int, after: Any) -> None:
+        layout = after.get(("layout", pool, generation))
+        if layout is None:
+            self.violate("committed-unknown", f"generation {generation} of {pool}")
+            return
+        covered = all(len(np.unique(row)) == layout.num_experts for row in layout.expert_of_slot)
+        if not covered:
+            self.violate("expert-missing", f"generation {generation} of {pool}")
+        self.note(f"generation {generation} of {pool} is committed")
+
+    def proposed(self, pool: str, _request: Any) -> None:
+        """The planner makes a plan."""
+        self.num_plans += 1
+
+
+def content_of(layout: Layout) -> bytes:
+    """What a layout says, without its number."""
+    shares = b"" if layout.share_of_slot is None else layout.share_of_slot.tobytes()
+    return layout.expert_of_slot.tobytes() + shares

@@ -1,0 +1,253 @@
+"""Planted faults: real code broken on purpose, to know that the invariants would notice.
+
+Each stands for a fault that was there once, or that one careless line would make.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from equipoise.balancer import archive, pools
+from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
+from equipoise.balancer.service.worker_link import WorkerLinkService
+from equipoise.planning.rollout import DeadlineCheck, Persisted, Wave
+from equipoise.pool.attendance import Attendance
+from equipoise.pool.members import Roster
+from equipoise.pool.membership import Membership
+from equipoise.pool.records import Hold
+from equipoise.pool.rollouts import Rollouts
+from equipoise.worker import engine, group
+from equipoise.worker.agent import Agent
+from equipoise.worker.epoch_state import EpochState
+from equipoise.worker.lifecycle import Worker
+from equipoise.worker.transfer import ExpertPuller
+from tests.simulation.experts import SimCheckpoint
+from tests.simulation.schedule import MAKERS
+from tests.simulation.store import SimStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plant:
+    """One planted fault."""
+
+    breaks: str
+    """What is broken, in a sentence."""
+
+    patches: Callable[[], list[tuple[Any, str, Any]]]
+    """Target, attribute and replacement of each patch."""
+
+    kinds: tuple[str, ...] = tuple(MAKERS)
+    """Kinds of faults of the schedules that search for it."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Break one thing inside the block; nothing for an empty name."""
+    with ExitStack() as stack:
+        for target, attribute, value in PLANTS[name].patches() if name else ():
+            stack.enter_context(patch.object(target, attribute, value))
+        yield
+
+
+def _term_from_anyone() -> list[tuple[Any, str, Any]]:
+    async def leading(self: Any, hello: Any, _mailbox: Any) -> Any:
+        found = self._seat.led
+        if found is not None and hello.highest_term > found.term:
+            self._seat._elector.apply(Outranked(term=hello.highest_term))
+            return None
+        return found
+
+    return [(WorkerLinkService, "_leading", leading)]
+
+
+def _epoch_unsaid() -> list[tuple[Any, str, Any]]:
+    hello = Worker.hello
+    silent = lambda self: replace(hello(self), highest_epoch=0)  # noqa: E731
+    return [(Worker, "hello", silent), (EpochState, "rejection", lambda *_a: None)]
+
+
+def _digests_ignored() -> list[tuple[Any, str, Any]]:
+    blank = {"peers_digest": 0, "layout_digest": 0, "staged_digest": 0}
+    check, agreed = engine.check_group, engine.agreed_generation
+
+    def blanked(headers: Any) -> Any:
+        return tuple(
+            one._replace(**blank) if hasattr(one, "_replace") else replace(one, **blank)
+            for one in headers
+        )
+
+    return [
+        (group, "check_arrivals", lambda *_a, **_k: None),
+        (engine, "check_group", lambda headers, **names: check(blanked(headers), **names)),
+        (engine, "agreed_generation", lambda headers: agreed(blanked(headers))),
+        (engine, "staged_conflict", lambda *_a, **_k: ""),
+    ]
+
+
+def _hold_lost() -> list[tuple[Any, str, Any]]:
+    recall = pools.recall
+
+    async def without_hold(store: Any, pool: str) -> Any:
+        return replace(await recall(store, pool), hold=Hold())
+
+    return [(pools, "recall", without_hold), (archive, "recall", without_hold)]
+
+
+def _switch_alone() -> list[tuple[Any, str, Any]]:
+    def eager(headers: Any) -> int | None:
+        newest = max(header.staged_generation for header in headers)
+        return newest if newest > headers[0].generation else None
+
+    return [(engine, "agreed_generation", eager)]
+
+
+def _stage_before_write() -> list[tuple[Any, str, Any]]:
+    begin = Wave.begin
+
+    def begin_staging(*, target: Any, now: float, **about: Any) -> Any:
+        wave, first = begin(target=target, now=now, **about)
+        wave, then = wave.step(Persisted(generation=target.generation), now=now)
+        return wave, (*then, *first)
+
+    return [(Wave, "begin", begin_staging)]
+
+
+def _epoch_reused() -> list[tuple[Any, str, Any]]:
+    open_epoch = Roster.open_epoch
+
+    def reuse(self: Any, *args: Any, **about: Any) -> None:
+        self._highest_epoch = max(0, self._highest_epoch - 1)
+        open_epoch(self, *args, **about)
+
+    return [(Roster, "open_epoch", reuse)]
+
+
+def _deadline_never() -> list[tuple[Any, str, Any]]:
+    handle = Rollouts.handle
+
+    def patient(self: Any, event: Any, *, now: float) -> Any:
+        return () if isinstance(event, DeadlineCheck) else handle(self, event, now=now)
+
+    return [(Rollouts, "handle", patient)]
+
+
+def _fence_ignored() -> list[tuple[Any, str, Any]]:
+    def unfenced(_self: Any, data: Any, change: Any, term: int) -> Any:
+        data["term"] = term
+        return change(data)
+
+    return [(SimStore, "_fenced", unfenced)]
+
+
+async def _for_ever(_self: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_about: value
+
+
+def _without_running() -> list[tuple[Any, str, Any]]:
+    hello = Worker.hello
+    return [(Worker, "hello", lambda self: replace(hello(self), running=None))]
+
+
+PLANTS = {
+    "term-from-anyone": Plant(
+        breaks="a leader gives up its term for one that any worker claims",
+        patches=_term_from_anyone,
+        kinds=("byzantine_term", "shift", "kill_worker", "operator"),
+    ),
+    "epoch-unsaid": Plant(
+        breaks="a worker does not say which epoch it has taken up",
+        patches=_epoch_unsaid,
+        kinds=("store_forgets", "store_goes_back", "kill_worker", "kill_leader", "disk_hangs"),
+    ),
+    "checkpoint-unverified": Plant(
+        breaks="what is read from a checkpoint is not compared with its manifest",
+        patches=lambda: [(SimCheckpoint, "verifies", False)],
+        kinds=("disk_damaged", "kill_worker", "shift", "restart_everything"),
+    ),
+    "digests-ignored": Plant(
+        breaks="ranks compare numbers of layouts, not digests",
+        patches=_digests_ignored,
+        kinds=("wrong_layout", "stop_worker", "kill_worker", "shift"),
+    ),
+    "hold-lost": Plant(
+        breaks="a new leader does not read what operators hold the pool to",
+        patches=_hold_lost,
+        kinds=("operator", "kill_leader", "pause_leader", "shift"),
+    ),
+    "switch-alone": Plant(
+        breaks="a rank switches as soon as it has staged, whatever the others have",
+        patches=_switch_alone,
+    ),
+    "stage-before-write": Plant(
+        breaks="ranks stage a layout that the store does not have yet",
+        patches=_stage_before_write,
+    ),
+    "epoch-reused": Plant(
+        breaks="a new epoch gets the number of the one before",
+        patches=_epoch_reused,
+    ),
+    "fence-ignored": Plant(
+        breaks="the store accepts writes of a term that is over",
+        patches=_fence_ignored,
+        kinds=("pause_leader", "pause_balancer", "slow_network", "shift", "operator", "cut"),
+    ),
+    "lease-without-end": Plant(
+        breaks="a leader leads on although its lease has expired",
+        patches=lambda: [
+            (LeaderState, "leads", lambda self, *, now: self.role == "leading"),
+            (LeaderState, "has_run_out", _always(False)),
+        ],
+    ),
+    "header-unchecked": Plant(
+        breaks="ranks step without comparing their headers",
+        patches=lambda: [(engine, "check_group", _always(None))],
+    ),
+    "deadline-never": Plant(
+        breaks="a wave has no timeout",
+        patches=_deadline_never,
+    ),
+    "epoch-written-once": Plant(
+        breaks="an epoch that the store did not accept is not written again",
+        patches=lambda: [(Membership, "write_again", _always(()))],
+    ),
+    "silence-unnoticed": Plant(
+        breaks="a worker that is connected and silent counts as alive",
+        patches=lambda: [
+            (Attendance, "silent_workers", _always(frozenset())),
+            (Attendance, "note_silence", _always(())),
+        ],
+    ),
+    "old-term-obeyed": Plant(
+        breaks="workers obey a leader whose term is over",
+        patches=lambda: [(Agent, "_outdated", _always(""))],
+    ),
+    "pull-unverified": Plant(
+        breaks="pulled bytes are not compared with their checksum",
+        patches=lambda: [(ExpertPuller, "_verify", _verified)],
+        kinds=("corrupt_transfers", "shift", "kill_worker"),
+    ),
+    "ack-timeout-never": Plant(
+        breaks="a worker waits for a silent balancer for ever",
+        patches=lambda: [(Agent, "_watch", _for_ever)],
+    ),
+    "running-unsaid": Plant(
+        breaks="a worker that reconnects does not say what it runs",
+        patches=_without_running,
+    ),
+    "rollout-outlives-epoch": Plant(
+        breaks="a rollout goes on in the next epoch",
+        patches=lambda: [(Rollouts, "begin_epoch", _always(None))],
+    ),
+}
+"""Every planted fault, by name."""
+
+
+async def _verified(_self: Any, _payload: Any, _move: Any) -> None:
+    pass

@@ -1,0 +1,138 @@
+"""`Schedule`: what happens to a fleet, and when. A seed makes one; shrinking drops its actions."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+FAULT_S = 16.0
+"""Faults begin within these seconds; the last has ended `MAX_FAULT_S` later."""
+
+MAX_FAULT_S = 7.0
+
+WORKERS = ("w0", "w1", "w2", "w3")
+BALANCERS = ("b0", "b1")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that happens."""
+
+    at_s: float
+    """Seconds after the start."""
+
+    kind: str
+    """Name of a method `do_...` of the world."""
+
+    args: tuple[Any, ...] = ()
+    """Its arguments."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(map(_short, self.args))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A seed, which also decides every delay, and the actions."""
+
+    seed: int
+    num_workers: int
+    actions: tuple[Action, ...]
+    kept: tuple[int, ...] = ()
+    """Places of the actions among those that the seed made."""
+
+    def without(self, place: int) -> "Schedule":
+        """The schedule without one of its actions."""
+        return self.keeping(self.kept[:place] + self.kept[place + 1 :], of=self)
+
+    def keeping(self, kept: tuple[int, ...], *, of: "Schedule") -> "Schedule":
+        """The schedule with some of the actions of `of`."""
+        by_place = dict(zip(of.kept, of.actions, strict=True))
+        actions = tuple(by_place[place] for place in kept)
+        return Schedule(self.seed, self.num_workers, actions, tuple(kept))
+
+
+def _duration(rng: random.Random) -> float:
+    return round(rng.choice((0.3, 1.0, 2.5, 4.0, MAX_FAULT_S)) * rng.uniform(0.5, 1.0), 2)
+
+
+def _worker(rng: random.Random) -> str:
+    return rng.choice(WORKERS)
+
+
+def _two(rng: random.Random) -> tuple[str, str]:
+    everyone = (*WORKERS, *BALANCERS, "store")
+    while True:
+        one, other = rng.sample(everyone, 2)
+        # Workers do not use the store.
+        if "store" not in {one, other} or {one, other} & set(BALANCERS):
+            return one, other
+
+
+MAKERS: dict[str, Any] = {
+    "kill_worker": lambda r: (_worker(r), _duration(r)),
+    "pause_worker": lambda r: (_worker(r), _duration(r)),
+    "stop_worker": lambda r: (_worker(r), _duration(r)),
+    "kill_balancer": lambda r: (r.choice(BALANCERS), _duration(r)),
+    "pause_balancer": lambda r: (r.choice(BALANCERS), _duration(r)),
+    "kill_leader": lambda r: (_duration(r),),
+    "pause_leader": lambda r: (_duration(r),),
+    "lose_machine": lambda r: (r.choice((*WORKERS, *BALANCERS)), _duration(r)),
+    "restart_everything": lambda r: (_duration(r),),
+    "cut": lambda r: (*_two(r), _duration(r)),
+    "cut_both": lambda r: (*_two(r), _duration(r)),
+    "isolate": lambda r: (r.choice((*WORKERS, *BALANCERS)), _duration(r)),
+    "reset": _two,
+    "slow_network": lambda r: (r.choice((5, 20, 60)), _duration(r)),
+    "flaky_network": lambda r: (r.choice((0.02, 0.1, 0.3)), _duration(r)),
+    "store_down": lambda r: (_duration(r),),
+    "store_hangs": lambda r: (_duration(r),),
+    "store_full": lambda r: (_duration(r),),
+    "store_forgets": lambda _r: (),
+    "store_goes_back": lambda r: (r.randint(1, 6),),
+    "disk_hangs": lambda r: (_worker(r), _duration(r)),
+    "disk_gone": lambda r: (_worker(r), _duration(r)),
+    "disk_damaged": lambda r: (_worker(r), r.randrange(2), r.randrange(6)),
+    "corrupt_transfers": lambda r: (_duration(r),),
+    "slow_worker": lambda r: (_worker(r), _duration(r)),
+    "shift": lambda r: (r.randrange(5),),
+    "idle": lambda r: (_duration(r),),
+    "planner_hangs": lambda r: (_duration(r),),
+    "operator": lambda r: (
+        r.choice(("Pause", "Resume", "Pin", "Unpin", "TriggerRebalance", "Rollback")),
+    ),
+    "edit_policy": lambda r: (r.randrange(4),),
+    "byzantine_term": lambda r: (r.choice(("next", "huge", "lease", "leap")),),
+    "byzantine_noise": lambda r: (r.randrange(1 << 30),),
+    "join_worker": lambda r: (_duration(r),),
+    "wrong_layout": lambda r: (_worker(r),),
+}
+"""What may happen: arguments of each kind from a random source."""
+
+WEIGHTS = {"disk_damaged": 0.3, "wrong_layout": 0.3, "byzantine_term": 0.5, "operator": 2.0,
+           "shift": 2.0, "join_worker": 0.5}  # fmt: skip
+
+
+def make_schedule(seed: int, kinds: tuple[str, ...] = tuple(MAKERS)) -> Schedule:
+    """Return the schedule of a seed.
+
+    Each uses a few of the kinds only, but often ("swarm testing", Groce et al. 2012): faults of one
+    kind then meet in ways that they would not among thirty others.
+    """
+    rng = random.Random(seed)
+    chosen = rng.sample(kinds, min(len(kinds), rng.randint(2, 6)))
+    weights = [WEIGHTS.get(kind, 1.0) for kind in chosen]
+    bursts = [rng.uniform(0.0, FAULT_S) for _ in range(rng.randint(1, 3))]
+    actions = []
+    for _ in range(rng.randint(2, 12)):
+        at_s = rng.uniform(0.0, FAULT_S)
+        if rng.random() < 0.6:  # Faults that come together find more.
+            at_s = min(FAULT_S, rng.choice(bursts) + rng.expovariate(1.0))
+        kind = rng.choices(chosen, weights)[0]
+        actions.append(Action(round(at_s, 2), kind, MAKERS[kind](rng)))
+    actions.sort(key=lambda action: action.at_s)
+    num_workers = rng.choice((3, 4, 4))
+    return Schedule(seed, num_workers, tuple(actions), tuple(range(len(actions))))
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

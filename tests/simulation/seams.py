@@ -1,0 +1,101 @@
+"""Where the simulation enters the product: what blocks, measures real time, or needs torch's group.
+
+Nothing here decides anything; each replaced name is I/O of the module that it is replaced in.
+"""
+
+import gc
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from equipoise.balancer import runner
+from equipoise.worker import engine, epochs, held, joining, rank, stager
+from tests.simulation import group
+from tests.simulation.engine import SimEngine
+from tests.simulation.experts import SimExperts, SimPlacement
+from tests.simulation.schedule import Schedule
+from tests.simulation.world import World
+
+_world: list[Any] = []
+
+
+def _now_s() -> float:
+    return _world[0].loop.time()
+
+
+_TIME = SimpleNamespace(
+    perf_counter=_now_s,
+    monotonic=_now_s,
+    time=_now_s,
+    time_ns=lambda: int(_now_s() * 1e9),
+    sleep=lambda _s: None,
+)
+
+
+async def _meet(join_epoch: Any, **about: Any) -> Any:
+    about.pop("device", None)
+    return await group.meet(_world[0].rendezvous, join_epoch, **about)
+
+
+async def _step(self: Any) -> None:
+    """As `Rank._step`, which runs on a thread of its own."""
+    try:
+        await self.engine.run()
+    finally:
+        self._experts.close()
+        self._group.close()
+
+
+class Seams:
+    """Installs the seams, for the rest of a process that plays schedules and does nothing else."""
+
+    def __init__(self) -> None:
+        for target, name, value in _REPLACED:
+            setattr(target, name, value)
+        logging.disable(logging.CRITICAL)
+        # Dead processes leave coroutines that were never told to end.
+        sys.unraisablehook = lambda _about: None
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def play(self, schedule: Schedule) -> World:
+        """Play a schedule to its end, without collecting garbage at arbitrary moments."""
+        world = World(schedule)
+        _world[:] = [world]
+        world.run()
+        return world
+
+    def clean_up(self) -> None:
+        """Free the worlds that nobody refers to."""
+        _world.clear()
+        gc.collect()
+
+
+class _no_progress:  # noqa: N801 - used as a function
+    def __init__(self, _what: str) -> None:
+        pass
+
+    def __enter__(self) -> Any:
+        return lambda _done, _total: None
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (runner, "time", _TIME),
+    (engine, "time", _TIME),
+    (stager, "time", _TIME),
+    (held, "time", _TIME),
+    (held, "placement_of", SimPlacement),
+    (rank, "placement_of", SimPlacement),
+    (rank, "Engine", SimEngine),
+    (rank, "_expert_parallel", SimExperts),
+    (rank.Rank, "_step", _step),
+    (rank, "ThreadPoolExecutor", lambda *_a, **_k: SimpleNamespace(shutdown=lambda: None)),
+    (joining, "meet", _meet),
+    (joining.WorkerSlots, "open_exchange", lambda *_a: None),
+    (epochs, "Loading", lambda **_k: SimpleNamespace(of=_no_progress)),
+]

@@ -1,0 +1,377 @@
+"""`StoreServer`: the shared store and lease in memory; `SimStore` and `SimRegister`: its clients.
+
+It obeys the contract of `Store` (tests/balancer/test_store.py runs against it) and behaves as the
+Redis store does: contents have an incarnation that every step checks, and every write a term. It
+can be down, hang, be full, forget everything, or go back by a few writes, as a failover does.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from equipoise.balancer.leadership.lease import LeaseRecord, Sighting
+from equipoise.balancer.leadership.register import RegisterError, record_from_text, record_to_text
+from equipoise.balancer.store.store import (
+    MAX_AUDIT_ENTRIES,
+    MAX_DECISIONS,
+    MAX_LAYOUTS,
+    StoreConflictError,
+    StoreError,
+    StoreFault,
+    TermOverError,
+)
+from equipoise.planning.layout import Layout
+from equipoise.pool.records import (
+    AuditRecord,
+    AverageRecord,
+    DecisionRecord,
+    EpochMembers,
+    ForgottenRecords,
+    Hold,
+)
+
+TIMEOUT_S = 2.0
+NAME = "store"
+
+Data = dict[Any, Any]
+
+
+class StoreServer:
+    """The contents, and what is wrong with the server."""
+
+    def __init__(self) -> None:
+        self.data: Data = {}
+        self.is_down = self.hangs = self.is_full = False
+        self.num_losses = 0
+        """How often contents were lost, wholly or in part."""
+        self._before: deque[Data] = deque(maxlen=8)
+        self._num_incarnations = 0
+        self.on_write: Callable[[Data, Data], None] = lambda _before, _after: None
+
+    def forget(self) -> None:
+        """Lose everything (FLUSHALL, an emptied disk)."""
+        self.data = {}
+        self._before.clear()
+        self.num_losses += 1
+
+    def go_back(self, num_writes: int) -> None:
+        """Lose the latest writes (a replica that lagged was promoted)."""
+        for _ in range(min(num_writes, len(self._before))):
+            self.data = self._before.pop()
+        self.num_losses += 1
+
+    def open(self) -> int:
+        """The incarnation of the contents, which begin with it."""
+        if "incarnation" not in self.data:
+            self._num_incarnations += 1
+            self.data = {**self.data, "incarnation": self._num_incarnations, "term": 0}
+        return int(self.data["incarnation"])
+
+    def write(self, change: Callable[[Data], Any]) -> Any:
+        """Apply a change wholly or, if it raises, not at all."""
+        if self.is_full:
+            raise StoreError("the store is full: free memory", fault=StoreFault.FULL)
+        after = dict(self.data)
+        result = change(after)
+        before, self.data = self.data, after
+        self._before.append(before)
+        self.on_write(before, after)
+        return result
+
+
+class Link:
+    """The network between a client and the server; ideal unless a subclass says otherwise."""
+
+    async def there(self) -> None:
+        """Wait until the request has arrived; raises TimeoutError if it cannot."""
+
+    async def back(self) -> None:
+        """Wait until the answer has arrived; raises TimeoutError if it cannot."""
+
+
+class _Client:
+    def __init__(self, server: StoreServer, link: Link) -> None:
+        self._server, self._link = server, link
+
+    async def _request(self, step: Callable[[], Any]) -> Any:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._link.there()
+                if self._server.is_down:
+                    raise StoreError("the store refuses connections: start it")
+                if self._server.hangs:
+                    await asyncio.get_running_loop().create_future()
+                result = step()
+                await self._link.back()
+                return result
+        except TimeoutError:
+            raise StoreError(
+                f"the store did not answer within {TIMEOUT_S:g} s", fault=StoreFault.SLOW
+            ) from None
+
+
+class SimStore(_Client):
+    """A `Store`."""
+
+    def __init__(self, server: StoreServer, link: Link | None = None) -> None:
+        super().__init__(server, link or Link())
+        self._incarnation: int | None = None
+
+    def _check(self) -> None:
+        server = self._server
+        if self._incarnation is None:
+            self._incarnation = server.open()
+        if server.data.get("incarnation") != self._incarnation:
+            self._incarnation = None
+            raise StoreError("the store lost its contents", fault=StoreFault.LOST)
+
+    async def _read(self, read: Callable[[Data], Any]) -> Any:
+        def step() -> Any:
+            self._check()
+            return read(self._server.data)
+
+        return await self._request(step)
+
+    async def _write(self, change: Callable[[Data], Any], *, term: int) -> Any:
+        def step() -> Any:
+            self._check()
+            return self._server.write(lambda data: self._fenced(data, change, term))
+
+        return await self._request(step)
+
+    def _fenced(self, data: Data, change: Callable[[Data], Any], term: int) -> Any:
+        if term < data["term"]:
+            raise TermOverError(store=NAME, term=term, highest_term=data["term"])
+        data["term"] = term
+        return change(data)
+
+    async def highest_term(self) -> int:
+        return await self._read(lambda data: data["term"])
+
+    async def fence(self, *, term: int) -> None:
+        await self._write(lambda _data: None, term=term)
+
+    async def pools(self) -> tuple[str, ...]:
+        return await self._read(lambda data: tuple(sorted(_pools(data))))
+
+    async def forget(self, pool: str, *, term: int) -> None:
+        def change(data: Data) -> None:
+            for key in [key for key in data if isinstance(key, tuple) and key[1] == pool]:
+                del data[key]
+
+        await self._write(change, term=term)
+
+    async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
+        def change(data: Data) -> None:
+            known = data.get(("layout", pool, layout.generation))
+            if known is not None and known.same_placement(layout):
+                return
+            highest = data.get(("highest", pool), 0)
+            if layout.generation <= highest:
+                raise StoreConflictError(
+                    f"pool {pool}: generation {layout.generation} was used before, the next is "
+                    f"{highest + 1}"
+                )
+            _keep(data, pool, layout)
+
+        await self._write(change, term=term)
+
+    async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
+        def change(data: Data) -> None:
+            committed = data.get(("committed", pool))
+            if committed == generation:
+                return
+            if committed != previous:
+                raise StoreConflictError(
+                    f"pool {pool}: generation {generation} was to follow {previous}, but "
+                    f"{committed} is committed"
+                )
+            if ("layout", pool, generation) not in data:
+                raise StoreConflictError(f"pool {pool}: generation {generation} was never proposed")
+            _commit(data, pool, generation)
+
+        await self._write(change, term=term)
+
+    async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
+        def change(data: Data) -> None:
+            data["committed", pool] = layout.generation
+            _keep(data, pool, layout)
+            _commit(data, pool, layout.generation)
+
+        await self._write(change, term=term)
+
+    async def committed(self, pool: str) -> Layout | None:
+        return await self._read(
+            lambda data: data.get(("layout", pool, data.get(("committed", pool))))
+        )
+
+    async def proposed(self, pool: str) -> Layout | None:
+        def read(data: Data) -> Layout | None:
+            newest = max(_generations(data, pool), default=0)
+            is_newer = newest > (data.get(("committed", pool)) or 0)
+            return data["layout", pool, newest] if is_newer else None
+
+        return await self._read(read)
+
+    async def layout(self, pool: str, generation: int) -> Layout | None:
+        return await self._read(lambda data: data.get(("layout", pool, generation)))
+
+    async def next_generation(self, pool: str) -> int:
+        return await self._read(lambda data: data.get(("highest", pool), 0) + 1)
+
+    async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
+        def change(data: Data) -> None:
+            latest = data.get(("members", pool))
+            if latest is not None and latest.epoch > members.epoch:
+                raise StoreConflictError(
+                    f"pool {pool}: epoch {members.epoch} is over, the latest is {latest.epoch}"
+                )
+            data["members", pool] = members
+            _know(data, pool)
+
+        await self._write(change, term=term)
+
+    async def membership(self, pool: str) -> EpochMembers | None:
+        return await self._read(lambda data: data.get(("members", pool)))
+
+    async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
+        def change(data: Data) -> None:
+            data["average", pool, name] = record
+            _know(data, pool)
+
+        await self._write(change, term=term)
+
+    async def average(self, pool: str, name: str) -> AverageRecord | None:
+        return await self._read(lambda data: data.get(("average", pool, name)))
+
+    async def add_decision(
+        self, pool: str, decision: DecisionRecord, *, term: int
+    ) -> DecisionRecord:
+        def change(data: Data) -> DecisionRecord:
+            return _append(data, "decisions", pool, decision, limit=MAX_DECISIONS)
+
+        return await self._write(change, term=term)
+
+    async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
+        return await self._read(lambda data: _newest(data, "decisions", pool, limit))
+
+    async def commits(self, pool: str) -> tuple[int, ...]:
+        def read(data: Data) -> tuple[int, ...]:
+            kept = set(_generations(data, pool))
+            return tuple(sorted(kept & set(data.get(("commits", pool), ()))))
+
+        return await self._read(read)
+
+    async def add_audit(
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+    ) -> AuditRecord:
+        def change(data: Data) -> AuditRecord:
+            if hold is not None:
+                data["hold", pool] = hold
+            return _append(data, "audit", pool, record, limit=MAX_AUDIT_ENTRIES)
+
+        return await self._write(change, term=term)
+
+    async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
+        return await self._read(lambda data: _newest(data, "audit", pool, limit))
+
+    async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
+        def change(data: Data) -> None:
+            _know(data, pool)
+            for record in lost.audit:
+                _put_back(data, "audit", pool, record, limit=MAX_AUDIT_ENTRIES)
+            if lost.decision is not None:
+                _put_back(data, "decisions", pool, lost.decision, limit=MAX_DECISIONS)
+            if lost.hold is not None:
+                data["hold", pool] = lost.hold
+
+        await self._write(change, term=term)
+
+    async def hold(self, pool: str) -> Hold:
+        return await self._read(lambda data: data.get(("hold", pool), Hold()))
+
+    async def close(self) -> None:
+        pass
+
+
+class SimRegister(_Client):
+    """A `LeaseRegister` in the same server."""
+
+    def __init__(self, server: StoreServer, link: Link) -> None:
+        super().__init__(server, link)
+
+    async def read(self) -> Sighting | None:
+        text = await self._answer(lambda: self._server.data.get("lease"))
+        if text is None:
+            return None
+        return Sighting(record=record_from_text(text, where="the lease"), version=text)
+
+    async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
+        text = record_to_text(record)
+
+        def change(data: Data) -> bool:
+            if data.get("lease") != replacing:
+                return False
+            data["lease"] = text
+            return True
+
+        replaced = await self._answer(lambda: self._server.write(change))
+        return Sighting(record=record, version=text) if replaced else None
+
+    async def close(self) -> None:
+        pass
+
+    async def _answer(self, step: Callable[[], Any]) -> Any:
+        try:
+            return await self._request(step)
+        except StoreError as error:
+            raise RegisterError(str(error)) from error
+
+
+def _know(data: Data, pool: str) -> None:
+    data["pool", pool] = True
+
+
+def _pools(data: Data) -> list[str]:
+    return [key[1] for key in data if key[0] == "pool"]
+
+
+def _generations(data: Data, pool: str) -> list[int]:
+    return [key[2] for key in data if key[0] == "layout" and key[1] == pool]
+
+
+def _keep(data: Data, pool: str, layout: Layout) -> None:
+    _know(data, pool)
+    data["layout", pool, layout.generation] = layout
+    data["highest", pool] = max(layout.generation, data.get(("highest", pool), 0))
+    committed = data.get(("committed", pool))
+    for generation in sorted(_generations(data, pool))[:-MAX_LAYOUTS]:
+        if generation != committed:
+            del data["layout", pool, generation]
+
+
+def _commit(data: Data, pool: str, generation: int) -> None:
+    data["committed", pool] = generation
+    kept = set(_generations(data, pool)) | {generation}
+    known = (*data.get(("commits", pool), ()), generation)
+    data["commits", pool] = tuple(sorted(set(known) & kept))
+
+
+def _append(data: Data, kind: str, pool: str, record: Any, *, limit: int) -> Any:
+    _know(data, pool)
+    numbered = replace(record, sequence=data.get(("num", pool, kind), 0) + 1)
+    _put_back(data, kind, pool, numbered, limit=limit)
+    return numbered
+
+
+def _put_back(data: Data, kind: str, pool: str, record: Any, *, limit: int) -> None:
+    """Append a record that has its number, unless the store has a later one."""
+    if record.sequence > data.get(("num", pool, kind), 0):
+        data["num", pool, kind] = record.sequence
+        data[kind, pool] = (*data.get((kind, pool), ()), record)[-limit:]
+
+
+def _newest(data: Data, kind: str, pool: str, limit: int) -> tuple[Any, ...]:
+    return tuple(reversed(data.get((kind, pool), ())))[: max(0, limit)]

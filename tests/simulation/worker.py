@@ -1,0 +1,200 @@
+"""`SimWorker`: the real `Worker` on simulated experts, slots, steps, group and network.
+
+Agent, epochs, joining, staging, transfer, headers, switching and reporting are the product's code.
+Only the model's computation, torch.distributed, gRPC's sockets and real time are replaced.
+"""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from equipoise.worker.agent import Agent, Outbox
+from equipoise.worker.epochs import Epochs
+from equipoise.worker.lifecycle import Worker
+from equipoise.worker.location import Location
+from equipoise.worker.parts import WorkerParts
+from equipoise.worker.settings import WorkerSettings
+from equipoise.worker.spans import RankSpans
+from equipoise.worker.timings import Timings
+from equipoise.worker.transfer import ExpertTransferService
+from equipoise.worker.waits import Waits
+from equipoise_api.v1 import worker_pb2
+from tests.simulation.engine import SimScheduler
+from tests.simulation.experts import CPU, SimCheckpoint, SimSlots
+from tests.simulation.loop import Process
+
+
+class SimInference:
+    """In place of the requests of clients."""
+
+    draining = ""
+
+    def open(self, _engine: Any) -> None:
+        pass
+
+    def close(self, _reason: str, *, failed_step: Any = None) -> None:
+        pass
+
+    def deliver(self, _result: Any) -> None:
+        pass
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        await asyncio.sleep(0.2)
+        return True
+
+
+class SimHealth:
+    """In place of gRPC health."""
+
+    takes_requests = False
+
+    def set_serving(self, serving: bool) -> None:
+        self.takes_requests = serving
+
+    async def stop(self) -> None:
+        self.takes_requests = False
+
+
+class SimCredentials:
+    """Channels of the simulated network."""
+
+    def __init__(self, network: Any, process: Process, identity: Any) -> None:
+        self._network, self._process, self._identity = network, process, identity
+
+    def worker_channel(self, address: str, **_options: Any) -> Any:
+        channel = self._network.channel(self._process, address)
+        channel.identity = self._identity
+        return channel
+
+    balancer_channel = worker_channel
+
+    def version(self) -> int:
+        return 0
+
+    def metadata(self, **_about: Any) -> tuple[()]:
+        return ()
+
+    def explain(self, details: str | None) -> str:
+        return details or ""
+
+
+class SimOperations:
+    """Kernels that every worker shares."""
+
+    device = CPU
+    kernels = "simulated"
+    backends = ()
+    announcement = "simulated"
+    fp8 = None
+
+    def agree(self, _announcements: Any) -> None:
+        pass
+
+    def steps(self, _exchange: Any) -> str:
+        return "simulated"
+
+
+class SimCore:
+    """The model of one worker: its slots, and the checkpoint on its disk."""
+
+    device = CPU
+    operations = SimOperations()
+    model = None
+
+    def __init__(self, world: Any, checkpoint: SimCheckpoint, *, slots_per_rank: int) -> None:
+        self.world = world
+        self.checkpoint = checkpoint
+        self.shape = world.shape
+        self.slots = [SimSlots(slots_per_rank) for _ in range(self.shape.num_layers)]
+        self.cache = SimpleNamespace(bytes_per_token=1)
+
+    def drafter(self, _settings: Any) -> None:
+        return None
+
+    def scheduler(self, _settings: Any) -> SimScheduler:
+        return SimScheduler(self.world)
+
+
+class _Served:
+    """A started server."""
+
+    async def stop(self, _grace_s: float) -> None:
+        pass
+
+
+class SimWorker(Worker):
+    """A worker process. Only construction differs, and what it listens with."""
+
+    def __init__(
+        self,
+        world: Any,
+        process: Process,
+        settings: WorkerSettings,
+        *,
+        boot_id: str,
+        checkpoint: SimCheckpoint,
+    ) -> None:
+        self.world, self.process = world, process
+        self._settings = settings
+        self._core = SimCore(world, checkpoint, slots_per_rank=settings.slots_per_rank)
+        self._location = Location(node=settings.node, host=settings.node, zone="")
+        self.address = f"{settings.worker}:{world.port()}"
+        self._rendezvous_address = f"{settings.worker}:{world.port()}"
+        world.rendezvous.host(process, self._rendezvous_address)
+        self._rejected = asyncio.get_running_loop().create_future()
+        self._outbox = Outbox()
+        credentials = SimCredentials(world.network, process, world.identity(settings))
+        self._parts = WorkerParts(
+            settings=settings,
+            boot_id=boot_id,
+            core=self._core,
+            scheduler=self._core.scheduler(settings),
+            inference=SimInference(),
+            transfer=ExpertTransferService(),
+            health=SimHealth(),
+            credentials=credentials,
+            send=self._outbox.send,
+            waits=Waits.of(settings),
+            timings=Timings(),
+            spans=RankSpans(None, pool=settings.pool, worker=settings.worker),
+        )
+        self._epochs = Epochs(self._parts)
+        self._agent = Agent(
+            addresses=world.balancer_addresses,
+            handler=self,
+            outbox=self._outbox,
+            credentials=credentials,
+            waits=self._parts.waits,
+            uniform=world.rng.uniform,
+        )
+
+    @property
+    def core(self) -> SimCore:
+        return self._core
+
+    @property
+    def agent(self) -> Agent:
+        return self._agent
+
+    @property
+    def epochs(self) -> Epochs:
+        return self._epochs
+
+    async def _listen(self) -> Any:
+        async def fetch(requests: Any, context: Any) -> None:
+            request = worker_pb2.FetchRequest.FromString(await requests.get())
+            await self._parts.transfer.Fetch(request, _Serializing(context, self.world))
+
+        self.world.network.listen(self.process, self.address, {"Fetch": fetch})
+        return _Served()
+
+
+class _Serializing:
+    def __init__(self, context: Any, world: Any) -> None:
+        self._context, self._world = context, world
+        self.abort = context.abort
+
+    async def write(self, message: Any) -> None:
+        if self._world.corrupts_transfers:
+            message.data = bytes((message.data[0] ^ 4,)) + message.data[1:]
+        await self._context.write(message.SerializeToString())

@@ -1,0 +1,302 @@
+"""`World`: a fleet of two balancers, three to five workers and a store, and what happens to it."""
+
+import asyncio
+import random
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from equipoise.balancer.store.store import StoreError
+from equipoise.planning.policy import Policy
+from equipoise.planning.topology import ModelShape
+from equipoise.pool.health import Health
+from equipoise.trust.identity import Identity, Role
+from equipoise.trust.settings import Tls
+from equipoise.wire.balancer_messages import BalancerMessage
+from equipoise.worker.errors import WorkerError
+from equipoise.worker.settings import WorkerSettings
+from tests.simulation import operators
+from tests.simulation.balancer import SimBalancer
+from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
+from tests.simulation.faults import Faults, outside
+from tests.simulation.group import Rendezvous
+from tests.simulation.loop import EPOCH_S, Process, SimLoop
+from tests.simulation.network import Network
+from tests.simulation.observer import Observer, ViolationError
+from tests.simulation.schedule import BALANCERS, WORKERS, Action, Schedule
+from tests.simulation.store import StoreServer
+from tests.simulation.worker import SimWorker
+
+POOL = "main"
+CONVERGE_S = 75.0
+"""Seconds within which the fleet must serve as one once the faults have ended."""
+
+CHECK_S = 0.5
+SLOTS = 3
+SHAPE = ModelShape(num_layers=2, num_experts=6, num_groups=2, expert_bytes=EXPERT_BYTES)
+POLICY = Policy(
+    interval_s=4.0,
+    report_interval_s=2.0,
+    heartbeat_interval_s=2.0,
+    slow_half_life_s=12.0,
+    fast_half_life_s=2.0,
+    min_assignments=50.0,
+    min_gain=0.01,
+    cooldown_s=0.0,
+    rollback_cooldown_s=5.0,
+    max_wave_moves=1,
+    plan_timeout_s=3.0,
+    stage_timeout_s=4.0,
+    switch_timeout_s=4.0,
+    silent_after_s=4.5,
+    reform_timeout_s=3.0,
+    meet_timeout_s=6.0,
+    start_timeout_s=6.0,
+)
+
+
+class World(Faults):
+    """One schedule's world. `run` plays it; `observer.violation` tells how it ended."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.loop = SimLoop()
+        self.rng = random.Random(f"world {schedule.seed}")
+        self.shape = SHAPE
+        self.policy, self.policy_text = POLICY, ""
+        self.network = Network(self.loop, self.rng)
+        self.rendezvous = Rendezvous(self.network)
+        self.store = StoreServer()
+        self.observer = Observer(self)
+        self.store.on_write = self.observer.written
+        self.rendezvous.on_exchange = self.observer.exchanged
+        self.balancer_addresses = tuple(f"{name}:7070" for name in BALANCERS)
+        self.workers: dict[str, SimWorker] = {}
+        self.balancers: dict[str, SimBalancer] = {}
+        self.disks: dict[str, SimCheckpoint] = {}
+        self.slowness: dict[str, float] = {}
+        self.has_traffic, self.planner_hangs, self.corrupts_transfers = True, False, False
+        self.pattern = 0
+        self.tampered: set[str] = set()
+        self.wanted: set[str] = set()
+        self._boots: dict[str, int] = {}
+        self._ports = 1000
+        self._processes: list[Process] = []
+        self._stops: dict[str, asyncio.Event] = {}
+        self._ends_s = 0.0
+        self.lost_s = -1e9
+        self._leaders_at_losses: list[SimBalancer | None] = []
+        self.operators = operators.Operators(self)
+        self.kinds: set[str] = set()
+
+    # What processes use -------------------------------------------------------------------------
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.loop.time() - EPOCH_S
+
+    def port(self) -> int:
+        self._ports += 1
+        return self._ports
+
+    def identity(self, settings: WorkerSettings) -> tuple[Identity, ...]:
+        return (Identity(role=Role.WORKER, pool=settings.pool, worker=settings.worker),)
+
+    def traffic(self) -> np.ndarray:
+        """Assignments of one step, [layers, experts]."""
+        return traffic(self.pattern)
+
+    def living_balancers(self) -> list[SimBalancer]:
+        return [one for one in self.balancers.values() if one.process.alive]
+
+    def leader(self) -> SimBalancer | None:
+        leading = [one for one in self.living_balancers() if one.elector.leads()]
+        return leading[0] if len(leading) == 1 else None
+
+    # Life ---------------------------------------------------------------------------------------
+
+    def run(self) -> ViolationError | None:
+        """Play the schedule, then wait until the fleet serves as one again."""
+        for name in BALANCERS:
+            self.start_balancer(name)
+        for name in WORKERS[: self.schedule.num_workers]:
+            self.wanted.add(name)
+            self.start_worker(name)
+        self.loop.run_until(EPOCH_S + 6.0)
+        begins_s = self.loop.time()
+        for action in self.schedule.actions:
+            self.loop.run_until(begins_s + action.at_s)
+            if self.observer.violation is not None:
+                return self.observer.violation
+            self._do(action)
+        self.loop.run_until(max(self.loop.time(), self._ends_s))
+        self.end_faults()
+        return self._converge()
+
+    def _do(self, action: Action) -> None:
+        self.observer.note(f"* {action}")
+        self.kinds.add(action.kind)
+        getattr(self, f"do_{action.kind}")(*action.args)
+
+    def _converge(self) -> ViolationError | None:
+        began_s = self.loop.time()
+        calm = 0
+        while self.observer.violation is None:
+            fault = self.unsettled()
+            calm = calm + 1 if not fault else 0
+            if calm >= 3:
+                break
+            if self.loop.time() > began_s + CONVERGE_S:
+                self.observer.violate(
+                    "no-convergence", f"{CONVERGE_S:g} s after the faults {fault}"
+                )
+                break
+            self.loop.run_until(self.loop.time() + CHECK_S)
+        if self.observer.violation is None:
+            self.operators.check()
+        if self.observer.violation is None and self.loop.faults:
+            self.observer.violate("uncaught", self.loop.faults[0])
+        return self.observer.violation
+
+    def unsettled(self) -> str:
+        """Why the fleet does not serve as one; empty if it does."""
+        leading = [one for one in self.living_balancers() if one.elector.leads()]
+        if len(leading) != 1:
+            return f"{len(leading)} balancers lead"
+        pools = leading[0].seat.led
+        if pools is None or POOL not in pools.names():
+            return "the leader does not know the pool"
+        pool = pools.find(POOL).pool
+        diagnosis = pool.diagnosis()
+        if diagnosis.health is not Health.SERVING:
+            return f"the pool is {diagnosis.health}: {diagnosis.reason}"
+        if pool.rollouts.current is not None:
+            return f"a wave is {pool.rollouts.current.state}"
+        return self._apart(pool) or self.operators.unsettled(pool)
+
+    def _apart(self, pool: Any) -> str:
+        """What ranks, leader and store do not agree about."""
+        running = set()
+        for name in sorted(self.wanted):
+            if self.disks[name].damaged:
+                continue  # It is quarantined, or gets its experts elsewhere.
+            worker = self.workers.get(name)
+            rank = worker.rank if worker is not None and worker.process.alive else None
+            if rank is None:
+                return f"{name} does not serve"
+            running.add((rank.join_epoch.epoch, rank.held.contents.layout.generation))
+        known = (pool.roster.epoch, pool.layouts.stored_generation)
+        if running != {known}:
+            return f"(epoch, generation) is {known} for the leader, {sorted(running)} for ranks"
+        stored = self.store.data.get(("committed", POOL))
+        # A failover that lost a commit is noticed at the next write.
+        if stored != known[1] and not self.store.num_losses:
+            return f"the store has generation {stored}, the ranks run {known[1]}"
+        return ""
+
+    def end_faults(self) -> None:
+        """Everything works from now on, and everyone is there."""
+        self.observer.note("* faults end")
+        self.network.flaky, self.network.delay_factor = 0.0, 1.0
+        for source, target in list(self.network._cuts):
+            while self.network.is_cut(source, target):
+                self.network.heal(source, target)
+        self.store.is_down = self.store.hangs = self.store.is_full = False
+        self.planner_hangs = self.corrupts_transfers = False
+        self.slowness.clear()
+        for process in self._processes:
+            if process.paused:
+                process.resume()
+        for disk in self.disks.values():
+            disk.is_gone, disk.hangs_until_s = False, 0.0
+        self.has_traffic = True
+
+    # Starting -----------------------------------------------------------------------------------
+
+    def _process(self, name: str) -> Process:
+        self._boots[name] = self._boots.get(name, 0) + 1
+        process = Process(self.loop, name)
+        self._processes.append(process)
+        return process
+
+    def start_worker(self, name: str) -> None:
+        if name not in self.wanted or (name in self.workers and self.workers[name].process.alive):
+            return
+        process = self._process(name)
+        stop = self._stops[name] = asyncio.Event()
+        disk = self.disks.setdefault(name, SimCheckpoint(SHAPE))
+        boot_id = f"{name}-{self._boots[name]}"
+        settings = settings_of(name, self.schedule.num_workers, self.balancer_addresses)
+
+        async def main() -> None:
+            worker = SimWorker(self, process, settings, boot_id=boot_id, checkpoint=disk)
+            self.workers[name] = worker
+            self._watch_messages(worker)
+            ended = "stopped"
+            try:
+                await worker._run(stop)
+            except WorkerError as error:
+                ended = str(error)
+            self.observer.note(f"{name} ends: {ended}")
+            self.loop.call_later(1.0, self.start_worker, name, context=outside())
+            process.kill()
+
+        process.spawn(main())
+
+    def _watch_messages(self, worker: SimWorker) -> None:
+        receive = worker.receive
+
+        def watched(message: BalancerMessage) -> None:
+            if worker.process.name in self.tampered:
+                receive(self._tamper(worker, message))
+            else:
+                receive(message)
+            self.observer.received(worker, message)
+
+        worker.receive = watched  # type: ignore[method-assign]
+
+    def start_balancer(self, name: str) -> None:
+        known = self.balancers.get(name)
+        if known is not None and known.process.alive:
+            return
+        process = self._process(name)
+
+        async def main() -> None:
+            address = f"{name}:7070"
+            one = SimBalancer(self, process, address, boot=self._boots[name])
+            self.balancers[name] = one
+            try:
+                await one.run()
+            except StoreError as error:
+                self.observer.note(f"{name} ends: {error}")
+            self.loop.call_later(1.0, self.start_balancer, name, context=outside())
+            process.kill()
+
+        process.spawn(main())
+
+
+@lru_cache
+def traffic(pattern: int) -> np.ndarray:
+    """Skewed assignments of a step, [layers, experts]."""
+    generator = np.random.default_rng(pattern)
+    load = generator.gamma(0.6, size=(SHAPE.num_layers, SHAPE.num_experts)) + 0.02
+    return load / load.sum(axis=1, keepdims=True) * 200.0
+
+
+@lru_cache
+def settings_of(name: str, num_workers: int, addresses: tuple[str, ...]) -> WorkerSettings:
+    """A worker's settings; validating them takes as long as a simulated second."""
+    return WorkerSettings(
+        balancer=",".join(addresses),
+        pool=POOL,
+        worker=name,
+        node=f"node-{int(name[1:]) % 2}",
+        host=name,
+        num_ranks=num_workers,
+        slots_per_rank=SLOTS,
+        step_timeout_s=3.0,
+        outage_timeout_s=15.0,
+        drain_timeout_s=1.0,
+        tls=Tls(insecure=True),
+    )
