@@ -14,6 +14,7 @@ from equipoise.planning.rollout import (
     Persisted,
     RankLost,
     RankRejected,
+    RankRuns,
     RankStaged,
     RankSwitched,
     SendAbort,
@@ -126,3 +127,84 @@ def test_every_sequence_of_events_keeps_the_invariants_of_a_rollout(events):
         if any(isinstance(command, PersistCommitted) for command in commands):
             wave, _ = wave.step(Persisted(generation=8), now=now)
     assert wave.state is (State.ACTIVE if switched else State.ABORTED)
+
+
+LIE = st.one_of(
+    st.builds(RankStaged, rank=st.just(2), generation=st.just(8)),
+    st.builds(RankRejected, rank=st.just(2), generation=st.just(8), reason=st.just("no")),
+    st.builds(
+        RankSwitched, rank=st.just(2), generation=st.just(8), step=st.just(40), stall_us=st.just(1)
+    ),
+    st.builds(RankRuns, rank=st.just(2), running=st.sampled_from([7, 8])),
+)
+NEWS = st.one_of(
+    LIE, st.sampled_from(["persist", ("stage", 0), ("stage", 1), "switch"]), st.floats(0, 9)
+)
+
+
+class Honest:
+    """A wave, ranks 0 and 1 that tell the truth, and time."""
+
+    def __init__(self):
+        base = Layout(
+            generation=7, num_experts=3, num_ranks=3, expert_of_slot=np.array([[0, 1, 2]], np.int32)
+        )
+        target = base.with_placement(base.expert_of_slot[:, ::-1], generation=8)
+        self.wave, _ = Wave.begin(base=base, target=target, num_ranks=3, policy=Policy(), now=0.0)
+        self.alive, self.running, self.staged, self.now = [0, 1], 7, set(), 0.0
+
+    def hear(self, event):
+        self.wave, commands = self.wave.step(event, now=self.now)
+        for command in commands:
+            assert not isinstance(command, PersistCommitted) or self.running == 8
+            if isinstance(command, SendAbort):
+                self.staged.clear()
+
+    def wait(self, seconds):
+        self.now += seconds
+        for rank in self.alive:
+            self.hear(RankRuns(rank=rank, running=self.running))
+        self.hear(DeadlineCheck())
+
+    def persist(self):
+        if self.wave.state in {State.PLANNED, State.SWITCHED}:
+            self.hear(Persisted(generation=8))
+
+    def stage(self, rank):
+        if self.wave.state is State.STAGING and rank in self.alive:
+            self.staged.add(rank)
+            self.hear(RankStaged(rank=rank, generation=8))
+
+    def switch(self):
+        if self.staged == {0, 1} and self.alive == [0, 1] and self.running == 7:
+            self.running = 8
+            for rank in self.alive:
+                self.hear(RankSwitched(rank=rank, generation=8, step=40, stall_us=1))
+
+    def die(self, rank):
+        self.alive.remove(rank)
+        self.hear(RankLost(rank=rank, reason="gone"))
+
+
+@given(st.lists(NEWS, max_size=40), st.sampled_from([None, 0, 1]))
+@settings(max_examples=500, deadline=None)
+def test_one_lying_rank_never_commits_what_nobody_runs(news, dies):
+    """Rank 2 says anything; of the other two, one may die in the middle."""
+    honest = Honest()
+    for place, one in enumerate(news):
+        match one:
+            case float():
+                honest.wait(one)
+            case ("persist" | "switch") as what:
+                getattr(honest, what)()
+            case ("stage", rank):
+                honest.stage(rank)
+            case _:
+                honest.hear(one)
+        if place == len(news) // 2 and dies is not None:
+            honest.die(dies)
+    for _ in range(8):
+        honest.wait(10.0)
+        honest.persist()
+    assert honest.wave.is_over
+    assert honest.wave.state is State.ACTIVE or honest.running == 7 or dies is not None

@@ -13,6 +13,7 @@ from equipoise.pool.effects import (
     WriteProposed,
 )
 from equipoise.pool.health import Health
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 
 
@@ -68,6 +69,37 @@ async def test_ranks_that_served_on_are_taken_as_they_are(serving_harness, skewe
     for name in harness.workers:
         (join_epoch,) = harness.sent_to(name, JoinEpoch)
         assert join_epoch.layout.generation == 2
+
+
+async def test_a_store_with_another_layout_under_the_number_takes_over_that_of_the_ranks(
+    serving_harness, skewed, restart
+):
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    ran = serving_harness.ranks[0].layout
+    other = ran.with_placement(ran.expert_of_slot[:, ::-1].copy(), generation=ran.generation)
+    serving_harness.writes.append(WriteAdopted(layout=other))
+    harness = await restart(serving_harness)
+    assert harness.pool.layouts.current.digest() == other.digest()
+    reconnect(harness)
+    assert harness.pool.layouts.current.digest() == ran.digest()
+    adopted = [write for write in harness.writes if isinstance(write, WriteAdopted)]
+    assert [write.layout.digest() for write in adopted] == [ran.digest()]
+    harness.run_traffic(skewed(2), seconds=30)
+    assert harness.pool.rollouts.completed >= 1
+
+
+async def test_a_rank_that_runs_another_layout_under_the_number_is_named(
+    serving_harness, skewed, restart
+):
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    harness = await restart(serving_harness)
+    *others, odd = harness.ranks
+    for worker in others:
+        harness.hello(worker.reconnecting())
+    ran = odd.layout
+    odd.layout = ran.with_placement(ran.expert_of_slot[:, ::-1].copy(), generation=2)
+    with pytest.raises(RejectedWorkerError, match="worker-3 runs generation 2 with another layout"):
+        harness.hello(odd.reconnecting())
 
 
 async def test_averages_and_the_last_decision_survive(serving_harness, skewed, restart):

@@ -539,6 +539,7 @@ class Serving(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -552,6 +553,10 @@ class Serving(_message.Message):
     """
     steps: _builtins.str
     """How decode steps run and how rows travel between ranks; human-readable, may be empty."""
+    layout_digest: _builtins.bytes
+    """Digest of that layout, as in LayoutChange: numbers alone do not prove that the balancer and the
+    worker mean the same one. Empty if not reported.
+    """
     def __init__(
         self,
         *,
@@ -560,10 +565,11 @@ class Serving(_message.Message):
         generation: _builtins.int = ...,
         slot_checksums: _builtins.bytes = ...,
         steps: _builtins.str = ...,
+        layout_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -942,6 +948,7 @@ class Staged(_message.Message):
     PEER_BYTES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_US_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
@@ -952,6 +959,8 @@ class Staged(_message.Message):
     """Bytes read from the checkpoint."""
     duration_us: _builtins.int
     """Duration of the staging, microseconds."""
+    layout_digest: _builtins.bytes
+    """Digest of the layout that was staged, as in Serving."""
     def __init__(
         self,
         *,
@@ -961,10 +970,11 @@ class Staged(_message.Message):
         peer_bytes: _builtins.int = ...,
         checkpoint_bytes: _builtins.int = ...,
         duration_us: _builtins.int = ...,
+        layout_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "duration_us", b"duration_us", "epoch", b"epoch", "generation", b"generation", "peer_bytes", b"peer_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "duration_us", b"duration_us", "epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "peer_bytes", b"peer_bytes", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,6 +1031,7 @@ class Switched(_message.Message):
     STALL_US_FIELD_NUMBER: _builtins.int
     MEDIAN_STEP_US_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
@@ -1036,6 +1047,8 @@ class Switched(_message.Message):
     from the Stage, whose bytes were verified before they were staged; they are not computed again
     from the slots, so they do not prove what the slots hold.
     """
+    layout_digest: _builtins.bytes
+    """Digest of the layout in use now, as in Serving."""
     def __init__(
         self,
         *,
@@ -1046,10 +1059,11 @@ class Switched(_message.Message):
         stall_us: _builtins.int = ...,
         median_step_us: _builtins.int = ...,
         slot_checksums: _builtins.bytes = ...,
+        layout_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "median_step_us", b"median_step_us", "rank", b"rank", "slot_checksums", b"slot_checksums", "stall_us", b"stall_us", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "median_step_us", b"median_step_us", "rank", b"rank", "slot_checksums", b"slot_checksums", "stall_us", b"stall_us", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1130,6 +1144,7 @@ class Heartbeat(_message.Message):
     STAGED_GENERATION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in; 0 if none."""
     generation: _builtins.int
@@ -1140,6 +1155,8 @@ class Heartbeat(_message.Message):
     """Sequence number, echoed in HeartbeatAck."""
     draining: _builtins.bool
     """The worker shuts down gracefully: it finishes its requests and accepts no others."""
+    layout_digest: _builtins.bytes
+    """Digest of the layout in use, as in Serving; empty before the first."""
     def __init__(
         self,
         *,
@@ -1148,10 +1165,11 @@ class Heartbeat(_message.Message):
         staged_generation: _builtins.int = ...,
         sequence: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        layout_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "generation", b"generation", "sequence", b"sequence", "staged_generation", b"staged_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "sequence", b"sequence", "staged_generation", b"staged_generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,7 +38,8 @@ def reconcile(
         staged_of_ranks: the generation that each rank has staged but not switched to; 0 or absent
             for none.
         proposed: the proposed layout in the store; ignored unless it is newer than `committed`.
-        committed: the committed layout in the store.
+        committed: the committed layout in the store. Where ranks run another layout than the store
+            has under a number, both are that of the ranks.
         policy: the timeouts of a resumed wave.
         now: the current time in seconds.
     """

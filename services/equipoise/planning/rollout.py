@@ -4,12 +4,13 @@ Pure: an event goes in; the next state of the wave and the commands to carry out
 
     planned -> staging -> staged -> switched -> active        before a switch -> aborted
 
-Ranks switch by agreement in their own step header, without the balancer. So the first
-`RankSwitched` proves that all ranks had staged and that all switch at that step. It overrides what
-the balancer assumed, even an abort: once one rank has switched, the wave commits.
+Ranks switch by agreement in their own step header, without the balancer. So if one rank switched,
+all did at that step, which overrides what the balancer assumed, even an abort. One report may be
+false: the other ranks must confirm it, or not deny it in heartbeats for a while, unless lost.
 """
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -77,6 +78,14 @@ class RankSwitched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankRuns:
+    """A rank's heartbeat: the generation that it runs. Matters once a switch was reported."""
+
+    rank: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankLost:
     """A rank disconnected or was silent for too long."""
 
@@ -89,7 +98,7 @@ class DeadlineCheck:
     """Time passed: check the timeouts."""
 
 
-Event = Persisted | RankStaged | RankRejected | RankSwitched | RankLost | DeadlineCheck
+Event = Persisted | RankStaged | RankRejected | RankSwitched | RankRuns | RankLost | DeadlineCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +148,13 @@ class Wave:
     """When it entered `state`."""
     staged_ranks: frozenset[int] = frozenset()
     switched_ranks: frozenset[int] = frozenset()
+    """Ranks that reported the switch, or run the target by their heartbeat."""
+    denying_ranks: frozenset[int] = frozenset()
+    """Ranks that by their latest heartbeat run the base, after another one reported the switch."""
+    disproved_ranks: frozenset[int] = frozenset()
+    """Ranks whose reports of this switch were false: they are not heeded again."""
+    lost_ranks: frozenset[int] = frozenset()
+    """Ranks whose reports are not waited for."""
     switch_step: int | None = None
     """Step at which ranks switched; None before."""
     worst_stall_us: int = 0
@@ -167,6 +183,11 @@ class Wave:
     def is_over(self) -> bool:
         """Whether it has ended; a late `RankSwitched` can still revive an aborted one."""
         return self.state in {State.ACTIVE, State.ABORTED}
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether a rank has reported the switch and others have yet to confirm or deny it."""
+        return self.state is State.STAGED and bool(self.switched_ranks)
 
     @property
     def is_faulted(self) -> bool:
@@ -202,11 +223,20 @@ def _note_staged(wave: Wave, event: RankStaged, now: float) -> tuple[Wave, Comma
 
 
 def _rejected(wave: Wave, event: RankRejected, now: float) -> tuple[Wave, Commands]:
-    return _abort_unless_switched(wave, f"rank {event.rank} rejected it: {event.reason}", now)
+    if wave.switched_ranks:
+        return wave, ()  # Ranks switch together: what the ranks report next decides.
+    return _abort(wave, f"rank {event.rank} rejected it: {event.reason}", now)
 
 
 def _lost(wave: Wave, event: RankLost, now: float) -> tuple[Wave, Commands]:
-    return _abort_unless_switched(wave, f"rank {event.rank} was lost: {event.reason}", now)
+    rank = {event.rank}
+    noted = replace(
+        wave, lost_ranks=wave.lost_ranks | rank, denying_ranks=wave.denying_ranks - rank
+    )
+    cause = f"rank {event.rank} was lost: {event.reason}"
+    if not wave.switched_ranks:
+        return _abort(noted, cause, now)
+    return _commit_if_confirmed(noted, now, cause)
 
 
 def _lost_early(wave: Wave, event: RankLost, now: float) -> tuple[Wave, Commands]:
@@ -233,11 +263,15 @@ def _too_long(wave: Wave, _event: DeadlineCheck, now: float) -> tuple[Wave, Comm
     missing = everyone - (wave.switched_ranks if is_staged else wave.staged_ranks)
     what = "report the switch" if is_staged else "stage"
     cause = f"{_names(missing)} did not {what} within {timeout_s:g} s"
-    return _abort_unless_switched(wave, cause, now)
+    if not wave.switched_ranks:
+        return _abort(wave, cause, now)
+    if len(wave.denying_ranks) < len(wave.switched_ranks):
+        return _commit(wave, now, _despite(wave, cause))
+    return _disprove(wave, wave.switched_ranks, wave.denying_ranks, now)
 
 
 def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, Commands]:
-    if wave.is_faulted:
+    if wave.is_faulted or event.rank in wave.disproved_ranks:
         return wave, ()
     if wave.switch_step is not None and event.step != wave.switch_step:
         reason = (
@@ -246,20 +280,39 @@ def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, C
             f"{wave.switch_step}; restart the pool"
         )
         return _enter(wave, State.ABORTED, now, reason), ()
+    is_first = not wave.switched_ranks
     noted = replace(
         wave,
         switched_ranks=wave.switched_ranks | {event.rank},
+        denying_ranks=wave.denying_ranks - {event.rank},
         switch_step=event.step,
         worst_stall_us=max(wave.worst_stall_us, event.stall_us),
     )
     if wave.state in {State.SWITCHED, State.ACTIVE}:
         return noted, ()
-    if len(noted.switched_ranks) == noted.num_ranks:
-        return _commit(noted, now, f"all ranks switched at step {event.step}")
-    if wave.state is not State.STAGED:  # This proves that all ranks had staged.
+    if is_first:  # All ranks had staged, if it is true. The others get the whole time to report.
         noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
-        return _await_switch(noted, now), ()
-    return noted, ()
+        reason = f"rank {event.rank} switched at step {event.step}; the other ranks report it next"
+        noted = _enter(noted, State.STAGED, now, reason)
+    return _commit_if_confirmed(noted, now, "")
+
+
+def _note_running(wave: Wave, event: RankRuns, now: float) -> tuple[Wave, Commands]:
+    """Confirm or deny the switch; a rank reports its switch before a heartbeat that shows it."""
+    if not wave.switched_ranks:
+        return wave, ()
+    rank = {event.rank}
+    heard = replace(wave, lost_ranks=wave.lost_ranks - rank)
+    if event.running >= wave.target.generation:
+        noted = replace(
+            heard,
+            switched_ranks=heard.switched_ranks | rank,
+            denying_ranks=heard.denying_ranks - rank,
+        )
+        return _commit_if_confirmed(noted, now, "")
+    if event.rank in wave.switched_ranks:
+        return _disprove(heard, rank, rank, now)
+    return replace(heard, denying_ranks=heard.denying_ranks | rank), ()
 
 
 def _commit_done(wave: Wave, _event: Persisted, now: float) -> tuple[Wave, Commands]:
@@ -270,12 +323,43 @@ def _commit_done(wave: Wave, _event: Persisted, now: float) -> tuple[Wave, Comma
 # Shared by handlers. -----------------------------------------------------------------------------
 
 
-def _abort_unless_switched(wave: Wave, cause: str, now: float) -> tuple[Wave, Commands]:
-    if wave.switched_ranks:
-        cause += f"; but {_names(wave.switched_ranks)} switched, and ranks switch together"
-        return _commit(wave, now, cause)
+def _abort(wave: Wave, cause: str, now: float) -> tuple[Wave, Commands]:
     command = SendAbort(generation=wave.target.generation, reason=cause)
     return _enter(wave, State.ABORTED, now, cause), (command,)
+
+
+def _commit_if_confirmed(wave: Wave, now: float, cause: str) -> tuple[Wave, Commands]:
+    """Commit once all ranks that are not lost have reported the switch."""
+    if not set(range(wave.num_ranks)) - wave.lost_ranks <= wave.switched_ranks:
+        return wave, ()
+    if len(wave.switched_ranks) == wave.num_ranks:
+        return _commit(wave, now, f"all ranks switched at step {wave.switch_step}")
+    return _commit(wave, now, _despite(wave, cause or f"{_names(wave.lost_ranks)} was lost"))
+
+
+def _despite(wave: Wave, cause: str) -> str:
+    return f"{cause}; but {_names(wave.switched_ranks)} switched, and ranks switch together"
+
+
+def _disprove(
+    wave: Wave, ranks: AbstractSet[int], by: AbstractSet[int], now: float
+) -> tuple[Wave, Commands]:
+    """Heed `ranks` no more: they reported a switch, but the heartbeats of ranks `by` deny it."""
+    left = wave.switched_ranks - ranks
+    noted = replace(
+        wave,
+        switched_ranks=left,
+        disproved_ranks=wave.disproved_ranks | ranks,
+        denying_ranks=(wave.denying_ranks | by) if left else frozenset(),
+        switch_step=wave.switch_step if left else None,
+    )
+    if left:
+        return noted, ()
+    cause = (
+        f"{_names(ranks)} reported the switch, but {_names(by)} still ran generation "
+        f"{wave.base.generation} afterwards: restart {_names(ranks)}"
+    )
+    return _abort(noted, cause, now)
 
 
 def _commit(wave: Wave, now: float, reason: str) -> tuple[Wave, Commands]:
@@ -290,49 +374,27 @@ def _enter(wave: Wave, state: State, now: float, reason: str) -> Wave:
     return replace(wave, state=state, entered_s=now, reason=reason)
 
 
-def _names(ranks: set[int] | frozenset[int]) -> str:
+def _names(ranks: AbstractSet[int]) -> str:
     listed = ", ".join(str(rank) for rank in sorted(ranks))
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 _Handler = Callable[[Wave, Any, float], tuple[Wave, Commands]]
 
+_HANDLERS: dict[type[Event], tuple[_Handler, ...]] = {
+    # planned, staging, staged, switched, active, aborted
+    Persisted: (_stage, _ignore, _ignore, _commit_done, _ignore, _ignore),
+    RankStaged: (_ignore, _note_staged, _ignore, _ignore, _ignore, _ignore),
+    RankRejected: (_ignore, _rejected, _rejected, _ignore, _ignore, _ignore),
+    RankSwitched: (_note_switched,) * len(State),
+    RankRuns: (_ignore, _ignore, _note_running, _ignore, _ignore, _ignore),
+    RankLost: (_lost_early, _lost, _lost, _ignore, _ignore, _ignore),
+    DeadlineCheck: (_too_long, _too_long, _too_long, _too_long, _ignore, _ignore),
+}
+
 TABLE: dict[tuple[State, type[Event]], _Handler] = {
-    (State.PLANNED, Persisted): _stage,
-    (State.PLANNED, RankStaged): _ignore,
-    (State.PLANNED, RankRejected): _ignore,
-    (State.PLANNED, RankSwitched): _note_switched,
-    (State.PLANNED, RankLost): _lost_early,
-    (State.PLANNED, DeadlineCheck): _too_long,
-    (State.STAGING, Persisted): _ignore,
-    (State.STAGING, RankStaged): _note_staged,
-    (State.STAGING, RankRejected): _rejected,
-    (State.STAGING, RankSwitched): _note_switched,
-    (State.STAGING, RankLost): _lost,
-    (State.STAGING, DeadlineCheck): _too_long,
-    (State.STAGED, Persisted): _ignore,
-    (State.STAGED, RankStaged): _ignore,
-    (State.STAGED, RankRejected): _rejected,
-    (State.STAGED, RankSwitched): _note_switched,
-    (State.STAGED, RankLost): _lost,
-    (State.STAGED, DeadlineCheck): _too_long,
-    (State.SWITCHED, Persisted): _commit_done,
-    (State.SWITCHED, RankStaged): _ignore,
-    (State.SWITCHED, RankRejected): _ignore,
-    (State.SWITCHED, RankSwitched): _note_switched,
-    (State.SWITCHED, RankLost): _ignore,
-    (State.SWITCHED, DeadlineCheck): _too_long,
-    (State.ACTIVE, Persisted): _ignore,
-    (State.ACTIVE, RankStaged): _ignore,
-    (State.ACTIVE, RankRejected): _ignore,
-    (State.ACTIVE, RankSwitched): _note_switched,
-    (State.ACTIVE, RankLost): _ignore,
-    (State.ACTIVE, DeadlineCheck): _ignore,
-    (State.ABORTED, Persisted): _ignore,
-    (State.ABORTED, RankStaged): _ignore,
-    (State.ABORTED, RankRejected): _ignore,
-    (State.ABORTED, RankSwitched): _note_switched,
-    (State.ABORTED, RankLost): _ignore,
-    (State.ABORTED, DeadlineCheck): _ignore,
+    (state, event): handler
+    for event, handlers in _HANDLERS.items()
+    for state, handler in zip(State, handlers, strict=True)
 }
 """The handler of every event in every state, including those that do nothing."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from equipoise.planning.arrays import Checksums
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, digest_text
 from equipoise.planning.reconcile import reconcile
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
@@ -13,6 +13,7 @@ from equipoise.pool.members import Member, Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.windows import Windows
+from equipoise.wire.messages import Heartbeat
 
 _CONTRADICTION = "generations of ranks"
 
@@ -74,6 +75,23 @@ class Agreement:
         if rejected:
             self._faults[concern] = f"rank {rank} rejected the epoch: {rejected}"
 
+    def note_running(self, member: Member, heartbeat: Heartbeat) -> None:
+        """Compare the layout that a rank runs with that of its generation: by content."""
+        layout, digest = self._layouts.get(heartbeat.generation), heartbeat.layout_digest
+        if layout is None or not digest:
+            return
+        concern = f"layout of rank {member.rank}"
+        if digest == layout.digest():
+            self._faults.pop(concern, None)
+            return
+        fault = (
+            f"rank {member.rank} ({member.name}) runs layout {digest_text(digest)} as generation "
+            f"{layout.generation}, which is {digest_text(layout.digest())}: restart it"
+        )
+        if concern not in self._faults:
+            self._rejections.count("layout_conflict", fault)
+        self._faults[concern] = fault
+
     def merge_checksums(self, member: Member, layout: Layout | None, reported: Checksums) -> None:
         """Merge a rank's reported checksums; the first report of an expert wins."""
         if layout is None or member.rank is None:
@@ -129,7 +147,7 @@ class Agreement:
     def _reconcile(self, *, now: float) -> Chain:
         """Reconcile with ranks that served without a balancer; a wave may be staged or switched."""
         members = self._roster.seated()
-        committed = self._layouts.current
+        committed, proposed = map(self._as_run, (self._layouts.current, self._layouts.proposed))
         if committed is None or not self._fits(committed):
             # The store has no record of these ranks; what they agree on is adopted as it is.
             self.must_reconcile = len({member.generation for member in members}) != 1
@@ -139,7 +157,7 @@ class Agreement:
         result = reconcile(
             generations_of_ranks=dict(enumerate(member.generation for member in members)),
             staged_of_ranks=dict(enumerate(member.staged_generation for member in members)),
-            proposed=self._layouts.proposed,
+            proposed=proposed,
             committed=committed,
             policy=self._policy.values,
             now=now,
@@ -153,6 +171,10 @@ class Agreement:
         log = Log(text=result.reason, epoch=self._roster.epoch, generation=result.generation)
         resumed = self._rollouts.resume(result.wave, result.commands, now=now)
         return (log, *resumed, WriteMembership(members=self._roster.epoch_members()))
+
+    def _as_run(self, stored: Layout | None) -> Layout | None:
+        """What ranks run under the number of a stored layout: perhaps not what the store has."""
+        return None if stored is None else self._layouts.get(stored.generation) or stored
 
     def _fits(self, layout: Layout) -> bool:
         """Whether a layout is one for the ranks of the epoch."""

@@ -6,11 +6,13 @@ what workers report: whatever it missed, it reconciles with the next message.
 """
 
 from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.layout import digest_text
 from equipoise.planning.proposal import Proposal
 from equipoise.planning.rollout import (
     DeadlineCheck,
     Persisted,
     RankRejected,
+    RankRuns,
     RankStaged,
     RankSwitched,
 )
@@ -92,7 +94,7 @@ class PoolController:
         pool.note_change()
         match value:
             case Heartbeat():
-                return self._heartbeat(member, value)
+                return self._heartbeat(member, value, now=now)
             case Report():
                 return self._report(member, value, now=now)
             case Leaving():
@@ -255,13 +257,18 @@ class PoolController:
         pool.windows.adopt_policy(now=now)
         return pool.decisions.record_policy(change, now=now) if change else ()
 
-    def _heartbeat(self, member: Member, heartbeat: Heartbeat) -> Chain:
+    def _heartbeat(self, member: Member, heartbeat: Heartbeat, *, now: float) -> Chain:
         ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
-        epoch = self.pool.roster.epoch
+        epoch, rollouts = self.pool.roster.epoch, self.pool.rollouts
         member.note_heartbeat(heartbeat, epoch=epoch)
         if member.rank is None or heartbeat.epoch != epoch:
             return (ack,)
-        return (ack, *self._drop_stray(member))
+        effects: Chain = ()
+        if rollouts.current is not None and rollouts.current.awaits_reports:
+            runs = RankRuns(rank=member.rank, running=heartbeat.generation)
+            effects = rollouts.handle(runs, now=now)
+        self.pool.agreement.note_running(member, heartbeat)
+        return (ack, *effects, *self._drop_stray(member))
 
     def _report(self, member: Member, report: Report, *, now: float) -> Chain:
         load, pool = report.load, self.pool
@@ -286,7 +293,7 @@ class PoolController:
         return ()
 
     def _check(self, member: Member, value: Serving | Staged | LayoutRejected | Switched) -> None:
-        """Check epoch, rank and generation of a message.
+        """Check epoch, rank, generation and layout of a message.
 
         Raises:
             InvalidMessageError: one of them is wrong.
@@ -300,9 +307,23 @@ class PoolController:
         elif value.generation > newest:
             fault = f"generation {value.generation}, but the newest is {newest}"
             kind = "generation"
+        elif fault := self._other_layout(value):
+            kind = "layout"
         else:
             return
         raise InvalidMessageError(f"{what}_{kind}", f"worker {member.name} reports {fault}")
+
+    def _other_layout(self, value: Serving | Staged | LayoutRejected | Switched) -> str:
+        """What another layout than ours a message is about, if it is."""
+        layout = self.pool.layouts.get(value.generation)
+        if isinstance(value, LayoutRejected) or layout is None:
+            return ""
+        if value.layout_digest in {b"", layout.digest()}:
+            return ""
+        return (
+            f"generation {value.generation} as layout {digest_text(value.layout_digest)}, which is "
+            f"{digest_text(layout.digest())}: restart it"
+        )
 
     def _answer(
         self, member: Member, value: Serving | Staged | LayoutRejected | Switched, *, now: float

@@ -61,7 +61,10 @@ class PoolLayouts:
         return self._checksums.table()
 
     def remember(self, layout: Layout) -> None:
-        """Keep a layout that a rank runs or is asked to stage."""
+        """Keep a layout that a rank runs or is asked to stage, in place of any with its number."""
+        known = self._known.get(layout.generation, layout)
+        if layout.generation == self.stored_generation and not known.same_placement(layout):
+            self.stored_generation = None  # The store has another one: this must be adopted.
         self._known[layout.generation] = layout
         self.reserve(layout.generation)
         current = self.current.generation if self.current is not None else 0

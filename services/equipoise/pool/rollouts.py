@@ -19,6 +19,7 @@ from equipoise.planning.rollout import (
     PersistCommitted,
     PersistProposed,
     RankRejected,
+    RankRuns,
     SendAbort,
     SendStage,
     State,
@@ -203,7 +204,7 @@ class Rollouts:
             self._setbacks = Setbacks()
         if self.aborted <= aborted or wave is None:
             return effects
-        if isinstance(event, RankRejected | DeadlineCheck):
+        if isinstance(event, RankRejected | RankRuns | DeadlineCheck):
             self._setbacks = self._setbacks.one_more(wave.reason, now=now)
         if self._verdict is None:
             return effects

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.planning.layout import DIGEST_BYTES
 from equipoise.settings.address import parse_address
 from equipoise.wire.errors import InvalidMessageError
 
@@ -111,6 +112,16 @@ def place(kind: str, message: Any) -> dict[str, Any]:
     """The epoch, rank and generation of a rank's message, by name."""
     numbers = counts(kind, message, "epoch", "generation", least=1)
     return {**numbers, "rank": rank(kind, message.rank)}
+
+
+def layout_digest(kind: str, value: bytes) -> bytes:
+    """A layout's digest; empty if not reported."""
+    if len(value) not in {0, DIGEST_BYTES}:
+        raise InvalidMessageError(
+            f"{kind}_shape",
+            f"{kind}: layout_digest must have {DIGEST_BYTES} bytes, not {len(value)}",
+        )
+    return value
 
 
 def duration_s(kind: str, field: str, value: float) -> float:

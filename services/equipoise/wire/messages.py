@@ -142,6 +142,9 @@ class Serving(RankMessage):
     steps: str = ""
     """How steps run and rows travel between ranks, for display; may be empty."""
 
+    layout_digest: bytes = b""
+    """`Layout.digest` of the layout; empty if not reported."""
+
 
 class Wait(StrEnum):
     """A wait of a worker that has a timeout."""
@@ -256,6 +259,9 @@ class Staged(RankMessage):
     duration_us: int
     """Duration of staging, microseconds."""
 
+    layout_digest: bytes = b""
+    """`Layout.digest` of the staged layout; empty if not reported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRejected(RankMessage):
@@ -284,6 +290,9 @@ class Switched(RankMessage):
     checksums: Checksums
     """Of the expert in each own slot; uint8 [layers, slots_per_rank, 16], read-only."""
 
+    layout_digest: bytes = b""
+    """`Layout.digest` of the layout in use; empty if not reported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
@@ -303,6 +312,9 @@ class Heartbeat:
 
     draining: bool = False
     """Whether the worker is shutting down gracefully and accepts no new request."""
+
+    layout_digest: bytes = b""
+    """`Layout.digest` of the layout in use; empty if not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,7 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
             "heartbeat", message.staged_generation, generation=message.generation
         ),
         draining=message.draining,
+        layout_digest=checks.layout_digest("heartbeat", message.layout_digest),
     )
 
 

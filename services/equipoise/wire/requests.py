@@ -89,6 +89,7 @@ def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
         **checks.place("serving", message),
         checksums=layouts.checksums_from_proto("serving", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
+        layout_digest=checks.layout_digest("serving", message.layout_digest),
     )
 
 
@@ -97,6 +98,7 @@ def staged_from_proto(message: pb.Staged) -> Staged:
     return Staged(
         **checks.place("staged", message),
         **checks.counts("staged", message, "peer_bytes", "checkpoint_bytes", "duration_us"),
+        layout_digest=checks.layout_digest("staged", message.layout_digest),
     )
 
 
@@ -123,6 +125,7 @@ def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
         **checks.place("switched", message),
         **checks.counts("switched", message, "step", "stall_us", "median_step_us"),
         checksums=layouts.checksums_from_proto("switched", message, hello=hello),
+        layout_digest=checks.layout_digest("switched", message.layout_digest),
     )
 
 

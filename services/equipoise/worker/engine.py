@@ -287,6 +287,7 @@ class Engine:
                 rank=self._group.rank,
                 generation=staged.generation,
                 checksums=staged.contents.checksums,
+                layout_digest=staged.contents.layout.digest(),
                 step=self._num_steps + 1,
                 stall_us=stall_us,
                 median_step_us=_median(self._recent_us),

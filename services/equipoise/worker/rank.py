@@ -104,13 +104,16 @@ class Rank:
             generation=state.generation,
             checksums=state.checksums,
             steps=state.steps,
+            layout_digest=state.layout.digest(),
         )
 
     def heartbeat(self, sequence: int) -> Heartbeat:
         """Return a heartbeat with the generations that the balancer reconciles with."""
+        layout = self.held.contents.layout
         return Heartbeat(
             epoch=self.join_epoch.epoch,
-            generation=self.engine.generation,
+            generation=layout.generation,
+            layout_digest=layout.digest(),
             staged_generation=self.engine.staged_generation,
             sequence=sequence,
         )

@@ -144,6 +144,7 @@ class Stager:
             peer_bytes=pulled.peer_bytes,
             checkpoint_bytes=pulled.checkpoint_bytes,
             duration_us=round((time.perf_counter() - began) * 1e6),
+            layout_digest=stage.layout.digest(),
         )
 
     async def _pull_and_offer(self, stage: Stage) -> PullResult:

@@ -1,0 +1,130 @@
+"""One rank that reports what is not true: nothing that no rank runs is committed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equipoise.pool.effects import WriteCommitted
+from equipoise.wire.balancer_messages import Abort, Stage
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import Switched
+from tests.support.scripted_worker import ScriptedWorker
+
+WINDOW_S = 10
+
+
+@pytest.fixture
+def staging(serving_harness, skewed):
+    """A pool of four ranks that were sent a Stage."""
+    serving_harness.run_traffic(skewed(1), seconds=WINDOW_S, carry_out=False)
+    assert all(worker.staged for worker in serving_harness.ranks)
+    return serving_harness
+
+
+def beat(harness, *, seconds, but=()):
+    """All ranks but some send heartbeats for a while."""
+    for _ in range(seconds):
+        harness.now += 1.0
+        for worker in harness.ranks:
+            if worker.rank not in but:
+                harness.say(worker, worker.heartbeat())
+        harness.tick()
+
+
+def false_switch(worker):
+    """A Switched of a rank that goes on with what it ran."""
+    believed = ScriptedWorker(worker.hello)
+    believed.take(worker.join_epoch)
+    believed.run(worker.staged.layout)
+    return Switched(
+        epoch=worker.epoch,
+        rank=worker.rank,
+        generation=worker.staged.layout.generation,
+        step=70,
+        stall_us=1,
+        median_step_us=900,
+        checksums=believed.checksums(),
+    )
+
+
+def committed(harness):
+    return [write.generation for write in harness.writes if isinstance(write, WriteCommitted)]
+
+
+@pytest.mark.parametrize("state", ["staging", "staged"])
+@pytest.mark.parametrize("beats", [True, False], ids=["its heartbeat denies it", "it is silent"])
+def test_a_false_switch_is_not_committed_and_its_rank_is_named(staging, skewed, state, beats):
+    harness, liar = staging, staging.ranks[2]
+    if state == "staged":
+        harness.stage_all()
+    generation = liar.staged.layout.generation
+    before = harness.pool.layouts.current.generation
+    harness.say(liar, false_switch(liar))
+    for _ in range(4):
+        beat(harness, seconds=9, but=() if beats else (2,))
+        harness.say(liar, liar.report())  # So that it does not count as lost.
+    assert committed(harness) == []
+    assert harness.pool.layouts.current.generation == before
+    assert "rank 2 reported the switch, but " in harness.decisions()[-1].reason
+    assert all(harness.sent_to(worker.hello.worker, Abort) for worker in harness.ranks)
+    # What is planned next starts from what ranks run.
+    harness.run_traffic(skewed(1), seconds=4 * WINDOW_S)
+    latest = harness.sent_to("worker-0", Stage)[-1]
+    assert (latest.base_generation, latest.layout.generation) >= (before, generation + 1)
+    assert harness.pool.rollouts.completed >= 1
+
+
+def test_the_commit_does_not_wait_for_a_dead_rank(staging):
+    harness = staging
+    harness.stage_all()
+    ranks = harness.ranks
+    generation = ranks[0].staged.layout.generation
+    harness.say(ranks[0], ranks[0].switch())
+    harness.lose(ranks[3])
+    assert committed(harness) == [], "two ranks have not said yet whether they switched"
+    harness.say(ranks[1], ranks[1].switch())
+    harness.say(ranks[2], ranks[2].switch())
+    assert committed(harness) == [generation]
+
+
+def other_layout(layout):
+    return layout.with_placement(
+        np.ascontiguousarray(layout.expert_of_slot[:, ::-1]), generation=layout.generation
+    )
+
+
+@pytest.mark.parametrize("kind", ["staged", "switched", "serving"])
+def test_a_message_about_another_layout_under_the_number_is_rejected_and_named(staging, kind):
+    harness, worker = staging, staging.ranks[2]
+    value = {
+        "staged": worker.answer_staged,
+        "switched": lambda: false_switch(worker),
+        "serving": worker.serving,
+    }[kind]()
+    wrong = other_layout(harness.pool.layouts.get(value.generation)).digest()
+    with pytest.raises(InvalidMessageError, match=f"{worker.hello.worker} reports") as caught:
+        harness.say(worker, replace(value, layout_digest=wrong))
+    assert caught.value.kind == f"{kind}_layout"
+    assert wrong[:8].hex() in str(caught.value)
+    harness.say(worker, replace(value, layout_digest=b""))
+
+
+def test_a_heartbeat_of_another_layout_under_the_number_is_named_until_it_is_right(
+    serving_harness, skewed
+):
+    harness, worker = serving_harness, serving_harness.ranks[2]
+    current = harness.pool.layouts.current
+    wrong = other_layout(current).digest()
+    harness.say(worker, replace(worker.heartbeat(), layout_digest=wrong))
+    fault = harness.pool.agreement.faults[0]
+    assert fault == (
+        f"rank 2 ({worker.hello.worker}) runs layout {wrong[:8].hex()} as generation "
+        f"{current.generation}, which is {current.digest()[:8].hex()}: restart it"
+    )
+    harness.run_traffic(skewed(1), seconds=2 * WINDOW_S)
+    assert harness.sent_to("worker-0", Stage) == [], "nothing is planned meanwhile"
+    harness.say(worker, replace(worker.heartbeat(), layout_digest=current.digest()))
+    assert not harness.pool.agreement.faults
+    harness.run_traffic(skewed(1), seconds=WINDOW_S)
+    assert harness.sent_to("worker-0", Stage)
