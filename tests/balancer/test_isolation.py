@@ -9,9 +9,9 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import pools as pools_module
+from equipoise.balancer.clock import steady_clock
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
-from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning import proposal as planner_module
 from equipoise.planning.policy import Policy

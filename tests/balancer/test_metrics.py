@@ -14,7 +14,7 @@ from equipoise.planning.topology import ModelShape
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import MAX_KINDS
 from equipoise.pool.loads import PoolLoads
-from equipoise.pool.members import Member
+from equipoise.pool.member import Member
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
 from equipoise.telemetry.errors import TelemetryError

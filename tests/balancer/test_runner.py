@@ -6,9 +6,10 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import runner as runner_module
+from equipoise.balancer.clock import steady_clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.runner import PoolRunner, steady_clock, tick_s
+from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.planning.policy import Policy

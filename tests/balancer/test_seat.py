@@ -7,12 +7,12 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer.archive import Archive
+from equipoise.balancer.clock import steady_clock
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import SoleRegister
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreError, StoreFault

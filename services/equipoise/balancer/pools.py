@@ -8,12 +8,13 @@ from typing import Any, Protocol, Self, TypeVar
 
 from opentelemetry.trace import Tracer
 
+from equipoise.balancer.clock import Clock
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.persistence import restore
 from equipoise.balancer.planner.planning import Planner
-from equipoise.balancer.runner import Clock, PoolRunner
+from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.store.store import Store, StoreError
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook

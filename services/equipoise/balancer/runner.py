@@ -6,7 +6,7 @@ It owns the pool's streams, ticks and writes. `equipoise.pool` decides.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from equipoise.balancer.answers import Answers
+from equipoise.balancer.changed import Changed
+from equipoise.balancer.clock import Clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
@@ -28,7 +30,6 @@ from equipoise.balancer.pool_log import PoolLog
 from equipoise.balancer.spans import PoolSpans
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.balancer.wave_turns import WaveTurns
-from equipoise.planning.policy import Policy
 from equipoise.pool.controller import PoolController
 from equipoise.pool.counters import WRITE_TIMEOUT_S, answer_timeout_s
 from equipoise.pool.effects import (
@@ -48,15 +49,6 @@ from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.wire.balancer_messages import Abort, HeartbeatAck, JoinEpoch, Stage
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import Hello, WorkerMessage
-
-TICK_S = (0.1, 0.5)
-"""Least and most seconds between two ticks."""
-
-TICKS_PER_TIMEOUT = 10
-"""Ticks within the shortest timeout of a policy, if `TICK_S` allows. The ticks of a pool cost as
-much as a report per second."""
-
-Clock = Callable[[], float]
 
 _OVER = "this balancer no longer leads: ask the next leader for the status"
 
@@ -94,7 +86,7 @@ class PoolRunner:
         self._chains: asyncio.Queue[Chain] = asyncio.Queue()
         # Generations of waves that have had their turn.
         self._may_begin: set[int] = set()
-        self._watching: list[asyncio.Future[None]] = []
+        self._changed = Changed()
         self._answers = Answers()
         self.encoder = Encoder()
         self.closed = False
@@ -194,14 +186,12 @@ class PoolRunner:
         self._answers.fail_all(_OVER)
         for mailbox in self._mailboxes.values():
             mailbox.close()
-        self._notify()
+        self._changed.notify()
 
     async def until_changed(self, revision: int) -> None:
         """Wait until the pool's revision differs from `revision`, or it is closed."""
         while self.pool.revision == revision and not self.closed:
-            changed = asyncio.get_running_loop().create_future()
-            self._watching.append(changed)
-            await changed
+            await self._changed.wait()
 
     async def run(self) -> None:
         """Tick, and carry out effects, until cancelled."""
@@ -239,7 +229,7 @@ class PoolRunner:
                 rest.append(effect)
         if rest:
             self._chains.put_nowait(tuple(rest))
-        self._notify()
+        self._changed.notify()
 
     def _about(self, worker: str | None = None) -> dict[str, Any]:
         """Fields of a line about the pool now, or about one of its workers."""
@@ -257,19 +247,9 @@ class PoolRunner:
     def _write_log(self, line: Log) -> None:
         level = logging.WARNING if line.is_warning else logging.INFO
         fields = about(
-            rank=line.rank,
-            epoch=line.epoch,
-            generation=line.generation,
-            worker=line.worker,
+            rank=line.rank, epoch=line.epoch, generation=line.generation, worker=line.worker
         )
         self._log.log(level, "%s", line.text, extra=fields)
-
-    def _notify(self) -> None:
-        """Wake watchers, if there are any."""
-        watching, self._watching = self._watching, []
-        for one in watching:
-            if not one.done():
-                one.set_result(None)
 
     async def _perform(self, chain: Chain, tasks: asyncio.TaskGroup) -> None:
         for place, effect in enumerate(chain):
@@ -349,8 +329,7 @@ class PoolRunner:
         except (PlanTimeoutError, PlannerDiedError) as error:
             self._log.error("%s", error, extra=self._about())
             spans.abandoned(str(error))
-            is_late = isinstance(error, PlanTimeoutError)
-            self._give_up_plan(effect, str(error), timed_out=is_late)
+            self._give_up_plan(effect, str(error), timed_out=isinstance(error, PlanTimeoutError))
             return
         except Exception as error:  # noqa: BLE001
             # A bug, which must not end the pool's streams.
@@ -418,29 +397,4 @@ class PoolRunner:
         for effect in (write, *behind):
             if isinstance(effect, WriteAudit):
                 self._answers.fail(effect.request.ticket, f"nothing was done: {reason}")
-        self._notify()
-
-
-def tick_s(policy: Policy) -> float:
-    """Seconds between two ticks; timeouts are late by this at most."""
-    shortest_s = min(
-        policy.interval_s,
-        policy.report_interval_s,
-        policy.heartbeat_interval_s,
-        policy.stage_timeout_s,
-        policy.switch_timeout_s,
-        policy.reform_timeout_s,
-        policy.meet_timeout_s,
-        policy.start_timeout_s,
-    )
-    least_s, most_s = TICK_S
-    return min(most_s, max(least_s, shortest_s / TICKS_PER_TIMEOUT))
-
-
-def steady_clock() -> Clock:
-    """Return a clock of unix time that advances with the monotonic clock.
-
-    One number serves timeouts, which must not jump, and dates.
-    """
-    offset_s = time.time() - time.monotonic()
-    return lambda: offset_s + time.monotonic()
+        self._changed.notify()

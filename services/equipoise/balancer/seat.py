@@ -11,11 +11,11 @@ from contextlib import suppress
 from opentelemetry.trace import Tracer
 
 from equipoise.balancer.archive import Archive
+from equipoise.balancer.clock import Clock
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import Clock
 from equipoise.balancer.store.store import Store, StoreError, TermOverError
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Timeout

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
+from equipoise.balancer.clock import Clock, steady_clock
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
@@ -22,7 +23,6 @@ from equipoise.balancer.leadership.register import ALONE, LeaseRegister, SoleReg
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.policy_file import PolicyFile
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import Clock, steady_clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.admin_service import AdminService
 from equipoise.balancer.service.status_service import StatusService

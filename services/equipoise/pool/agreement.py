@@ -9,7 +9,8 @@ from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Log, WriteAdopted, WriteMembership
 from equipoise.pool.layouts import PoolLayouts
-from equipoise.pool.members import Member, Roster
+from equipoise.pool.member import Member
+from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.windows import Windows

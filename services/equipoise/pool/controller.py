@@ -30,7 +30,7 @@ from equipoise.pool.effects import (
     WriteMembership,
     WriteProposed,
 )
-from equipoise.pool.members import Member
+from equipoise.pool.member import Member
 from equipoise.pool.operations import OperatorRequests
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory

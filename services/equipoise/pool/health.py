@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from equipoise.planning.membership import EpochDecision
-from equipoise.pool.members import Member, Roster
+from equipoise.pool.member import Member
+from equipoise.pool.members import Roster
 
 
 class Health(StrEnum):

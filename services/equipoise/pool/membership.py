@@ -19,7 +19,8 @@ from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
 from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers, check_running_layout
 from equipoise.pool.layouts import PoolLayouts
-from equipoise.pool.members import Member, Roster
+from equipoise.pool.member import Member
+from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import EpochMembers
 from equipoise.pool.rollouts import Rollouts

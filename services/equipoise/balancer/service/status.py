@@ -10,7 +10,7 @@ from equipoise.pool.counters import Timeout
 from equipoise.pool.decisions import MAX_JUDGED
 from equipoise.pool.health import Health
 from equipoise.pool.loads import ClosedWindow
-from equipoise.pool.members import Member
+from equipoise.pool.member import Member
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import AuditRecord, DecisionRecord
 from equipoise.wire.layouts import fields_of, layout_to_proto, model_to_proto

@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 import grpc
 
+from equipoise.balancer.clock import Clock
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.pools import PoolView
-from equipoise.balancer.runner import Clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import (
     decision_to_proto,

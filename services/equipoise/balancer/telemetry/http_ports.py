@@ -2,8 +2,8 @@
 
 from contextlib import AsyncExitStack
 
+from equipoise.balancer.clock import Clock
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.runner import Clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.store.store import Store
 from equipoise.balancer.telemetry.metrics import BalancerCollector

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from equipoise.balancer.runner import Clock
+from equipoise.balancer.clock import Clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.balancer.clock import Clock
 from equipoise.balancer.pools import PoolView
-from equipoise.balancer.runner import Clock
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summary
 from equipoise.balancer.store.store import Store, StoreError

@@ -1,0 +1,154 @@
+"""`Member`: one worker of a pool."""
+
+from dataclasses import dataclass
+
+from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.layout import Layout
+from equipoise.wire.messages import GroupLost, Heartbeat, Hello, RankStats, RunningState, Serving
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One worker. Only its own methods change it."""
+
+    hello: Hello
+    """What it reported when it connected."""
+
+    last_heard_s: float
+    """When its latest message arrived."""
+
+    since_s: float
+    """When it connected, or when its group was lost."""
+
+    rank: int | None = None
+    """Its rank in the epoch; None without one."""
+
+    joined: bool = False
+    """Whether it was sent its rank on this stream."""
+
+    heartbeat_s: float = 0.0
+    """Seconds between its heartbeats, as sent with its rank."""
+
+    generation: int = 0
+    """Generation that it reported last; 0 for none."""
+
+    staged_generation: int = 0
+    """Generation that it has staged and not switched to; 0 for none."""
+
+    draining: bool = False
+    """Whether it takes no new requests."""
+
+    serving: bool = False
+    """Whether it holds its part of a layout and takes part in steps."""
+
+    lost_reason: str | None = None
+    """Why its group ended; None while it has one."""
+
+    left_out: str | None = None
+    """Why the current epoch has no rank for it although it is connected."""
+
+    later_epoch: int = 0
+    """Epoch that it has taken up, if that keeps it from the current one; else 0."""
+
+    held: ExpertTable | None = None
+    """What its slots hold, int32 [layers, slots_per_rank]; None if unknown."""
+
+    gone_reason: str | None = None
+    """Why its stream ended; None while it is open."""
+
+    stats: RankStats | None = None
+    """Its latest statistics."""
+
+    steps: str = ""
+    """How its steps run, as reported."""
+
+    @property
+    def name(self) -> str:
+        """Stable name of the worker."""
+        return self.hello.worker
+
+    @property
+    def connected(self) -> bool:
+        """Whether the worker has a stream now."""
+        return self.gone_reason is None
+
+    def note_heard(self, *, now: float) -> None:
+        """A message arrived."""
+        self.last_heard_s = now
+
+    def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int) -> None:
+        """Take over its state; generations count only if it is for the current `epoch`."""
+        self.draining = heartbeat.draining
+        if self.rank is not None and heartbeat.epoch == epoch:
+            self.generation = heartbeat.generation
+            self.staged_generation = heartbeat.staged_generation
+
+    def note_stats(self, stats: RankStats) -> None:
+        """Take over its statistics."""
+        self.stats = stats
+
+    def note_joined(self, *, heartbeat_s: float) -> None:
+        """It was sent its rank."""
+        self.joined, self.heartbeat_s = True, heartbeat_s
+
+    def note_serving(self, serving: Serving, layout: Layout | None) -> None:
+        """It holds its part of `layout`, which is None if no longer known."""
+        self.generation, self.serving, self.steps = serving.generation, True, serving.steps
+        self._hold(layout)
+
+    def note_staged(self, generation: int) -> None:
+        """It has staged a generation."""
+        self.staged_generation = generation
+
+    def note_switched(self, generation: int, layout: Layout | None) -> None:
+        """It switched to a generation, whose `layout` is None if no longer known."""
+        self.generation, self.staged_generation = generation, 0
+        self._hold(layout)
+
+    def lose_group(self, lost: GroupLost, *, now: float) -> None:
+        """Its group ended; it waits for a rank and keeps what its slots hold."""
+        self.lost_reason, self.left_out = lost.reason, None
+        self.held = lost.expert_of_slot
+        self.serving, self.since_s = False, now
+        self.staged_generation = 0
+
+    def reject_epoch(self, later_epoch: int) -> None:
+        """It cannot join the current epoch, because it has taken up `later_epoch`."""
+        self.later_epoch = later_epoch
+
+    def leave(self, reason: str) -> None:
+        """Its stream has ended."""
+        self.gone_reason = self.gone_reason or reason
+
+    def unseat(self) -> None:
+        """Remove its rank."""
+        self.rank = None
+
+    def reopen(self, *, left_out: str | None) -> None:
+        """An epoch opens: it has no rank in it yet, or for the reason `left_out` none at all."""
+        self.left_out = left_out or self.left_out
+        self.rank = None
+        self.serving = self.joined = False
+
+    def seat(self, rank: int) -> None:
+        """Assign a rank of a new epoch."""
+        self.rank = rank
+        self.lost_reason = self.left_out = None
+        self.generation = self.staged_generation = self.later_epoch = 0
+
+    def keep_seat(self, rank: int | None, held: ExpertTable | None) -> None:
+        """Keep the rank that it had on its previous stream."""
+        self.rank, self.held = rank, held
+
+    def resume(self, running: RunningState) -> None:
+        """It runs a layout in an epoch already."""
+        self.rank = running.rank
+        self.generation = running.generation
+        self.staged_generation = running.staged_generation
+        self.serving, self.steps = True, running.steps
+        self._hold(running.layout)
+
+    def _hold(self, layout: Layout | None) -> None:
+        assert self.rank is not None, "only a rank has a part"
+        first, last = (rank * self.hello.slots_per_rank for rank in (self.rank, self.rank + 1))
+        self.held = None if layout is None else layout.expert_of_slot[:, first:last]
