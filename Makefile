@@ -98,7 +98,8 @@ lint: $(STAMP)  ## Style, types, imports between packages, protos against their 
 bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
 
-fuzz: $(STAMP)  ## Fuzz the worker link and the status port with a million messages
+fuzz: $(STAMP)  ## Send every field of every message at its limits, then a million random faults
+	EQUIPOISE_LIMITS_SHARE=1 $(BIN)/python -m pytest tests/balancer/test_limits.py tests/worker/test_limits.py tests/wire/test_limits.py $(ARGS)
 	EQUIPOISE_FUZZ_DECODED=750000 EQUIPOISE_FUZZ_HEARD=100000 EQUIPOISE_FUZZ_SOCKET=150000 \
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 

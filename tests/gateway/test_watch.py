@@ -10,9 +10,11 @@ from equipoise.gateway import watch
 from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.routing import RankState
 from equipoise.gateway.watch import follow, ranks_of_status
+from equipoise.settings.address import parse_address
 from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
+from tests.support.limits import variants
 from tests.support.scripted_ranks import BOUND_S
 
 
@@ -107,6 +109,15 @@ def test_a_ranks_cache_size_and_use_are_read():
 @pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])
 def test_a_rank_with_an_invalid_address_is_left_out(address):
     assert [one.name for one in ranks_of_status(status(rank(0, address), rank(1)))] == ["worker-1"]
+
+
+def test_no_status_at_its_limits_passes_as_nonsense():
+    known = rank(0, cache_tokens=4096, cache_tokens_used=48)
+    for name, changed in variants(status(known)):
+        for one in ranks_of_status(changed):
+            assert 1 <= len(one.name) <= 253, name
+            assert one.name.isprintable(), name
+            assert parse_address(one.address), name
 
 
 async def test_every_change_reaches_the_rank_table():

@@ -39,9 +39,9 @@ async def opened(tmp_path, *, tls=None, accepted_keys=""):
 class Link:
     """A scripted worker on a stream of its own."""
 
-    def __init__(self, channel, worker) -> None:
+    def __init__(self, channel, worker, *, metadata=()) -> None:
         self.worker = worker
-        self.call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
+        self.call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=metadata)
 
     async def send(self, value) -> None:
         await self.call.write(to_balancer(value))

@@ -5,16 +5,10 @@ import random as random_module
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-EDGES = (0, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**64 - 1)
-FLOATS = (0.0, -0.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), 3600.0)
-TEXTS = ("", " ", "\x1b[2J", "a" * 300, "ä" * 2000, "10.0.0.1:99999", "host:0", "\u202e", "../..")
+from tests.support.limits import FLOATS, RANGES, TEXTS, WIDE
 
-_INTEGERS = {
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}
+EDGES = (2, 7, 255, *WIDE)
+_TEXTS = ("a" * 300, "ä" * 2000, "host:0", *TEXTS.values())
 
 
 class Mutator:
@@ -94,9 +88,9 @@ class Mutator:
             case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
                 return self._bytes(bytes(now or b""))
             case FieldDescriptor.CPPTYPE_STRING:
-                return random.choice(TEXTS)
+                return random.choice(_TEXTS)
             case kind:
-                low, high = _INTEGERS[kind]
+                low, high = RANGES[kind]
                 near = int(now or 0) + random.choice((-2, -1, 1, 2, 3))
                 value = near if random.random() < 0.5 else random.choice(EDGES)
                 return min(max(value, low), high)

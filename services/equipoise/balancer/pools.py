@@ -25,6 +25,7 @@ from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import PoolMemory
 from equipoise.telemetry.logs import about
+from equipoise.wire import checks
 from equipoise.wire.messages import Hello
 
 MAX_POOLS = 1024
@@ -279,7 +280,7 @@ def pick(pools: Mapping[str, _View], name: str) -> _View:
     known = ", ".join(sorted(pools))
     if not name:
         raise UnknownPoolError(f"there are several pools, name one of them: {known}")
-    raise UnknownPoolError(f"there is no pool {name!r}; there are: {known}")
+    raise UnknownPoolError(f"there is no pool {checks.shorten(name)}; there are: {known}")
 
 
 def _awaited(coroutine: Any) -> Iterator[str]:

@@ -80,11 +80,12 @@ def ranks_of_status(status: status_pb2.PoolStatus) -> Iterator[RankInfo]:
     for rank in status.ranks:
         try:
             address = checks.address("status", f"address of rank {rank.rank}", rank.address)
+            name = checks.name("status", "worker", rank.worker or f"rank-{rank.rank}")
         except InvalidMessageError as error:
             _log.warning("ignoring a rank: %s", error)
             continue
         yield RankInfo(
-            name=rank.worker or f"rank-{rank.rank}",
+            name=name,
             address=address,
             state=_STATE_OF.get(rank.state, RankState.CLOSED),
             num_requests=rank.active_requests + rank.queued_requests,

@@ -214,7 +214,7 @@ def response_from_proto(
             finish = FinishReason.LENGTH
     if message.finish_reason and message.finish_reason != _FINISH_TO_PROTO[finish]:
         raise _invalid_response(
-            f"it sent {pb.FinishReason.Name(message.finish_reason)} after "
+            f"it sent finish reason {_name_of(message.finish_reason)} after "
             f"{num_before + len(message.tokens)} of {request.max_tokens} tokens"
         )
     num_logprobs = len(message.tokens) if request.sampling.logprobs is not None else 0
@@ -248,9 +248,14 @@ def _logprob_from_proto(message: pb.TokenLogprob, vocab_size: int) -> TokenLogpr
     tokens, values = message.top_tokens, message.top_logprobs
     if len(tokens) != len(values) or any(token >= vocab_size for token in tokens):
         raise _invalid_response("it sent logprobs of tokens that do not exist")
-    if any(math.isnan(value) for value in (message.logprob, *values)):
-        raise _invalid_response("it sent a logprob that is NaN")
+    if not all(value < math.inf for value in (message.logprob, *values)):
+        raise _invalid_response("it sent a logprob that is NaN or infinite")
     return TokenLogprob(value=message.logprob, top=tuple(zip(tokens, values, strict=True)))
+
+
+def _name_of(finish_reason: int) -> str:
+    known = pb.FinishReason.DESCRIPTOR.values_by_number.get(finish_reason)
+    return known.name if known else str(finish_reason)
 
 
 def _invalid_request(message: str) -> InvalidMessageError:

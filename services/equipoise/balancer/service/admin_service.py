@@ -6,6 +6,7 @@ The pool decides what can be carried out.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import grpc
@@ -249,10 +250,10 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     unknown = sorted(set(changes) - set(numbers))
     if unknown:
         raise InvalidPolicyError(
-            f"a policy has no number {unknown[0]!r}; there are: {', '.join(numbers)}"
+            f"a policy has no number {checks.shorten(unknown[0])}; there are: {', '.join(numbers)}"
         )
     values: dict[str, Any] = {
-        name: round(value) if isinstance(getattr(policy, name), int) else value
+        name: round(value) if isinstance(getattr(policy, name), int) and isfinite(value) else value
         for name, value in changes.items()
     }
     if algorithm:

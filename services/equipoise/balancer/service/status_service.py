@@ -1,7 +1,6 @@
 """The Status service: read-only, and never waits for a worker."""
 
 import asyncio
-import math
 from typing import Any, NoReturn
 
 import grpc
@@ -18,6 +17,8 @@ from equipoise.balancer.service.status import (
     pool_summary,
 )
 from equipoise.balancer.store.store import MAX_DECISIONS, Store, StoreError
+from equipoise.wire import checks
+from equipoise.wire.errors import InvalidMessageError
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc as pb_grpc
 
@@ -69,10 +70,10 @@ class StatusService(pb_grpc.StatusServicer):
         """The state now, and again after each change."""
         runner = await self._find(request.pool, context)
         interval_s = request.min_interval_s or DEFAULT_WATCH_INTERVAL_S
-        if not (math.isfinite(interval_s) and interval_s > 0):
-            await _reject(
-                context, f"min_interval_s must be a positive number of seconds, not {interval_s}"
-            )
+        try:
+            checks.duration_s("watch", "min_interval_s", interval_s)
+        except InvalidMessageError as error:
+            await _reject(context, str(error))
         while not runner.closed:
             status = self._status(runner)
             await context.write(pb.WatchStatusResponse(status=status))
@@ -89,7 +90,10 @@ class StatusService(pb_grpc.StatusServicer):
             layout = pool.layouts.committed
         else:
             try:
-                layout = await self._store.layout(pool.name, request.generation)
+                generation = checks.count("layout", "generation", request.generation)
+                layout = await self._store.layout(pool.name, generation)
+            except InvalidMessageError as error:
+                await _reject(context, str(error))
             except StoreError as error:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         if layout is None:
