@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from equipoise.pool.records import (
     ForgottenRecords,
     Hold,
 )
+
+Numbered = TypeVar("Numbered", AuditRecord, DecisionRecord)
 
 
 class SqliteStore:
@@ -212,18 +214,9 @@ class SqliteStore:
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
         """See `Store`."""
-
-        def read() -> tuple[DecisionRecord, ...]:
-            rows = self._db.execute(
-                "SELECT sequence, record FROM decisions WHERE pool = ?"
-                " ORDER BY sequence DESC LIMIT ?",
-                (pool, max(0, limit)),
-            )
-            return tuple(
-                DecisionRecord(sequence=sequence, **json.loads(record)) for sequence, record in rows
-            )
-
-        return await self._file.read(read)
+        return await self._file.read(
+            lambda: self._latest("decisions", DecisionRecord, pool, limit=limit)
+        )
 
     async def commits(self, pool: str) -> tuple[int, ...]:
         """See `Store`."""
@@ -255,17 +248,7 @@ class SqliteStore:
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
         """See `Store`."""
-
-        def read() -> tuple[AuditRecord, ...]:
-            rows = self._db.execute(
-                "SELECT sequence, record FROM audit WHERE pool = ? ORDER BY sequence DESC LIMIT ?",
-                (pool, max(0, limit)),
-            )
-            return tuple(
-                AuditRecord(sequence=sequence, **json.loads(record)) for sequence, record in rows
-            )
-
-        return await self._file.read(read)
+        return await self._file.read(lambda: self._latest("audit", AuditRecord, pool, limit=limit))
 
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """See `Store`."""
@@ -317,6 +300,17 @@ class SqliteStore:
             f"DELETE FROM {table} WHERE pool = ? AND sequence <= ?",  # noqa: S608
             (pool, record.sequence - num_kept),
         )
+
+    def _latest(
+        self, table: str, kind: type[Numbered], pool: str, *, limit: int
+    ) -> tuple[Numbered, ...]:
+        """Numbered records of a table, newest first."""
+        rows = self._db.execute(
+            f"SELECT sequence, record FROM {table} WHERE pool = ?"  # noqa: S608 - tables are ours
+            " ORDER BY sequence DESC LIMIT ?",
+            (pool, max(0, limit)),
+        )
+        return tuple(kind(sequence=sequence, **json.loads(record)) for sequence, record in rows)
 
     def _know(self, pool: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO pools (pool) VALUES (?)", (pool,))
