@@ -154,8 +154,7 @@ class SqliteStore:
                 raise StoreConflictError(
                     f"pool {pool}: epoch {members.epoch} is over, the latest is {latest}"
                 )
-            workers = json.dumps(members.workers)
-            self._set_pool(pool, epoch=members.epoch, workers=workers)
+            self._set_pool(pool, epoch=members.epoch, workers=json.dumps(members.workers))
 
         await self._file.write(write, term=term)
 
@@ -356,8 +355,7 @@ class SqliteStore:
                 None if shares is None else shares.astype("<u2").tobytes(),
             ),
         )
-        highest = max(layout.generation, self._pool_value(pool, "highest"))
-        self._set_pool(pool, highest=highest)
+        self._set_pool(pool, highest=max(layout.generation, self._pool_value(pool, "highest")))
         self._db.execute(
             "DELETE FROM layouts WHERE pool = :pool AND generation NOT IN"
             " (SELECT generation FROM layouts WHERE pool = :pool"
