@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -31,7 +31,6 @@ DEFAULT_TRITON = "3.6"
 _FOLDER = Path(__file__).parent / "tuned"
 _LAUNCH_OPTIONS = ("num_warps", "num_stages")
 _NO_OPTIONS = ("ctas_per_sm", "tokens_per_split")
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,8 @@ class Entry:
         )
 
 
-def choose(operation: str, kind: type[Config], *, rows: int, shape: tuple[int, ...] = ()) -> Config:
+@lru_cache(maxsize=4096)
+def choose(operation: str, kind: Any, *, rows: int, shape: tuple[int, ...] = ()) -> Any:
     """Return the configuration of a launch on this process's device.
 
     Args:
@@ -58,8 +58,8 @@ def choose(operation: str, kind: type[Config], *, rows: int, shape: tuple[int, .
         rows: rows of the launch, or the expected number.
         shape: (N, K) of the weights, or what else the operation is tuned for.
     """
-    config: Config = _choose(operation, cast("Any", kind), rows, shape)
-    return config
+    entry = next(entry for entry in _entries_here(operation) if entry.fits(rows, shape))
+    return kind(**entry.config)
 
 
 @lru_cache(maxsize=4096)
@@ -120,12 +120,6 @@ def device_name(device: int = 0) -> str:
     if not torch.cuda.is_available():
         return DEFAULT_DEVICE
     return torch.cuda.get_device_name(device).lower().replace(" ", "_")
-
-
-@lru_cache(maxsize=4096)
-def _choose(operation: str, kind: Any, rows: int, shape: tuple[int, ...]) -> Any:
-    entry = next(entry for entry in _entries_here(operation) if entry.fits(rows, shape))
-    return kind(**entry.config)
 
 
 @cache

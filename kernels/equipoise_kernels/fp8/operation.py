@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -34,4 +34,6 @@ class KernelOperation(Generic[Backend, Config]):
 
     def config(self, *, rows: int, shape: tuple[int, ...] = ()) -> Config:
         """The committed configuration of a launch; see `configurations.choose`."""
-        return configurations.choose(self.name, type(self.configs[0]), rows=rows, shape=shape)
+        kind: Any = type(self.configs[0])
+        config: Config = configurations.choose(self.name, kind, rows=rows, shape=shape)
+        return config
