@@ -16,7 +16,7 @@ from tests.support.balancer_links import WAIT_S, is_serving, linked, served, unt
 @pytest.mark.parametrize(
     ("kind", "changes", "theirs", "ours"),
     [
-        ("hello_checkpoint", {"checkpoint_fingerprint": "other"}, "other", "abc"),
+        ("hello_slots", {"slots_per_rank": 11}, "11", "10"),
         ("hello_kernels", {"kernels": "torch", "backends": ("model=torch",)}, "torch", "triton"),
     ],
 )

@@ -6,7 +6,7 @@ from equipoise.planning.membership import EpochCandidate, MemberState, next_epoc
 from equipoise.planning.policy import Policy
 
 POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
-NEW, SURVIVOR, AHEAD, JOINING, SERVING, SLOW, MISSING, STUCK = MemberState
+NEW, SURVIVOR, AHEAD, JOINING, SERVING, SLOW, QUARANTINED, MISSING, STUCK = MemberState
 
 
 def worker(name, state, *, since_s=0.0, holds=None, reason="its stream was cut"):
@@ -224,3 +224,23 @@ def test_a_slow_worker_that_is_needed_stays():
 def test_no_worker_is_left_out_during_a_rollout():
     slow = worker("w-3", SLOW, reason="3.0 times longer")
     assert not decide(*workers(SERVING, 3), slow, is_rolling_out=True).workers
+
+
+# Quarantine --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_rolling_out", [False, True])
+@pytest.mark.parametrize("state", [SERVING, JOINING, SURVIVOR])
+def test_the_others_continue_at_once_without_a_quarantined_worker(state, is_rolling_out):
+    bad = worker("w-3", QUARANTINED, reason="2 of its slots hold other bytes")
+    opening = decide(*workers(state, 3), bad, is_rolling_out=is_rolling_out)
+    assert set(opening.workers) == {"w-0", "w-1", "w-2"}
+    assert opening.left_out == ("w-3",)
+    assert "without quarantined workers: w-3: 2 of its slots" in opening.reason
+
+
+def test_a_quarantined_worker_is_not_taken_back_although_it_is_needed():
+    opening = decide(*workers(SERVING, 2), worker("w-2", QUARANTINED))
+    assert opening.is_down
+    assert not opening.workers
+    assert "the 2 workers that are not quarantined cannot hold all experts: 3" in opening.reason

@@ -33,7 +33,6 @@ def rejection_of(harness, hello):
             "num_layers=3",
         ),
         ("hello_slots", {"slots_per_rank": 11}, "11", "10"),
-        ("hello_checkpoint", {"checkpoint_fingerprint": "def"}, "def", "abc"),
     ],
 )
 def test_a_worker_that_differs_from_its_pool_is_rejected_with_both_values(
@@ -282,24 +281,6 @@ def test_a_repeated_report_counts_once(serving_harness, skewed):
         harness.say(worker, worker.report())
     harness.tick(seconds=1.0)
     assert harness.pool.windows.closed[-1].assignments == pytest.approx(3 * 9 * 10_000, rel=0.01)
-
-
-def test_ranks_that_hold_different_bytes_of_one_expert_stop_all_planning(harness, skewed):
-    harness.assemble()
-    for rank, worker in enumerate(harness.ranks):
-        told = worker.serving()
-        if rank == 3:
-            checksums = told.checksums.copy()
-            # Ranks 0 and 3 both hold expert 5: it is a redundant copy on rank 3.
-            slot = list(worker.own(worker.layout.expert_of_slot)[1]).index(5)
-            checksums[1, slot, 0] ^= 1
-            told = replace(told, checksums=checksums)
-        harness.say(worker, told)
-    diagnosis = harness.pool.diagnosis()
-    assert diagnosis.health is Health.DEGRADED
-    assert "ranks 0 and 3 hold different bytes for expert 5 of layer 1" in diagnosis.reason
-    harness.run_traffic(skewed(1), seconds=10)
-    assert harness.decisions() == []
 
 
 def test_a_worker_returns_although_another_one_left_rank_0(serving_harness):

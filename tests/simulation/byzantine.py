@@ -32,6 +32,7 @@ def hello(world: Any, **changes: Any) -> Hello:
             slots_per_rank=world.shape.num_experts,
             num_ranks=2,
             checkpoint_fingerprint="e" * 32,
+            experts_digest=bytes(16),
         ),
         **changes,
     )

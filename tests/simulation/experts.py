@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from equipoise.planning.arrays import Checksums
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 from equipoise_model.checkpoint import CheckpointError
 from equipoise_model.dispatch import SlotLoad
+from equipoise_model.experts import checksum
 
 CPU = torch.device("cpu")
 EXPERT_BYTES = 16
@@ -38,6 +40,18 @@ class SimCheckpoint:
             for layer in range(shape.num_layers)
             for expert in range(shape.num_experts)
         }
+        sums = b"".join(
+            checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            for data in self._true.values()
+        )
+        self._checksums = np.frombuffer(sums, dtype=np.uint8).reshape(
+            shape.num_layers, shape.num_experts, -1
+        )
+
+    @property
+    def payload_checksums(self) -> Checksums:
+        """Of all experts by the manifest, [layers, experts, 16]."""
+        return self._checksums
 
     def read_expert(self, layer: int, expert: int) -> Any:
         """The payload; a coroutine that returns it, if the disk hangs."""

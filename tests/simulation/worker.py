@@ -105,6 +105,7 @@ class SimCore:
         self.world = world
         self.checkpoint = checkpoint
         self.shape = world.shape
+        self.payload_checksums = checkpoint.payload_checksums
         self.slots = [SimSlots(slots_per_rank) for _ in range(self.shape.num_layers)]
         self.cache = SimpleNamespace(bytes_per_token=1)
 

@@ -298,5 +298,6 @@ def settings_of(name: str, num_workers: int, addresses: tuple[str, ...]) -> Work
         step_timeout_s=3.0,
         outage_timeout_s=15.0,
         drain_timeout_s=1.0,
+        scrub_mib_per_s=0.0,
         tls=Tls(insecure=True),
     )

@@ -110,13 +110,13 @@ class Pool:
             program=program,
         )
 
-    async def start_worker(self, name):
+    async def start_worker(self, name, *arguments):
         await self.fleet.start(
             name,
             [
                 "worker", f"--balancer={self.address}", f"--worker={name}",
                 f"--num-ranks={self._num_ranks}", f"--slots-per-rank={self._slots_per_rank}",
-                f"--node=node-{int(name[-1]) // 2}",
+                f"--node=node-{int(name[-1]) // 2}", *arguments,
             ],
         )  # fmt: skip
 

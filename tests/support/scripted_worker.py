@@ -2,10 +2,12 @@
 
 import hashlib
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.moves import checksums_digest
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
@@ -28,6 +30,16 @@ def expert_checksum(layer: int, expert: int) -> bytes:
     return hashlib.blake2b(f"{layer}/{expert}".encode(), digest_size=16).digest()
 
 
+@cache
+def expert_table(model: ModelShape):
+    """The checksums of all experts in the checkpoint, uint8 [layers, experts, 16]."""
+    table = [
+        [list(expert_checksum(layer, expert)) for expert in range(model.num_experts)]
+        for layer in range(model.num_layers)
+    ]
+    return np.array(table, dtype=np.uint8)
+
+
 def make_hello(name="worker-0", *, node="node-0", boot_id="boot-1", **changes) -> Hello:
     values = {
         "pool": "tiny",
@@ -40,6 +52,7 @@ def make_hello(name="worker-0", *, node="node-0", boot_id="boot-1", **changes) -
         "slots_per_rank": 10,
         "num_ranks": 4,
         "checkpoint_fingerprint": "abc",
+        "experts_digest": checksums_digest(expert_table(changes.get("model", MODEL))),
         "device": "cuda:0 (NVIDIA H200)",
         "kernels": "triton, gemm_large=deep_gemm",
         "cache_token_bytes": 70_272,
@@ -97,6 +110,9 @@ class ScriptedWorker:
         ]
         return np.array(told, dtype=np.uint8)
 
+    def expert_checksums(self):
+        return None if self.rank else expert_table(self.hello.model)
+
     def serving(self) -> Serving:
         return Serving(
             epoch=self.epoch,
@@ -104,6 +120,7 @@ class ScriptedWorker:
             generation=self.layout.generation,
             checksums=self.checksums(),
             steps="captured; rows by deep_ep",
+            expert_checksums=self.expert_checksums(),
         )
 
     def serve_traffic(self, expert_load) -> None:
@@ -194,5 +211,6 @@ class ScriptedWorker:
             staged_generation=self.staged.layout.generation if self.staged else 0,
             layout=self.layout,
             checksums=self.checksums(),
+            expert_checksums=self.expert_checksums(),
         )
         return replace(self.hello, running=running, **changes)

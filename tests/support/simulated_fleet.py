@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.planning.moves import checksums_digest
 from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise_api.v1 import worker_link_pb2 as pb
 from tests.support.grpc_streams import GrpcConnection, GrpcStream
@@ -67,7 +68,7 @@ class SimulatedPool:
         self.settings = settings
         random = np.random.default_rng(number)
         shape = (settings.num_layers, settings.num_experts)
-        self._checksums = random.integers(0, 256, (*shape, 16), dtype=np.uint8)
+        self.checksums = random.integers(0, 256, (*shape, 16), dtype=np.uint8)
         load = random.gamma(0.7, size=shape)
         scale = settings.assignments_per_s * settings.num_ranks
         self._assignments_per_s = load / load.sum(axis=1, keepdims=True) * scale
@@ -109,7 +110,7 @@ class SimulatedPool:
         running = Running(
             experts=experts,
             assignments_per_s=self._assignments_per_s.ravel()[keys] / replicas[keys],
-            checksums=self._checksums.reshape(-1, 16)[keys],
+            checksums=self.checksums.reshape(-1, 16)[keys],
         )
         self.running = {**dict(list(self.running.items())[-1:]), generation: running}
 
@@ -189,6 +190,7 @@ class SimulatedRank:
             slots_per_rank=settings.slots_per_rank,
             num_ranks=settings.num_ranks,
             checkpoint_fingerprint="simulated",
+            experts_digest=checksums_digest(self._pool.checksums),
             protocol_version=PROTOCOL_VERSION,
         )
 
@@ -205,6 +207,7 @@ class SimulatedRank:
                 rank=self._rank,
                 generation=self._generation,
                 slot_checksums=self._slot_checksums(),
+                expert_checksums=b"" if self._rank else self._pool.checksums.tobytes(),
             )
         )
         self._fleet.count("assigned")

@@ -31,6 +31,7 @@ def puller_of(core, held, join_epoch, **changes):
         "pool": "blue",
         "held": held,
         "read_checkpoint": core.checkpoint.read_expert,
+        "checksums": core.payload_checksums,
         "expert_bytes": core.shape.expert_bytes,
         "credentials": Credentials(),
         "waits": Waits({}),

@@ -46,6 +46,7 @@ HELLO = Hello(
     slots_per_rank=5,
     num_ranks=2,
     checkpoint_fingerprint="0badcafe",
+    experts_digest=bytes(range(16)),
     host="machine-17",
     zone="zone-b",
     device="cuda:0 (NVIDIA H200)",
@@ -88,7 +89,15 @@ RUNNING = RunningState(
     checksums=CHECKSUMS,
     steps="captured; rows by triton",
 )
-SERVING = Serving(epoch=1, rank=0, generation=4, checksums=CHECKSUMS, steps="captured")
+EXPERT_CHECKSUMS = np.arange(3 * 8 * 16, dtype=np.uint16).astype(np.uint8).reshape(3, 8, 16)
+SERVING = Serving(
+    epoch=1,
+    rank=0,
+    generation=4,
+    checksums=CHECKSUMS,
+    steps="captured",
+    expert_checksums=EXPERT_CHECKSUMS,
+)
 STAGED = Staged(
     epoch=1, rank=1, generation=5, peer_bytes=8192, checkpoint_bytes=4096, duration_us=77
 )

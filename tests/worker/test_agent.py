@@ -66,6 +66,7 @@ class Rig(RecordingHandler):
             slots_per_rank=12,
             num_ranks=1,
             checkpoint_fingerprint="ab" * 16,
+            experts_digest=bytes(16),
         )
 
     async def next(self):

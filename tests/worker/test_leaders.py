@@ -50,6 +50,7 @@ HELLO = Hello(
     slots_per_rank=12,
     num_ranks=1,
     checkpoint_fingerprint="ab" * 16,
+    experts_digest=bytes(16),
 )
 
 

@@ -276,14 +276,14 @@ async def test_staging_that_runs_out_of_device_memory_is_rejected(
     assert isinstance(await rig.answer(), Staged)
 
 
-async def test_a_checksum_that_no_source_matches_is_rejected(rig, random_layout, stage_to):
+async def test_a_checksum_that_is_not_the_checkpoints_is_rejected(rig, random_layout, stage_to):
     stage = stage_to(rig.running, random_layout(2))
     wrong = dataclasses.replace(stage.moves[0], checksum=bytes(CHECKSUM_BYTES))
     rig.stager.stage(dataclasses.replace(stage, moves=(wrong, *stage.moves[1:])))
     answer = await rig.answer()
     assert isinstance(answer, LayoutRejected)
     assert answer.generation == 2
-    assert "is unavailable from every source" in answer.reason
+    assert "but the balancer expects 00000000" in answer.reason
     assert rig.engine.staged_generation == 0
 
 

@@ -219,6 +219,7 @@ class Hello(_message.Message):
     CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     HIGHEST_GENERATION_FIELD_NUMBER: _builtins.int
+    EXPERTS_DIGEST_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool to serve in."""
     worker: _builtins.str
@@ -236,7 +237,9 @@ class Hello(_message.Message):
     num_ranks: _builtins.int
     """Number of workers that the pool waits for before its first epoch; later it grows and shrinks."""
     checkpoint_fingerprint: _builtins.str
-    """Hex fingerprint of config and checkpoint; must be the same for all workers of a pool."""
+    """Hex fingerprint of config and checkpoint, from the digests of all tensors; must be the same for
+    all workers of a pool.
+    """
     protocol_version: _builtins.int
     """Protocol version of the worker; the balancer rejects an unknown one."""
     highest_term: _builtins.int
@@ -262,6 +265,10 @@ class Hello(_message.Message):
     """
     highest_generation: _builtins.int
     """Highest generation that this process has started in, run or staged; 0 if none. Never reused."""
+    experts_digest: _builtins.bytes
+    """BLAKE2b-128, 16 bytes, of the checkpoint's expert_checksums (see Serving). The balancer believes
+    a table only if it has this digest, and only if the workers of the pool agree on it.
+    """
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -305,10 +312,11 @@ class Hello(_message.Message):
         cache_token_bytes: _builtins.int = ...,
         highest_epoch: _builtins.int = ...,
         highest_generation: _builtins.int = ...,
+        experts_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015
@@ -334,6 +342,7 @@ class RunningState(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -346,6 +355,8 @@ class RunningState(_message.Message):
     """Checksums of the slots, as in Serving or, after a switch, as in Switched."""
     steps: _builtins.str
     """How steps run, as in Serving."""
+    expert_checksums: _builtins.bytes
+    """As in Serving."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout of `generation`; a balancer that lost its store recovers it from here."""
@@ -360,10 +371,11 @@ class RunningState(_message.Message):
         layout: Global___Layout | None = ...,
         slot_checksums: _builtins.bytes = ...,
         steps: _builtins.str = ...,
+        expert_checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +552,7 @@ class Serving(_message.Message):
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -548,14 +561,18 @@ class Serving(_message.Message):
     """Generation of the layout that it holds."""
     slot_checksums: _builtins.bytes
     """16 bytes per slot, [num_layers, slots_per_rank, 16]: BLAKE2b-128 of the expert's bytes,
-    computed from the slots' bytes when they are first filled. The balancer merges them into the
-    checksum table that moves are verified against.
+    computed from the slots' bytes when they are first filled. The balancer compares them with the
+    checkpoint's; a worker that differs is quarantined.
     """
     steps: _builtins.str
     """How decode steps run and how rows travel between ranks; human-readable, may be empty."""
     layout_digest: _builtins.bytes
     """Digest of that layout, as in LayoutChange: numbers alone do not prove that the balancer and the
     worker mean the same one. Empty if not reported.
+    """
+    expert_checksums: _builtins.bytes
+    """16 bytes per expert, [num_layers, num_experts, 16]: the checksums of all experts' payloads, from
+    the checkpoint's manifest. Sent by rank 0 only; empty from the others.
     """
     def __init__(
         self,
@@ -566,10 +583,11 @@ class Serving(_message.Message):
         slot_checksums: _builtins.bytes = ...,
         steps: _builtins.str = ...,
         layout_digest: _builtins.bytes = ...,
+        expert_checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,12 +32,15 @@ class MemberState(StrEnum):
     SLOW = "slow"
     """Serves, but slows the others down: they should continue without it if they can."""
 
+    QUARANTINED = "quarantined"
+    """Has a rank, but wrong bytes: the others continue without it."""
+
     MISSING = "missing"
     """Has a rank, but left, died, or fell silent."""
 
     STUCK = "stuck"
-    """Was left out because it did not leave a lost epoch, fell silent, or was slow; it gets no
-    rank."""
+    """Was left out because it did not leave a lost epoch, fell silent, was slow or has wrong
+    bytes; it gets no rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class EpochCandidate:
     holds: bool = False
     """Whether its slots hold experts of an epoch that is over."""
     reason: str = ""
-    """Why it is missing, slow or ahead."""
+    """Why it is missing, slow, ahead or quarantined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ class _Workers:
     joining: list[EpochCandidate]
     serving: list[EpochCandidate]
     slow: list[EpochCandidate]
+    quarantined: list[EpochCandidate]
     missing: list[EpochCandidate]
     stuck: list[EpochCandidate]
 
@@ -128,6 +132,7 @@ def next_epoch(
     least = -(-num_experts // slots_per_rank)
     opening = (
         _above(pool)
+        or _without_quarantined(pool, least=least)
         or _without_ranks(pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now)
         or _beside_ranks(
             pool,
@@ -243,6 +248,25 @@ def _beside_a_gap(
             f"{policy.reform_timeout_s:g} s to notice"
         )
     return _open(pool, f"{_names(pool.new)} joins; {faults}", timeout="reform")
+
+
+def _without_quarantined(pool: _Workers, *, least: int) -> EpochDecision | None:
+    """Some ranks have wrong bytes: the others continue at once. None if there are none."""
+    if not pool.quarantined:
+        return None
+    others = [*pool.free, *pool.bound]
+    why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.quarantined)
+    if len(others) < least:
+        return EpochDecision(
+            reason=f"the {len(others)} workers that are not quarantined cannot hold all experts: "
+            f"{least} are needed",
+            is_down=True,
+        )
+    return EpochDecision(
+        workers=tuple(candidate.name for candidate in others),
+        left_out=tuple(candidate.name for candidate in pool.quarantined),
+        reason=f"continues without quarantined workers: {why}",
+    )
 
 
 def _without_slow(pool: _Workers, *, least: int) -> EpochDecision:

@@ -1,5 +1,6 @@
 """`Move`: one expert copied into one slot; its sources, and the waves of a change."""
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ CHECKSUM_BYTES = 16
 
 NOTHING = -1
 """Marks an empty slot."""
+
+
+def checksums_digest(checksums: Checksums) -> bytes:
+    """Digest of a table of experts' checksums, uint8 [layers, experts, 16]: 16 bytes."""
+    return hashlib.blake2b(checksums.tobytes(), digest_size=CHECKSUM_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

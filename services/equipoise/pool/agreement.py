@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from equipoise.planning.arrays import Checksums
 from equipoise.planning.layout import Layout, digest_text
 from equipoise.planning.reconcile import reconcile
 from equipoise.pool.attendance import Attendance
@@ -12,11 +11,14 @@ from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
-from equipoise.wire.messages import Heartbeat
+from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
 
 _CONTRADICTION = "generations of ranks"
+_NO_TABLE = "checksums of the checkpoint"
 
 
 class Agreement:
@@ -29,6 +31,8 @@ class Agreement:
         roster: Roster,
         attendance: Attendance,
         layouts: PoolLayouts,
+        verification: Verification,
+        quarantine: Quarantine,
         windows: Windows,
         rollouts: Rollouts,
         counters: Counters,
@@ -37,9 +41,11 @@ class Agreement:
         self._roster = roster
         self._attendance = attendance
         self._layouts = layouts
+        self._verification = verification
+        self._quarantine = quarantine
+        self._rejections = counters.rejections
         self._windows = windows
         self._rollouts = rollouts
-        self._rejections = counters.rejections
         self._faults: dict[str, str] = {}
         self._opened_here = False
         self.must_reconcile = False
@@ -58,7 +64,7 @@ class Agreement:
             and self._rollouts.current is None
             and not self.must_reconcile
             and not (self._attendance.silent or self._faults)
-            and self._layouts.is_verified
+            and self._verification.complete
         )
 
     def begin_epoch(self, *, opened_here: bool) -> None:
@@ -67,6 +73,7 @@ class Agreement:
         An epoch that was not `opened_here` is one that this balancer found.
         """
         self._faults.clear()
+        self._verification.begin_epoch()
         self._opened_here, self.must_reconcile = opened_here, not opened_here
 
     def note_joining(self, rank: int, *, rejected: str) -> None:
@@ -93,17 +100,30 @@ class Agreement:
             self._rejections.count("layout_conflict", fault)
         self._faults[concern] = fault
 
-    def merge_checksums(self, member: Member, layout: Layout | None, reported: Checksums) -> None:
-        """Merge a rank's reported checksums; the first report of an expert wins."""
-        if layout is None or member.rank is None:
-            return
-        concern = f"checksums of rank {member.rank}"
-        fault = self._layouts.merge_checksums(layout, rank=member.rank, checksums=reported)
-        if fault is None:
-            self._faults.pop(concern, None)
-            return
-        self._faults[concern] = fault
-        self._rejections.count("checksum_conflict", fault)
+    def note_bytes(
+        self,
+        member: Member,
+        layout: Layout | None,
+        report: RunningState | Serving | Switched,
+        *,
+        now: float,
+    ) -> Chain:
+        """A rank reports what its slots hold; who differs from the checkpoint is quarantined."""
+        rank = member.rank
+        if layout is None or rank is None:
+            return ()
+        self._verification.note(member, layout, report.checksums)
+        differences: dict[int, str] = {}
+        table = None if isinstance(report, Switched) else report.expert_checksums
+        if table is not None and (fault := self._verification.learn(member, table)):
+            differences[rank] = fault
+        differences |= self._verification.compare()
+        quarantine, roster = self._quarantine, self._roster
+        return tuple(
+            effect
+            for other, fault in differences.items()
+            for effect in quarantine.note_bytes(roster.member_at(other), fault, now=now)
+        )
 
     def settle(self, *, now: float) -> Chain:
         """Once all ranks reported what they run, and nothing is rolled out, take that as the truth.
@@ -155,6 +175,10 @@ class Agreement:
             if self.must_reconcile:
                 return ()
             return (WriteMembership(members=self._roster.epoch_members()),)
+        if self._verification.table is None:
+            self._faults[_NO_TABLE] = "rank 0 has not sent the checksums of the checkpoint"
+            return ()
+        self._faults.pop(_NO_TABLE, None)
         result = reconcile(
             generations_of_ranks=dict(enumerate(member.generation for member in members)),
             staged_of_ranks=dict(enumerate(member.staged_generation for member in members)),

@@ -334,8 +334,7 @@ class PoolController:
             case Serving():
                 member.note_serving(value, layout)
                 pool.agreement.note_joining(rank, rejected="")
-                pool.agreement.merge_checksums(member, layout, value.checksums)
-                return ()
+                return pool.agreement.note_bytes(member, layout, value, now=now)
             case Staged():
                 member.note_staged(generation)
                 pool.counters.tally.note_staged(value)
@@ -350,12 +349,12 @@ class PoolController:
                 return pool.rollouts.handle(rejected, now=now)
             case Switched():
                 member.note_switched(generation, layout)
-                pool.agreement.merge_checksums(member, layout, value.checksums)
+                found = pool.agreement.note_bytes(member, layout, value, now=now)
                 pool.rollouts.note_switch(value, now=now)
                 switched = RankSwitched(
                     rank=rank, generation=generation, step=value.step, stall_us=value.stall_us
                 )
-                return pool.rollouts.handle(switched, now=now)
+                return (*found, *pool.rollouts.handle(switched, now=now))
 
     def _drop_stray(self, member: Member) -> Chain:
         """Abort what a rank has staged if that is not being rolled out."""

@@ -38,22 +38,26 @@ def diagnose(
     *,
     opening: EpochDecision,
     silent: Mapping[int, str],
+    quarantined: Mapping[str, str],
     faults: Sequence[str],
     store_fault: str,
 ) -> Diagnosis:
     """Judge a pool.
 
-    `opening` is the latest decision about the next epoch. `silent` (by rank), `faults` and
-    `store_fault` are messages.
+    `opening` is the latest decision about the next epoch. `silent` (by rank), `quarantined` (by
+    worker), `faults` and `store_fault` are messages.
     """
+    odd = [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
     if opening.is_down:
-        return Diagnosis(health=Health.DOWN, reason=opening.reason)
+        return Diagnosis(health=Health.DOWN, reason="; ".join([opening.reason, *odd]))
     if roster.epoch == 0 or not roster.seated():
-        return Diagnosis(health=Health.WAITING, reason=opening.reason or "no worker is connected")
+        waiting = opening.reason or ("" if odd else "no worker is connected")
+        return Diagnosis(health=Health.WAITING, reason="; ".join(filter(None, [waiting, *odd])))
     troubles = [
         *(_absence(member) for member in roster.seated() if not member.connected),
         *([opening.reason] if opening.reason else []),
         *silent.values(),
+        *odd,
         *faults,
         *([store_fault] if store_fault else []),
     ]

@@ -89,16 +89,13 @@ def check_running_layout(hello: Hello, ours: Layout | None) -> None:
 
 
 def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
-    """Reject a worker whose model, slots or checkpoint differ from those of `shape`."""
+    """Reject a worker whose model or slots differ from those of `shape`.
+
+    One with another checkpoint is quarantined instead: the first worker need not be right.
+    """
     for kind, what, theirs, ours in (
         ("hello_model", "model shape", hello.model, shape.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
-        (
-            "hello_checkpoint",
-            "checkpoint fingerprint",
-            hello.checkpoint_fingerprint,
-            shape.checkpoint_fingerprint,
-        ),
     ):
         if theirs != ours:
             raise RejectedWorkerError(

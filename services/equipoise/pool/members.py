@@ -23,6 +23,7 @@ class Roster:
         self._highest_epoch = highest_epoch
         self._num_ranks = 0
         self._shape: Hello | None = None
+        self._checkpoint: tuple[str, bytes] | None = None
         self._peers: tuple[Peer, ...] = ()
         self._rendezvous_address = ""
         self._members: dict[str, Member] = {}
@@ -51,6 +52,11 @@ class Roster:
     def shape(self) -> Hello | None:
         """The Hello that all must agree with: that of the first member present."""
         return self._shape
+
+    @property
+    def checkpoint(self) -> tuple[str, bytes] | None:
+        """Checkpoint fingerprint and digest of experts of the latest epoch opened here, or None."""
+        return self._checkpoint
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -121,6 +127,10 @@ class Roster:
         for rank, member in enumerate(ordered):
             member.seat(rank)
         self._num_ranks = len(ordered)
+        self._checkpoint = (
+            ordered[0].hello.checkpoint_fingerprint,
+            ordered[0].hello.experts_digest,
+        )
         self._note_seats()
 
     def seated(self) -> tuple[Member, ...]:
@@ -132,18 +142,23 @@ class Roster:
         return EpochMembers(epoch=self._epoch, workers=tuple(one.name for one in self._seated))
 
     def candidates(
-        self, silent: Container[str], *, excluded: Mapping[str, str]
+        self,
+        silent: Container[str],
+        *,
+        excluded: Mapping[str, str],
+        quarantined: Mapping[str, str],
     ) -> Sequence[EpochCandidate]:
         """Every worker's state, for the decision about the next epoch.
 
         `silent` are names of members that sent nothing for too long, `excluded` those that the
-        policy leaves out now, with the reason.
+        policy leaves out now, `quarantined` those that must not serve, both with the reason.
         """
         return [
             _candidate(
                 member,
                 is_silent=member.name in silent,
                 excluded=excluded.get(member.name, ""),
+                quarantined=quarantined.get(member.name, ""),
             )
             for member in self._members.values()
         ]
@@ -253,11 +268,17 @@ class Roster:
             member.unseat()
 
 
-def _candidate(member: Member, *, is_silent: bool, excluded: str) -> EpochCandidate:
+def _candidate(
+    member: Member, *, is_silent: bool, excluded: str, quarantined: str
+) -> EpochCandidate:
     state, reason = MemberState.NEW, ""
     if not member.connected or is_silent:
         state = MemberState.STUCK if member.rank is None else MemberState.MISSING
         reason = member.gone_reason or "it is silent"
+    elif quarantined:
+        takes_part = member.rank is not None and member.lost_reason is None
+        state = MemberState.QUARANTINED if takes_part else MemberState.STUCK
+        reason = quarantined
     elif excluded and (member.rank is None or member.lost_reason is not None):
         state, reason = MemberState.STUCK, excluded
     elif excluded and member.serving:

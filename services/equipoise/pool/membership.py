@@ -22,8 +22,10 @@ from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.records import EpochMembers
 from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.errors import InvalidMessageError
@@ -66,8 +68,10 @@ class Membership:
         *,
         roster: Roster,
         attendance: Attendance,
+        quarantine: Quarantine,
         agreement: Agreement,
         layouts: PoolLayouts,
+        verification: Verification,
         windows: Windows,
         rollouts: Rollouts,
         counters: Counters,
@@ -76,8 +80,10 @@ class Membership:
         self._policy = policy
         self._roster = roster
         self._attendance = attendance
+        self._quarantine = quarantine
         self._agreement = agreement
         self._layouts = layouts
+        self._verification = verification
         self._windows = windows
         self._rollouts = rollouts
         self._timeouts = counters.timeouts
@@ -116,7 +122,7 @@ class Membership:
         before = self._roster.members.get(hello.worker)
         member = self._roster.admit(hello, now=now)
         self._reserve(used)
-        effects: list[Effect] = []
+        effects: list[Effect] = list(self._quarantine.note_hello(hello))
         self._unheard -= {hello.worker}
         self._attendance.look_again()
         if before is not None and before.rank is not None and member.rank is None:
@@ -126,7 +132,9 @@ class Membership:
             if self._roster.epoch != epoch:
                 self._begin_epoch(opened_here=False, now=now)
             self._layouts.remember(hello.running.layout)
-            self._agreement.merge_checksums(member, hello.running.layout, hello.running.checksums)
+            effects += self._agreement.note_bytes(
+                member, hello.running.layout, hello.running, now=now
+            )
         if hello.group_lost is not None:
             # A worker that reconnects later may have staged one more.
             self._layouts.reserve(hello.group_lost.generation + 1)
@@ -136,6 +144,7 @@ class Membership:
     def leave(self, member: Member, *, reason: str, now: float) -> Chain:
         """A worker's stream has ended."""
         self._attendance.look_again()
+        self._quarantine.look_again()
         rank = member.rank if member.connected else None
         self._roster.leave(member.name, reason=reason)
         effects: Chain = ()
@@ -172,6 +181,7 @@ class Membership:
         if self._windows.loads is None and is_first and now - opened_s >= meet_timeout_s:
             self._timeouts.note("meet", f"epoch {lost.epoch} was abandoned: {lost.reason}")
         member.lose_group(lost, now=now)
+        self._quarantine.look_again()
         effects: Chain = ()
         if member.rank is not None:
             reason = f"its group ended: {lost.reason}"
@@ -292,11 +302,13 @@ class Membership:
             return ()
         silent = self._attendance.silent_workers(now=now)
         excluded = self._attendance.excluded_workers(now=now)
-        is_waiting = silent or excluded or self._unheard or self._opening.reason
+        told = self._quarantine.follow_checkpoints(now=now)
+        quarantined = self._quarantine.reasons
+        is_waiting = silent or excluded or quarantined or self._unheard or self._opening.reason
         if self._roster.settled and not is_waiting:
             return ()  # The usual case, at every tick of every pool: there is nothing to decide.
         opening = next_epoch(
-            self._roster.candidates(silent, excluded=excluded),
+            self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.wanted_ranks,
             slots_per_rank=shape.slots_per_rank,
             num_experts=shape.model.num_experts,
@@ -307,8 +319,8 @@ class Membership:
         )
         self._opening = opening
         if opening.workers:
-            return self._open(opening, shape, now=now)
-        return self._attendance.recall_excluded() if opening.is_down else ()
+            return (*told, *self._open(opening, shape, now=now))
+        return (*told, *(self._attendance.recall_excluded() if opening.is_down else ()))
 
     def _open(self, opening: EpochDecision, shape: Hello, *, now: float) -> Chain:
         roster, layouts = self._roster, self._layouts
@@ -330,9 +342,11 @@ class Membership:
         )
         layouts.run(layout)
         self._begin_epoch(opened_here=True, now=now)
-        verified = layouts.verified
-        if verified is not None and any(table is not None for table in held):
-            self._moves = recovery_moves(held, target=layout, topology=topology, checksums=verified)
+        checksums = self._verification.table
+        if checksums is not None and any(table is not None for table in held):
+            self._moves = recovery_moves(
+                held, target=layout, topology=topology, checksums=checksums
+            )
         log = self._note_opened(opening, now=now)
         effects: list[Effect] = []
         if layout.generation != layouts.stored_generation:
@@ -360,10 +374,7 @@ class Membership:
 
     def _begin_epoch(self, *, opened_here: bool, now: float) -> None:
         """Drop what is about the ranks of the epoch before."""
-        shape = self._roster.shape
-        assert shape is not None, "an epoch has members"
         self._windows.begin_epoch(now=now)
-        self._layouts.begin_epoch(shape.model)
         self._rollouts.begin_epoch()
         self._attendance.begin_epoch()
         self._agreement.begin_epoch(opened_here=opened_here)

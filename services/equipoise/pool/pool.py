@@ -11,8 +11,10 @@ from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
 from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.rollouts import Rollouts
+from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
 
 
@@ -48,16 +50,20 @@ class Pool:
             name, highest_epoch=members.epoch if members is not None else 0
         )
         self.layouts = layouts = PoolLayouts(memory)
+        self.verification = verification = Verification(roster=roster)
         self.windows = windows = Windows(policy, remembered=memory.averages, counters=counters)
         self.rollouts = rollouts = Rollouts(
-            policy, roster=roster, layouts=layouts, counters=counters
+            policy, roster=roster, layouts=layouts, verification=verification, counters=counters
         )
         self.attendance = attendance = Attendance(policy, roster=roster, counters=counters)
+        self.quarantine = quarantine = Quarantine(roster=roster, rejections=counters.rejections)
         self.agreement = agreement = Agreement(
             policy,
             roster=roster,
             attendance=attendance,
             layouts=layouts,
+            verification=verification,
+            quarantine=quarantine,
             windows=windows,
             rollouts=rollouts,
             counters=counters,
@@ -66,8 +72,10 @@ class Pool:
             policy,
             roster=roster,
             attendance=attendance,
+            quarantine=quarantine,
             agreement=agreement,
             layouts=layouts,
+            verification=verification,
             windows=windows,
             rollouts=rollouts,
             counters=counters,
@@ -101,6 +109,7 @@ class Pool:
             self.roster,
             opening=self.membership.opening,
             silent=self.attendance.silent,
+            quarantined=self.quarantine.reasons,
             faults=self.agreement.faults,
             store_fault=self.journal.store_fault,
         )

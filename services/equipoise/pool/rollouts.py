@@ -39,6 +39,7 @@ from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import DecisionRecord
+from equipoise.pool.verification import Verification
 from equipoise.wire.balancer_messages import Abort, Stage
 from equipoise.wire.messages import Switched
 
@@ -105,11 +106,18 @@ class Rollouts:
     """At most one wave is in progress; when it aborts, the waves after it are dropped."""
 
     def __init__(
-        self, policy: PoolPolicy, *, roster: Roster, layouts: PoolLayouts, counters: Counters
+        self,
+        policy: PoolPolicy,
+        *,
+        roster: Roster,
+        layouts: PoolLayouts,
+        verification: Verification,
+        counters: Counters,
     ) -> None:
         self._policy = policy
         self._roster = roster
         self._layouts = layouts
+        self._verification = verification
         self._timeouts, self._tally = counters.timeouts, counters.tally
         self._tracked: _TrackedWave | None = None
         self._waves: Sequence[LayoutChange] = ()
@@ -310,11 +318,13 @@ class Rollouts:
         """A Stage for every rank; one without moves still takes part in the agreement."""
         base = self._layouts.get(command.base_generation)
         assert base is not None, "the base of a wave is what ranks run"
+        checksums = self._verification.table
+        assert checksums is not None, "nothing is planned for ranks that are not verified"
         moves = moves_into(
             base.expert_of_slot,
             command.layout,
             topology=self._roster.topology(),
-            checksums=self._layouts.checksums(),
+            checksums=checksums,
         )
         return tuple(
             Send(

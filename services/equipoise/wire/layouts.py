@@ -157,7 +157,7 @@ def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelSha
 
 
 def checksums_to_bytes(checksums: Checksums) -> bytes:
-    """Pack the checksums of a worker's slots."""
+    """Pack the checksums of a worker's slots, or of all experts."""
     assert checksums.dtype == np.uint8, checksums.dtype
     assert checksums.ndim == 3, checksums.shape
     assert checksums.shape[2] == CHECKSUM_BYTES, checksums.shape
@@ -172,6 +172,19 @@ def checksums_from_proto(kind: str, message: Any, *, hello: Hello) -> Checksums:
     """
     shape = (hello.model.num_layers, hello.slots_per_rank, CHECKSUM_BYTES)
     table = checks.table(kind, message, "slot_checksums", dtype="|u1", shape=shape)
+    return table.astype(np.uint8, copy=False)
+
+
+def expert_checksums_from_proto(kind: str, message: Any, *, hello: Hello) -> Checksums | None:
+    """Checksums of all experts, uint8 [layers, experts, 16], read-only; None if not sent.
+
+    Raises:
+        InvalidMessageError: "_shape" if the number of bytes does not match.
+    """
+    if not message.expert_checksums:
+        return None
+    shape = (hello.model.num_layers, hello.model.num_experts, CHECKSUM_BYTES)
+    table = checks.table(kind, message, "expert_checksums", dtype="|u1", shape=shape)
     return table.astype(np.uint8, copy=False)
 
 

@@ -14,17 +14,18 @@ _REST_BYTES = 64 * 1024
 _CELL_BYTES = 4 + 2
 """Bytes of an expert and its share, per slot of a layout."""
 
-MAX_HELLO_BYTES = MAX_CELLS * (_CELL_BYTES + CHECKSUM_BYTES) + _REST_BYTES
-"""Limit of a Hello: the layout of all ranks and the checksums of the worker's slots, which are all
-slots in a pool of one rank."""
+MAX_HELLO_BYTES = MAX_CELLS * (_CELL_BYTES + 2 * CHECKSUM_BYTES) + _REST_BYTES
+"""Limit of a Hello: the layout of all ranks, the checksums of the worker's slots, which are all
+slots in a pool of one rank, and those of all experts."""
 
 MAX_STATUS_BYTES = 3 * 8 * MAX_CELLS + _REST_BYTES
 """Limit of a response of the Status service: three tables of float64."""
 
 
 def max_message_bytes(hello: Hello) -> int:
-    """Limit of messages after the Hello: a checksum or a counter for each own slot."""
-    return hello.model.num_layers * hello.slots_per_rank * CHECKSUM_BYTES + _REST_BYTES
+    """Limit of messages after the Hello: a checksum for each own slot and for each expert."""
+    cells = hello.model.num_layers * (hello.slots_per_rank + hello.model.num_experts)
+    return cells * CHECKSUM_BYTES + _REST_BYTES
 
 
 def max_request_bytes(*, context_length: int) -> int:

@@ -39,6 +39,9 @@ class RunningState:
     steps: str = ""
     """As `Serving.steps`."""
 
+    expert_checksums: Checksums | None = None
+    """As `Serving.expert_checksums`."""
+
     @property
     def generation(self) -> int:
         """Generation in use."""
@@ -81,6 +84,9 @@ class Hello:
 
     checkpoint_fingerprint: str
     """Hex digest of config and checkpoint, the same for all workers of a pool."""
+
+    experts_digest: bytes
+    """Digest of the checkpoint's `expert_checksums`, 16 bytes."""
 
     running: RunningState | None = None
     """What a reconnecting worker runs; None at its first start."""
@@ -144,6 +150,10 @@ class Serving(RankMessage):
 
     layout_digest: bytes = b""
     """`Layout.digest` of the layout; empty if not reported."""
+
+    expert_checksums: Checksums | None = None
+    """Of all experts' payloads in the checkpoint, uint8 [layers, experts, 16], read-only; sent by
+    rank 0 only."""
 
 
 class Wait(StrEnum):

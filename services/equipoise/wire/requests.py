@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError
@@ -67,6 +68,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         slots_per_rank=message.slots_per_rank,
         num_ranks=message.num_ranks,
         backends=_backends(message),
+        experts_digest=_experts_digest(message),
     )
     if message.HasField("group_lost"):
         return replace(hello, group_lost=group_lost_from_proto(message.group_lost, hello=hello))
@@ -78,8 +80,9 @@ def hello_from_proto(message: pb.Hello) -> Hello:
 def serving_to_proto(serving: Serving) -> pb.Serving:
     """Convert a Serving."""
     return pb.Serving(
-        **layouts.fields_of(serving, but=("checksums",)),
+        **layouts.fields_of(serving, but=("checksums", "expert_checksums")),
         slot_checksums=layouts.checksums_to_bytes(serving.checksums),
+        expert_checksums=_expert_checksums(serving),
     )
 
 
@@ -90,6 +93,7 @@ def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
         checksums=layouts.checksums_from_proto("serving", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
         layout_digest=checks.layout_digest("serving", message.layout_digest),
+        expert_checksums=layouts.expert_checksums_from_proto("serving", message, hello=hello),
     )
 
 
@@ -180,11 +184,17 @@ def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:
 
 def _running_to_proto(running: RunningState) -> pb.RunningState:
     return pb.RunningState(
-        **layouts.fields_of(running, but=("layout", "checksums")),
+        **layouts.fields_of(running, but=("layout", "checksums", "expert_checksums")),
         generation=running.generation,
         layout=layouts.layout_to_proto(running.layout),
         slot_checksums=layouts.checksums_to_bytes(running.checksums),
+        expert_checksums=_expert_checksums(running),
     )
+
+
+def _expert_checksums(sent: RunningState | Serving) -> bytes:
+    table = sent.expert_checksums
+    return b"" if table is None else layouts.checksums_to_bytes(table)
 
 
 def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningState:
@@ -205,7 +215,18 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
         layout=layout,
         checksums=layouts.checksums_from_proto("running", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
+        expert_checksums=layouts.expert_checksums_from_proto("running", message, hello=hello),
     )
+
+
+def _experts_digest(message: pb.Hello) -> bytes:
+    if len(message.experts_digest) != CHECKSUM_BYTES:
+        raise InvalidMessageError(
+            "hello_experts_digest",
+            f"hello: experts_digest must have {CHECKSUM_BYTES} bytes, not "
+            f"{len(message.experts_digest)}: run the same release on both sides",
+        )
+    return message.experts_digest
 
 
 def _backends(message: pb.Hello) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.checkpoint_digests import verified
+from equipoise_model.checkpoint_manifest import Payloads
 from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
@@ -111,6 +112,13 @@ class ModelCore:
             return None
         assert isinstance(self.model, Transformer)
         return Drafter(self.model, num_drafts=settings.speculate)
+
+    @property
+    def payload_checksums(self) -> Payloads:
+        """Checksums of all experts' payloads by the checkpoint's manifest."""
+        checksums = self.checkpoint.payload_checksums
+        assert checksums is not None, "the checkpoint is verified"
+        return checksums
 
     @property
     def device(self) -> torch.device:

@@ -116,6 +116,8 @@ class Epochs:
             self._count_generations()
             self.rank = None
             self._parts.timings.num_corrupted += rank.puller.num_corrupted
+            if rank.scrubber is not None:
+                self._parts.timings.num_scrubbed += rank.scrubber.num_verified
 
     def _count_generations(self) -> None:
         if self.rank is not None:

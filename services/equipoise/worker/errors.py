@@ -1,5 +1,6 @@
 """Exceptions for the faults of users, peers, the network and this worker."""
 
+from equipoise.planning.arrays import Checksums
 from equipoise.wire.inference import Blame
 
 
@@ -9,6 +10,15 @@ class WorkerError(Exception):
 
 class RejectedError(WorkerError):
     """The balancer does not accept this worker; the message names the remedy."""
+
+
+class DamagedSlotError(WorkerError):
+    """A slot no longer holds the bytes that it was filled with: this process cannot be trusted."""
+
+    def __init__(self, message: str, *, checksums: Checksums) -> None:
+        super().__init__(message)
+        self.checksums = checksums
+        """Of all own slots as they are now, uint8 [layers, slots_per_rank, 16]."""
 
 
 class StepError(WorkerError):

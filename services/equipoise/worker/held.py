@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +17,8 @@ from equipoise_model.placement import PlacementTables
 
 SlotIndex = tuple[int, int]
 """A MoE layer and one of this rank's slots in it, both from 0."""
+
+_T = TypeVar("_T")
 
 _READ_ATTEMPTS = 100
 _READ_PAUSE_S = 0.002
@@ -53,6 +56,18 @@ class StagedGeneration:
     def generation(self) -> int:
         """The generation's number."""
         return self.contents.layout.generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotHash:
+    """What an own slot held at one moment."""
+
+    contents: Contents
+    """The layout in use, and what the slots were filled with."""
+    expert: int
+    """The logical expert that the slot is meant to hold."""
+    found: bytes
+    """Checksum of the bytes that are in the slot, 16 bytes."""
 
 
 class HeldExperts:
@@ -119,13 +134,37 @@ class HeldExperts:
         Raises:
             NotHeldError: no slot of this rank holds it, or the slots kept changing.
         """
+
+        def read() -> Tensor:
+            slot = self._slot_of(layer, expert)
+            return self._slots[layer].read(slot)
+
+        return self._consistent(read)
+
+    def hash_slot(self, layer: int, slot: int) -> SlotHash:
+        """Hash what an own slot holds now, on any thread.
+
+        Raises:
+            NotHeldError: the slots kept changing.
+        """
+        payload, contents = self._consistent(
+            lambda: (self._slots[layer].read(slot), self._contents)
+        )
+        own = contents.layout.own_slots(self.rank)
+        return SlotHash(
+            contents=contents,
+            expert=int(contents.layout.expert_of_slot[layer, own][slot]),
+            found=checksum(payload),
+        )
+
+    def _consistent(self, read: Callable[[], _T]) -> _T:
+        """Return what `read` returns while no switch is in progress."""
         for _ in range(_READ_ATTEMPTS):
             version = self._version
             if version % 2 == 0:
-                slot = self._slot_of(layer, expert)
-                payload = self._slots[layer].read(slot)
+                result = read()
                 if self._version == version:
-                    return payload
+                    return result
             time.sleep(_READ_PAUSE_S)
         raise NotHeldError(f"rank {self.rank} is switching: ask another source")
 

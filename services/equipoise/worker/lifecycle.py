@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
 from equipoise.planning.layout import Layout
+from equipoise.planning.moves import checksums_digest
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probe_routes
@@ -292,6 +293,7 @@ class Worker:
             slots_per_rank=self._settings.slots_per_rank,
             num_ranks=self._settings.num_ranks,
             checkpoint_fingerprint=self._core.checkpoint.fingerprint,
+            experts_digest=checksums_digest(self._core.payload_checksums),
             running=rank.state() if rank else None,
             group_lost=None if rank else self._epochs.state.lost,
             highest_epoch=self._epochs.state.highest_epoch,

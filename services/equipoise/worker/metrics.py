@@ -49,6 +49,9 @@ class WorkerCollector(Collector):
         counts = self._scheduler.counts
         timeouts = {timeout.name: timeout.reached for timeout in self._waits.all()}
         corrupted = self._timings.num_corrupted + (rank.puller.num_corrupted if rank else 0)
+        scrubbed = self._timings.num_scrubbed
+        if rank is not None and rank.scrubber is not None:
+            scrubbed += rank.scrubber.num_verified
         yield _labelled("timeouts", "Times that a wait timed out.", "wait", timeouts)
         yield _labelled(
             "tokens",
@@ -75,6 +78,11 @@ class WorkerCollector(Collector):
                 counts.preempted,
             ),
             ("checksum_failures", "Pulled experts that failed their checksum.", corrupted),
+            (
+                "slots_scrubbed",
+                "Held slots that still had the checkpoint's bytes when hashed again.",
+                scrubbed,
+            ),
         ):
             yield CounterMetricFamily(f"equipoise_worker_{name}", text, value=value)
 

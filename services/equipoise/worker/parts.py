@@ -47,6 +47,7 @@ class WorkerParts:
             pool=self.settings.pool,
             held=held,
             read_checkpoint=self.core.checkpoint.read_expert,
+            checksums=self.core.payload_checksums,
             expert_bytes=self.core.shape.expert_bytes,
             credentials=self.credentials,
             waits=self.waits,

@@ -6,15 +6,18 @@ It assembles these parts and takes them down in order; it makes no decisions.
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
+from equipoise.worker.errors import DamagedSlotError
 from equipoise.worker.held import placement_of
 from equipoise.worker.joining import EpochGroup
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.reporter import Reporter
+from equipoise.worker.scrubber import Scrubber
 from equipoise.worker.stager import Stager
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
@@ -57,6 +60,14 @@ class Rank:
             send=parts.send,
             spans=parts.spans,
         )
+        self.scrubber = None
+        if settings.scrub_mib_per_s:
+            self.scrubber = Scrubber(
+                self.held,
+                checksums=core.payload_checksums,
+                expert_bytes=core.shape.expert_bytes,
+                bytes_per_s=settings.scrub_mib_per_s * 2**20,
+            )
         self.reporter = Reporter(
             join_epoch,
             engine=self.engine,
@@ -70,15 +81,21 @@ class Rank:
 
         Raises:
             GroupError: a peer failed, left or disagrees.
+            DamagedSlotError: a slot no longer holds its expert; the balancer was sent what it
+                holds, so that it quarantines this process by name.
         """
         reports = asyncio.create_task(self.reporter.run())
+        scrubbing = asyncio.create_task(self._scrub())
         stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._step)
         try:
-            await asyncio.shield(stepping)
+            done, _ = await asyncio.wait({stepping, scrubbing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
         finally:
             self.engine.leave()
             reports.cancel()
-            await asyncio.wait([stepping, reports])
+            scrubbing.cancel()
+            await asyncio.wait([stepping, reports, scrubbing])
             await self.stager.close()
             await self.puller.close()
             self._thread.shutdown()
@@ -93,6 +110,8 @@ class Rank:
             layout=contents.layout,
             checksums=contents.checksums,
             steps=self._steps,
+            # All ranks have the same; one that sends them is enough.
+            expert_checksums=None if self.join_epoch.rank else self._parts.core.payload_checksums,
         )
 
     def serving(self) -> Serving:
@@ -105,6 +124,7 @@ class Rank:
             checksums=state.checksums,
             steps=state.steps,
             layout_digest=state.layout.digest(),
+            expert_checksums=state.expert_checksums,
         )
 
     def heartbeat(self, sequence: int) -> Heartbeat:
@@ -117,6 +137,17 @@ class Rank:
             staged_generation=self.engine.staged_generation,
             sequence=sequence,
         )
+
+    async def _scrub(self) -> None:
+        """Verify held slots until one is damaged; for ever if that is turned off."""
+        if self.scrubber is None:
+            await asyncio.Event().wait()
+            return
+        try:
+            await self.scrubber.run()
+        except DamagedSlotError as error:
+            self._parts.send(replace(self.serving(), checksums=error.checksums))
+            raise
 
     def _step(self) -> None:
         single_threaded()

@@ -138,6 +138,10 @@ class WorkerSettings:
     """Maximum MiB of experts to pull per second. A limit slows staging down and disturbs steps
     less; set it where both share a core or a network."""
 
+    scrub_mib_per_s: Annotated[float, Range(0)] = 8.0
+    """MiB of held experts to hash again per second, at most ten slots per second, to find bytes
+    that changed in memory. 0 turns it off."""
+
     metrics_listen: str = ""
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default."""
 

@@ -21,5 +21,7 @@ class Timings:
     """Time from one token of a request to its next, seconds."""
     stall_s: Histogram = field(default_factory=_short)
     """Duration of a switch, seconds."""
+    num_scrubbed: int = 0
+    """Held slots that were hashed again and found good, in epochs that have ended."""
     num_corrupted: int = 0
     """Pulled experts that failed their checksum, in epochs that have ended."""

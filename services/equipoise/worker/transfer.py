@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc
 from torch import Tensor
 
+from equipoise.planning.arrays import Checksums
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
@@ -106,6 +107,7 @@ class ExpertPuller:
         pool: str,
         held: HeldExperts | None,
         read_checkpoint: Callable[[int, int], Tensor],
+        checksums: Checksums,
         expert_bytes: int,
         credentials: Credentials,
         waits: Waits,
@@ -115,7 +117,8 @@ class ExpertPuller:
         """`pool` is that of the peers.
 
         `held` serves moves whose source is this rank; None before its slots are filled.
-        `read_checkpoint` returns the payload of (layer, expert), on any thread. `bytes_per_s`
+        `read_checkpoint` returns the payload of (layer, expert), on any thread. `checksums` are
+        those of all experts by this worker's checkpoint, [layers, experts, 16]. `bytes_per_s`
         limits the rate at which pulls start, so that steps sharing cores or a network with them
         keep their pace. `source_timeout_s` bounds each attempt.
         """
@@ -126,6 +129,7 @@ class ExpertPuller:
         self._pool = pool
         self._held = held
         self._read_checkpoint = read_checkpoint
+        self._checksums = checksums
         self._expert_bytes = expert_bytes
         self._credentials = credentials
         self._source_timeout_s = source_timeout_s
@@ -178,6 +182,12 @@ class ExpertPuller:
         await asyncio.sleep(begin_s - now_s)
 
     async def _pull_one(self, move: Move, failed: set[int]) -> tuple[Tensor, Source]:
+        own = self._checksums[move.layer, move.expert].tobytes()
+        if move.checksum != own:
+            raise TransferError(
+                f"expert {move.expert} of layer {move.layer} has checksum {own.hex()} in this "
+                f"worker's checkpoint, but the balancer expects {move.checksum.hex()}"
+            )
         faults = []
         for source in _in_order(move.sources, failed):
             try:

@@ -148,6 +148,7 @@ async def _stranger(arena: Arena, fault: Fault) -> None:
         slots_per_rank=12,
         num_ranks=4,
         checkpoint_fingerprint="0badcafe",
+        experts_digest=bytes(16),
         protocol_version=rng.choice([0, 1, 2, 99]),
         model=worker_link_pb2.ModelShape(
             num_layers=4, num_experts=32, num_groups=8, expert_bytes=rng.randrange(2**40)

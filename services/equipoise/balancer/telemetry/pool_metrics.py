@@ -67,6 +67,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "slow_ranks": (_P, "Ranks that are slower than the policy allows, corrected for load."),
     "excluded_workers": (_P, "Workers excluded for being slow."),
+    "quarantined_workers": (_P, "Workers quarantined for wrong bytes or another checkpoint."),
     "rank_silence_seconds": (_RANK, "Time since the last message of a rank."),
 }
 
@@ -147,6 +148,7 @@ class PoolMetrics:
         self._gauge("store_up", pool, not pool.journal.store_fault)
         self._gauge("slow_ranks", pool, len(pool.windows.slow))
         self._gauge("excluded_workers", pool, len(pool.attendance.excluded))
+        self._gauge("quarantined_workers", pool, len(pool.quarantine.workers))
 
     def _add_ranks(self, pool: Pool) -> None:
         states = dict.fromkeys(("serving", "loading", "silent", "gone"), 0)

@@ -1,0 +1,160 @@
+"""`Quarantine`: workers that get no rank because their bytes are not those of the pool.
+
+Two kinds: a worker whose slots hold other bytes than the checkpoint, until it restarts; and a
+worker whose checkpoint is not the pool's, as long as that is so.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from equipoise.pool.counters import Rejections
+from equipoise.pool.effects import Chain, Effect, Log, Send
+from equipoise.pool.member import Member
+from equipoise.pool.members import Roster
+from equipoise.wire.balancer_messages import Rejection
+from equipoise.wire.messages import Hello
+
+MAX_GONE = 64
+"""Quarantined workers that are remembered although they are not connected."""
+
+_Checkpoint = tuple[str, bytes]
+"""Fingerprint and digest of the experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedWorker:
+    """A worker that gets no rank."""
+
+    worker: str
+    """Its name."""
+
+    boot_id: str
+    """The process that is quarantined; another one of the same name is not."""
+
+    reason: str
+    """Why."""
+
+    since_s: float
+    """Since when, in unix seconds."""
+
+    until_restart: bool
+    """Whether only a restart ends it: it reported wrong bytes."""
+
+
+class Quarantine:
+    """The quarantined workers of one pool."""
+
+    def __init__(self, *, roster: Roster, rejections: Rejections) -> None:
+        self._roster = roster
+        self._rejections = rejections
+        self._workers: dict[str, QuarantinedWorker] = {}
+        self._is_stale = True
+
+    @property
+    def workers(self) -> Sequence[QuarantinedWorker]:
+        """All quarantined workers."""
+        return tuple(self._workers.values())
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """Why each is quarantined, by name."""
+        return {name: one.reason for name, one in self._workers.items()}
+
+    def look_again(self) -> None:
+        """Members changed: another checkpoint may be that of most workers."""
+        self._is_stale = True
+
+    def note_bytes(self, member: Member, reason: str, *, now: float) -> Chain:
+        """A worker holds, or reports, wrong bytes."""
+        known = self._workers.get(member.name)
+        if known is not None and known.until_restart:
+            return ()
+        self._rejections.count("wrong_bytes", f"{member.name}: {reason}")
+        return self._put(member, reason, until_restart=True, now=now)
+
+    def note_hello(self, hello: Hello) -> Chain:
+        """A worker connected; if its process is another one, its quarantine ends."""
+        self.look_again()
+        known = self._workers.get(hello.worker)
+        if known is None or known.boot_id == hello.boot_id:
+            return ()
+        del self._workers[hello.worker]
+        text = f"worker {hello.worker} restarted and is no longer quarantined"
+        return (Log(text=text, worker=hello.worker),)
+
+    def follow_checkpoints(self, *, now: float) -> Chain:
+        """Quarantine workers whose checkpoint is not the pool's, and release those that match.
+
+        It runs at every tick, so it looks only if members have changed.
+        """
+        if not self._is_stale:
+            return ()
+        self._is_stale = False
+        odd = _odd(self._roster)
+        effects: list[Effect] = []
+        for name, one in list(self._workers.items()):
+            if not one.until_restart and name not in odd:
+                del self._workers[name]
+                text = f"worker {name} is no longer quarantined: its checkpoint is the pool's"
+                effects.append(Log(text=text, worker=name))
+        for name, reason in odd.items():
+            known = self._workers.get(name)
+            if known is None:
+                self._rejections.count("other_checkpoint", f"{name}: {reason}")
+                member = self._roster.members[name]
+                effects += self._put(member, reason, until_restart=False, now=now)
+        return tuple(effects)
+
+    def _put(self, member: Member, reason: str, *, until_restart: bool, now: float) -> Chain:
+        boot_id = member.hello.boot_id
+        self._workers[member.name] = QuarantinedWorker(
+            worker=member.name,
+            boot_id=boot_id,
+            reason=reason,
+            since_s=now,
+            until_restart=until_restart,
+        )
+        gone = [name for name in self._workers if name not in self._roster.members]
+        for name in gone[:-MAX_GONE]:
+            del self._workers[name]
+        text = f"worker {member.name} (boot {boot_id}) is quarantined: {reason}"
+        return (
+            Log(text=text, is_warning=True, worker=member.name, epoch=self._roster.epoch),
+            Send(worker=member.name, message=Rejection(reason=text, fatal=False)),
+        )
+
+
+def _odd(roster: Roster) -> Mapping[str, str]:
+    """Connected workers whose checkpoint is not the pool's, each with the reason.
+
+    The pool's is that of most ranks of the epoch, or without any that of most connected workers. Of
+    two with as many workers each, it is the one of the latest epoch, else neither.
+    """
+    connected = [one for one in roster.members.values() if one.connected]
+    of_worker = {one.name: _checkpoint(one) for one in connected}
+    if len(set(of_worker.values())) <= 1:
+        return {}
+    ranks = [one for one in roster.seated() if one.connected and one.lost_reason is None]
+    counts = Counter(of_worker[one.name] for one in ranks or connected)
+    most = max(counts.values())
+    leading = [checkpoint for checkpoint, count in counts.items() if count == most]
+    if len(leading) > 1:
+        leading = [one for one in leading if one == roster.checkpoint]
+    if not leading:
+        return {
+            name: f"its checkpoint is {fingerprint}, and workers with {len(counts)} different "
+            "checkpoints are connected, none of them the majority: start them with the same"
+            for name, (fingerprint, _) in of_worker.items()
+        }
+    ours = leading[0]
+    return {
+        name: f"its checkpoint is {theirs[0]}, but {counts[ours]} workers of the pool have "
+        f"{ours[0]}: start it with the same, or in another pool"
+        for name, theirs in of_worker.items()
+        if theirs != ours
+    }
+
+
+def _checkpoint(member: Member) -> _Checkpoint:
+    return member.hello.checkpoint_fingerprint, member.hello.experts_digest

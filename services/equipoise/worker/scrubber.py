@@ -1,0 +1,77 @@
+"""`Scrubber`: hashes held slots again in the background, and finds bytes that changed in memory.
+
+A slot is filled with verified bytes once and may then serve for weeks. Like the scrubbing of disks,
+this reads slot after slot at a bounded rate, off the engine's thread.
+"""
+
+import asyncio
+from itertools import cycle
+
+import numpy as np
+
+from equipoise.planning.arrays import Checksums
+from equipoise.worker.errors import DamagedSlotError, NotHeldError
+from equipoise.worker.held import Contents, HeldExperts, SlotHash
+
+MIN_PAUSE_S = 0.1
+"""Least time between two slots, which keeps small experts from taking the interpreter's time."""
+
+
+class Scrubber:
+    """Re-verifies the slots of one rank; used from the event loop only."""
+
+    def __init__(
+        self,
+        held: HeldExperts,
+        *,
+        checksums: Checksums,
+        expert_bytes: int,
+        bytes_per_s: float,
+        min_pause_s: float = MIN_PAUSE_S,
+    ) -> None:
+        """`checksums` are those of all experts by the checkpoint, uint8 [layers, experts, 16]."""
+        assert bytes_per_s > 0
+        self._held = held
+        self._checksums = checksums
+        self._pause_s = max(expert_bytes / bytes_per_s, min_pause_s)
+        self.num_verified = 0
+        """Slots whose bytes were those of the checkpoint."""
+
+    async def run(self) -> None:
+        """Verify slot after slot, layer by layer and then from the start, until cancelled.
+
+        Raises:
+            DamagedSlotError: a slot no longer holds its expert's bytes, in two reads.
+        """
+        for layer, slot in cycle(np.ndindex(self._held.expert_of_slot.shape)):
+            await asyncio.sleep(self._pause_s)
+            # A transfer from the device may fail once; memory that changed stays changed.
+            if await self._is_good(layer, slot) or await self._is_good(layer, slot):
+                continue
+            raise await asyncio.to_thread(self._damage, layer, slot)
+
+    async def _is_good(self, layer: int, slot: int) -> bool:
+        try:
+            hashed = await asyncio.to_thread(self._held.hash_slot, layer, slot)
+        except NotHeldError:
+            return True  # It is being replaced; its turn comes again.
+        good = hashed.found == self._expected(layer, hashed)
+        self.num_verified += good
+        return good
+
+    def _expected(self, layer: int, hashed: SlotHash) -> bytes:
+        expected: bytes = self._checksums[layer, hashed.expert].tobytes()
+        return expected
+
+    def _damage(self, layer: int, slot: int) -> DamagedSlotError:
+        hashed = self._held.hash_slot(layer, slot)
+        contents: Contents = hashed.contents.changed(
+            hashed.contents.layout, {(layer, slot): hashed.found}
+        )
+        return DamagedSlotError(
+            f"slot {slot} of layer {layer} no longer holds the bytes of expert {hashed.expert}: "
+            f"their checksum is {hashed.found.hex()}, not {self._expected(layer, hashed).hex()}; "
+            "memory of this machine is damaged: restart the worker, and replace the machine if it "
+            "happens again",
+            checksums=contents.checksums,
+        )

@@ -1,0 +1,106 @@
+"""Bytes that change in a live slot are found, reported, and end the process by name."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from equipoise.wire.messages import Serving
+from equipoise.worker.core import ModelCore
+from equipoise.worker.errors import DamagedSlotError
+from equipoise.worker.lifecycle import Worker
+from equipoise.worker.location import find_location
+from equipoise.worker.scrubber import Scrubber
+
+LAYER, SLOT = 1, 4
+
+
+def rot(core, *, layer=LAYER, slot=SLOT):
+    """Flip one bit in a slot's memory."""
+    payload = core.slots[layer].read(slot)
+    payload[len(payload) // 3] ^= 4
+    core.slots[layer].write(slot, payload)
+
+
+def scrubber_of(core, held):
+    return Scrubber(
+        held,
+        checksums=core.payload_checksums,
+        expert_bytes=core.shape.expert_bytes,
+        bytes_per_s=1e12,
+        min_pause_s=0.0,
+    )
+
+
+async def test_good_slots_are_verified_over_and_over(rank_of_one):
+    core, held = rank_of_one()
+    scrubber = scrubber_of(core, held)
+    task = asyncio.create_task(scrubber.run())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(task, 3)
+    assert scrubber.num_verified > 2 * held.expert_of_slot.size
+
+
+async def test_one_flipped_bit_in_memory_is_found_with_the_checksums_as_they_are(rank_of_one):
+    core, held = rank_of_one()
+    rot(core)
+    expert = int(held.expert_of_slot[LAYER, SLOT])
+    with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}") as caught:
+        await asyncio.wait_for(scrubber_of(core, held).run(), 30)
+    assert f"the bytes of expert {expert}" in str(caught.value)
+    differs = (caught.value.checksums != held.contents.checksums).any(axis=2)
+    assert np.argwhere(differs).tolist() == [[LAYER, SLOT]]
+
+
+async def test_a_slot_that_was_filled_with_wrong_bytes_is_found_although_it_never_changes(
+    rank_of_one,
+):
+    core, held = rank_of_one()
+    rot(core)
+    held.replace(
+        held.contents.changed(
+            held.contents.layout, {(LAYER, SLOT): held.hash_slot(LAYER, SLOT).found}
+        ),
+        rank=0,
+        fill=lambda: None,
+    )
+    with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
+        await asyncio.wait_for(scrubber_of(core, held).run(), 30)
+
+
+async def test_a_worker_whose_memory_rots_reports_it_and_stops(
+    balancer, settings, join_epoch, random_layout
+):
+    chosen = settings(balancer=balancer.address, scrub_mib_per_s=1000.0)
+    core = ModelCore.load(chosen)
+    worker = Worker(chosen, core=core, location=await find_location(chosen))
+    task = asyncio.create_task(worker.run(asyncio.Event()))
+    link = await balancer.link()
+    link.say(join_epoch([link.hello], random_layout(5)))
+    serving = await link.until(Serving)
+    rot(core)
+    told = await link.until(
+        Serving, lambda one: not np.array_equal(one.checksums, serving.checksums)
+    )
+    differs = (told.checksums != serving.checksums).any(axis=2)
+    assert np.argwhere(differs).tolist() == [[LAYER, SLOT]]
+    with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
+        await asyncio.wait_for(task, 60)
+    assert any(f"slot {SLOT} of layer {LAYER}" in one.reason for one in link.heard if _leaves(one))
+
+
+def _leaves(message):
+    return type(message).__name__ == "Leaving"
+
+
+async def test_scrubbing_can_be_turned_off(balancer, settings, join_epoch, random_layout):
+    chosen = settings(balancer=balancer.address, scrub_mib_per_s=0.0)
+    stop = asyncio.Event()
+    worker = Worker(chosen, core=ModelCore.load(chosen), location=await find_location(chosen))
+    task = asyncio.create_task(worker.run(stop))
+    link = await balancer.link()
+    link.say(join_epoch([link.hello], random_layout(5)))
+    await link.until(Serving)
+    assert worker.rank.scrubber is None
+    stop.set()
+    await asyncio.wait_for(task, 60)
