@@ -171,6 +171,17 @@ async def test_a_request_fails_after_the_last_attempt(run_gateway, fleet):
     assert fleet.num_requests == 3
 
 
+@pytest.mark.parametrize("code", [UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT])
+async def test_a_ranks_words_reach_clients_and_logs_in_one_line(gateway, fleet, caplog, code):
+    words = "no\n2026-01-01 ERROR all is lost\x1b[2J\u202e" + "x" * 3000
+    fleet.fail(*[Fault(code=code, words=words)] * 9)
+    message = (await gateway.post(prompt="hello")).json()["error"]["message"]
+    assert r"no\n2026-01-01 ERROR all is lost\x1b[2J\u202e" in message
+    assert message.isprintable()
+    assert len(message) < 4000
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
 async def test_a_rejection_of_a_new_request_is_final(gateway, fleet):
     fleet.fail(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
     response = await gateway.post(prompt="hello")

@@ -42,6 +42,8 @@ def test_certificates_have_identities_that_the_program_accepts(certificates):
         "worker": Identity(role=Role.WORKER, pool="default", worker="*"),
         "gateway": Identity(role=Role.GATEWAY),
     }
+    servers = {name for name, spec in certificates.items() if "server auth" in spec["usages"]}
+    assert servers == {"balancer", "worker"}
     for spec in certificates.values():
         assert spec["issuerRef"] == {
             "name": "fleet",

@@ -58,6 +58,8 @@ class Fault:
     also: tuple[pb.GenerateResponse, ...] = ()
     """Says this, and then ends the call as if all were well."""
     blame: Blame | None = None
+    words: str = "as the script says"
+    """Details of the code."""
     """Says with `code` how far the request is the cause; a rank that dies says nothing."""
 
 
@@ -130,7 +132,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
             await asyncio.Event().wait()
         if fault.code is not None:
             blame = () if fault.blame is None else ((BLAME_KEY, fault.blame.value),)
-            await context.abort(fault.code, "as the script says", trailing_metadata=blame)
+            await context.abort(fault.code, fault.words, trailing_metadata=blame)
 
     async def _count(self, change):
         async with self.changed:

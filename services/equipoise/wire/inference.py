@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain
 
+from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise_api.v1 import worker_pb2 as pb
 
@@ -162,7 +163,7 @@ def request_from_proto(
                 f"token {token} is not in the vocabulary: tokens are 0 to {vocab_size - 1}"
             )
     return GenerateRequest(
-        request_id=message.request_id,
+        request_id=checks.name("generate", "request_id", message.request_id or "unnamed"),
         prompt=tuple(message.prompt),
         max_tokens=message.max_tokens,
         stop_tokens=frozenset(message.stop_tokens),
