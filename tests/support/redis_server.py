@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -21,9 +22,12 @@ class RedisServer:
     Several may do things to it at once: what is asked of a server that does not run is not done.
     """
 
-    def __init__(self, folder: Path, *, password: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, password: str = "", options: Mapping[str, object] | None = None
+    ) -> None:
         self.folder = folder
         self.password = password
+        self._options = dict(options or {})
         self.port = free_port()
         self._process: subprocess.Popen | None = None
         self._changing = threading.RLock()
@@ -59,6 +63,7 @@ class RedisServer:
             "appendfsync": "always",
             "save": "",
             "requirepass": self.password,
+            **self._options,
         }
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
         self._process = subprocess.Popen(

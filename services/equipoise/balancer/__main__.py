@@ -80,6 +80,8 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             await _until_reached(store, stop, wait_s=settings.store_wait_s)
         if stop.is_set():
             return
+        if isinstance(register, RedisRegister):
+            await _warn_of_failover(register)
         planner = await opened.enter_async_context(PlannerProcesses())
         parts = BalancerParts(
             store=store,
@@ -139,6 +141,16 @@ async def _until_reached(store: Store, stop: asyncio.Event, *, wait_s: float) ->
         with suppress(TimeoutError):
             async with asyncio.timeout(_STORE_RETRY_S):
                 await stop.wait()
+
+
+async def _warn_of_failover(register: RedisRegister) -> None:
+    """Log if a failover of Redis can leave two leaders."""
+    try:
+        risk = await register.failover_risk()
+    except RegisterError as error:
+        risk = f"cannot tell whether a failover of Redis can leave two leaders: {error}"
+    if risk:
+        _log.warning("%s", risk)
 
 
 async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:

@@ -1,0 +1,160 @@
+"""A Redis primary is cut off and its replica promoted, with a leader on the side of the old one."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from redis import Redis
+
+from equipoise.balancer.__main__ import _warn_of_failover
+from equipoise.balancer.leadership.elector import Elector
+from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
+from equipoise.balancer.leadership.redis_register import RedisRegister
+from equipoise.balancer.store.redis_store import RedisStore
+from equipoise.balancer.store.store import StoreError, StoreFault
+from tests.support.redis_server import RedisServer, require_redis
+from tests.support.store_records import layout_of
+from tests.support.tcp_proxy import TcpProxy
+
+WAIT_S = 60.0
+MAX_LAG_S = 1
+TIMING = LeaseTiming()
+REQUIRED = {"min-replicas-to-write": 1, "min-replicas-max-lag": MAX_LAG_S}
+
+
+class Side:
+    """A balancer's elector and store at one Redis server."""
+
+    def __init__(self, name, server) -> None:
+        self.server = server
+        self.store = RedisStore(server.url)
+        self.register = RedisRegister(server.url, timeout_s=TIMING.request_timeout_s)
+        candidate = Candidate(name=name, address=f"{name}:7070")
+        self.elector = Elector(self.register, candidate=candidate, timing=TIMING)
+
+    def leads(self):
+        return self.elector.leads()
+
+    async def tenure(self):
+        return await asyncio.wait_for(self.elector.tenure(), WAIT_S)
+
+    async def close(self):
+        await self.store.close()
+        await self.register.close()
+
+
+@asynccontextmanager
+async def replicated(folder, **required):
+    """A primary, its replica, and the link between them."""
+    require_redis()
+    with RedisServer(folder / "primary", options=required) as primary:
+        async with TcpProxy(primary.port) as link:
+            options = {"replicaof": f"127.0.0.1 {link.port}", "repl-timeout": 60}
+            with RedisServer(folder / "replica", options=options) as replica:
+                with Redis.from_url(replica.url) as client:
+                    await until(lambda: is_synchronised(client))
+                yield primary, link, replica
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - of servers, which tell nobody
+            await asyncio.sleep(0.05)
+
+
+def is_synchronised(client):
+    return client.info("replication")["master_link_status"] == "up"
+
+
+def promote(server):
+    with Redis.from_url(server.url) as client:
+        client.replicaof("NO", "ONE")
+
+
+@asynccontextmanager
+async def sides_of(primary, replica):
+    """Balancers that reach one of the servers each; the first one leads in term 1."""
+    old, new = Side("old", primary), Side("new", replica)
+    try:
+        async with old.elector.running():
+            tenure = await old.tenure()
+            assert tenure.term == 1
+            await old.store.fence(term=1)
+            await old.store.adopt("p", layout_of(1), term=1)
+            async with new.elector.running():
+                await until(lambda: "read-only replica" in new.elector.state.reason)
+                yield old, new
+    finally:
+        await old.close()
+        await new.close()
+
+
+@pytest.mark.parametrize(
+    ("held", "failover_s"), [("both", 2.0), ("up", 2.0), ("both", 5.0), ("down", 5.0)]
+)
+async def test_with_required_replicas_a_cut_off_primary_takes_no_write_and_its_leader_stops(
+    tmp_path, held, failover_s
+):
+    async with (
+        replicated(tmp_path, **REQUIRED) as (primary, link, replica),
+        sides_of(primary, replica) as (old, new),
+    ):
+        link.hold(*(() if held == "both" else (held,)))
+        # Longer than the lag after which the primary rejects writes, and than a lease.
+        await asyncio.sleep(failover_s)
+        # While the replica still acknowledges, the primary does not notice; its promotion it does.
+        assert old.leads() == (held == "down" or failover_s < TIMING.duration_s)
+        promote(replica)
+        tenure = await new.tenure()
+        assert not old.leads()
+        assert tenure.term == 2
+        await new.store.fence(term=2)
+        with pytest.raises(StoreError, match="accepts no writes without its replicas") as caught:
+            await old.store.adopt("p", layout_of(2), term=1)
+        assert caught.value.fault is StoreFault.FULL
+
+
+async def test_without_required_replicas_two_lead_until_the_old_primary_follows_the_new_one(
+    tmp_path,
+):
+    async with (
+        replicated(tmp_path) as (primary, link, replica),
+        sides_of(primary, replica) as (old, new),
+    ):
+        link.hold()
+        promote(replica)
+        await new.tenure()
+        await new.store.fence(term=2)
+        assert old.leads(), "the limit that docs/high-availability.md states"
+        await old.store.adopt("p", layout_of(2), term=1)
+        with Redis.from_url(primary.url) as client:
+            client.replicaof("127.0.0.1", replica.port)
+            await until(lambda: is_synchronised(client))
+        await until(lambda: not old.leads() and "read-only" in old.elector.state.reason)
+        assert new.leads()
+        # What was written on the wrong side is gone; ranks report what they run.
+        assert (await old.store.committed("p")).generation == 1
+        with pytest.raises(StoreError, match="is a read-only replica"):
+            await old.store.fence(term=1)
+
+
+async def test_a_server_whose_failover_can_leave_two_leaders_is_warned_of(tmp_path, caplog):
+    async with replicated(tmp_path) as (primary, _, replica):
+        for server, risk in ((primary, "has 1 replica but accepts writes"), (replica, "")):
+            register = RedisRegister(server.url, timeout_s=20.0)
+            caplog.clear()
+            await _warn_of_failover(register)
+            assert risk in caplog.text
+            assert bool(risk) == ("set its min-replicas-to-write" in caplog.text)
+            await register.close()
+        with Redis.from_url(primary.url) as client:
+            client.config_set("min-replicas-to-write", 1)
+            register = RedisRegister(primary.url, timeout_s=20.0)
+            caplog.clear()
+            await _warn_of_failover(register)
+            assert caplog.text == ""
+            client.execute_command("ACL SETUSER default -info")
+            await _warn_of_failover(register)
+            assert "cannot tell" in caplog.text
+            client.execute_command("ACL SETUSER default +info")
+            await register.close()
