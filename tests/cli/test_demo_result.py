@@ -15,7 +15,7 @@ from equipoise.cli.demo.result import (
     switches_of,
     windows_of,
 )
-from equipoise.cli.demo.traffic import Arrival, Completion, Prompt, TimeSpan
+from equipoise.cli.demo.traffic import Completion, Prompt, TimeSpan, TokenArrival
 from equipoise_api.v1 import status_pb2
 
 PROMPT = Prompt(domain="code", tokens=(1, 2, 3), max_tokens=3)
@@ -46,7 +46,9 @@ def completion(tokens, *, generation=1, first_step=0, failure=None) -> Completio
         prompt=PROMPT,
         rank=0,
         arrivals=tuple(
-            Arrival(time_s=float(i), tokens=(token,), generation=generation, step=first_step + i)
+            TokenArrival(
+                time_s=float(i), tokens=(token,), generation=generation, step=first_step + i
+            )
             for i, token in enumerate(tokens)
         ),
         failure=failure,

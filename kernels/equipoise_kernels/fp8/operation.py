@@ -11,24 +11,24 @@ import torch
 from equipoise_kernels.fp8 import configurations, selection
 from equipoise_kernels.fp8.specialization import Specialization
 
-Backend = TypeVar("Backend")
+Run = TypeVar("Run")
 Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KernelOperation(Generic[Backend, Config]):
+class KernelOperation(Generic[Run, Config]):
     """One operation of the FP8 data plane."""
 
     name: str
     """As in EQUIPOISE_KERNELS and in the files of `tuned/`."""
-    backends: dict[str, Backend]
+    backends: dict[str, Run]
     """What computes it, by name; all take the same arguments."""
     configs: tuple[Config, ...] = ()
     """Configurations that tuning may choose for its kernel, all of one dataclass, if any."""
     specializations: Callable[..., list[Specialization]]
     """Returns what its kernel compiles to: with a configuration, if it has any."""
 
-    def on(self, device: torch.device) -> Backend:
+    def on(self, device: torch.device) -> Run:
         """The backend selected for this process that computes a device's tensors."""
         return self.backends[selection.backend(self.name, device)]
 

@@ -52,7 +52,7 @@ def time_layer(
         x_TD = torch.randn(
             num_rows, config.hidden_size, generator=generator, device=generator.device
         ).bfloat16()
-        timing = timer.interleaved({phase: [_Call(layer, x_TD, here)]})[phase]
+        timing = timer.interleaved({phase: [_Step(layer, x_TD, here)]})[phase]
         timings.append(
             LayerTiming(
                 phase=phase, rows=num_rows, median_us=timing.median_us, spread=timing.spread
@@ -80,7 +80,7 @@ def random_layer(config: ModelConfig, *, generator: torch.Generator) -> Fp8MoE:
     return layer
 
 
-class _Call:
+class _Step:
     """One step of the layer; its counters are discarded."""
 
     def __init__(self, layer: Fp8MoE, x_TD: Tensor, experts: ExpertParallel) -> None:

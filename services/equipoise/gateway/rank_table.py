@@ -61,7 +61,7 @@ class RankTable:
     def __init__(self, *, max_queued: int, clock: Callable[[], float]) -> None:
         self._max_queued = max_queued
         self.now = clock
-        self._ranks: dict[str, _Entry] = {}
+        self._ranks: dict[str, _Tracked] = {}
         self._queue: deque[_Waiter] = deque()
         self._turns = itertools.count()
         self._why_none = "no rank is known yet"
@@ -97,7 +97,7 @@ class RankTable:
         for address, info in by_address.items():
             if address not in self._ranks:
                 _log.info("new rank: %s at %s", info.name, address)
-            self._ranks.setdefault(address, _Entry(name=info.name, address=address)).update(info)
+            self._ranks.setdefault(address, _Tracked(name=info.name, address=address)).update(info)
         self._serve_queue()
 
     async def reserve(
@@ -185,7 +185,7 @@ class RankTable:
             delay_s = max(0.0, at_s - self.now())
             self._retry = asyncio.get_running_loop().call_later(delay_s, self._serve_queue)
 
-    def changed(self, rank: "_Entry") -> None:
+    def changed(self, rank: "_Tracked") -> None:
         """A rank's work or state has changed: a queued request may fit now."""
         if rank.state is RankState.CLOSED and not rank.num_open:
             self._ranks.pop(rank.address, None)
@@ -199,7 +199,7 @@ class Reservation(AbstractContextManager["Reservation"]):
     """
 
     def __init__(
-        self, rank: "_Entry", request: GenerateRequest, *, ranks: RankTable, is_suspect: bool
+        self, rank: "_Tracked", request: GenerateRequest, *, ranks: RankTable, is_suspect: bool
     ) -> None:
         self.rank = rank
         self.was_accepted = False
@@ -287,7 +287,7 @@ class _Waiter:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Entry(RankLoad):
+class _Tracked(RankLoad):
     """A rank's load, and what separates it from the load of other gateways."""
 
     state: RankState = RankState.OPEN

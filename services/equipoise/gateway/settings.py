@@ -11,7 +11,7 @@ from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
 from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
 
-_Timeout = Annotated[float, Range(0.001, HOUR_S)]
+_Seconds = Annotated[float, Range(0.001, HOUR_S)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +65,23 @@ class GatewaySettings:
     max_queued_requests: Annotated[int, Range(0, 2**20)] = 256
     """Requests that may wait for a rank; more are answered with 503."""
 
-    queue_timeout_s: _Timeout = 30.0
+    queue_timeout_s: _Seconds = 30.0
     """Seconds that a request may wait for a rank before it is answered with 503."""
 
     max_attempts: Annotated[int, Range(1, 1000)] = 4
     """Ranks that may fail during a request before the request fails."""
 
-    accept_timeout_s: _Timeout = 5.0
+    accept_timeout_s: _Seconds = 5.0
     """Seconds within which a rank must queue a request."""
 
-    first_token_timeout_s: _Timeout = 60.0
+    first_token_timeout_s: _Seconds = 60.0
     """Seconds from then to the first token, including the wait in the rank's queue."""
 
-    silence_timeout_s: _Timeout = 15.0
+    silence_timeout_s: _Seconds = 15.0
     """Seconds between two tokens after which a rank counts as failed. Keep it above the workers'
     step_timeout_s, so that a worker can report the reason first."""
 
-    client_timeout_s: _Timeout = 30.0
+    client_timeout_s: _Seconds = 30.0
     """Seconds that a client may take to send a request's header, to send its body, and to read
     each part of the response."""
 

@@ -26,7 +26,7 @@ FIELDS = (
 )
 """Names of the fields that `about` accepts."""
 
-Context = Callable[[], Mapping[str, str | int]]
+LogContext = Callable[[], Mapping[str, str | int]]
 
 
 class LogFormat(StrEnum):
@@ -43,12 +43,12 @@ def configure_logs(
     log_format: LogFormat,
     *,
     level: int = logging.INFO,
-    context: Context | None = None,
+    context: LogContext | None = None,
     stream: TextIO | None = None,
 ) -> None:
     """Send this process's logs to `stream` (default: stderr), unless logging is set up already."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _Text())
+    handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _Plain())
     logging.basicConfig(level=level, handlers=[handler])
 
 
@@ -73,7 +73,7 @@ def printable(text: str) -> str:
     )
 
 
-class _Text(logging.Formatter):
+class _Plain(logging.Formatter):
     """Continuation lines of tracebacks are indented; every other line is a record."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: LogContext) -> None:
         super().__init__()
         self._context = context
 

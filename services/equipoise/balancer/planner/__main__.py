@@ -37,7 +37,7 @@ def main() -> None:
     os.nice(NICENESS)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    requests, answers = Requests(), SimpleQueue[bytes]()
+    requests, answers = RequestQueue(), SimpleQueue[bytes]()
     with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rb") as file:
         for work in (lambda: _read(file, requests), lambda: _write(connection, answers)):
             threading.Thread(target=work, daemon=True).start()
@@ -48,7 +48,7 @@ def main() -> None:
             answers.put(frame((number, _answer(request))))
 
 
-class Requests:
+class RequestQueue:
     """The queue of requests, without those that were withdrawn. Used by two threads."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Requests:
             self._withdrawn.discard(self._begun)
 
 
-def _read(file: BinaryIO, requests: Requests) -> None:
+def _read(file: BinaryIO, requests: RequestQueue) -> None:
     """Read requests; exit when the balancer disconnects, even during a plan."""
     while True:
         try:

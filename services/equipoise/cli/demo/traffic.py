@@ -38,7 +38,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class TokenArrival:
     """One message of a worker."""
 
     time_s: float
@@ -64,7 +64,7 @@ class Completion:
     rank: int
     """Rank that served it."""
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[TokenArrival, ...]
     """Messages received."""
 
     failure: str | None
@@ -144,7 +144,7 @@ class Traffic:
         self, stub: "worker_pb2_grpc.InferenceAsyncStub", rank: int, prompt: Prompt
     ) -> Completion:
         self._num_requests += 1
-        arrivals: list[Arrival] = []
+        arrivals: list[TokenArrival] = []
         failure = None
         call = stub.Generate(
             worker_pb2.GenerateRequest(
@@ -163,7 +163,7 @@ class Traffic:
                 if arrivals:
                     self.gaps.append(TimeSpan(arrivals[-1].time_s, now_s))
                 arrivals.append(
-                    Arrival(
+                    TokenArrival(
                         time_s=now_s,
                         tokens=tuple(response.tokens),
                         generation=response.generation,
