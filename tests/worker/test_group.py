@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import threading
+import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -32,12 +35,14 @@ def rendezvous():
     hosted.close()
 
 
+A_MINUTE = timedelta(seconds=60)
 LAYOUT = contiguous_layout(num_layers=2, num_experts=8, num_ranks=2, slots_per_rank=6)
 
 
 def form(address, **changes):
     """Meet at an address; keyword arguments change the JoinEpoch or how to meet."""
     how = {
+        "timeout_s": 60.0,
         "step_timeout_s": 20.0,
         "abandoned": threading.Event(),
         "on_met": lambda: None,
@@ -47,7 +52,7 @@ def form(address, **changes):
     }
     how |= {name: changes.pop(name) for name in list(changes) if name in how}
     peers = [""] * changes.pop("num_ranks", 2)
-    fields = {"rendezvous_address": address, "meet_timeout_s": 60.0, "layout": LAYOUT}
+    fields = {"rendezvous_address": address, "layout": LAYOUT}
     return meet(join_epoch_of(*peers, **fields | changes), **how)
 
 
@@ -60,16 +65,18 @@ def peer(address, behaviour, said, epoch):
     group.close()
 
 
-def arrive_and_vanish(address, *, rank, epoch):
+def arrive_and_vanish(address, *, rank, epoch, num_ranks=2):
     """A rank that arrives at the rendezvous and is gone when the others form."""
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    dist.PrefixStore(f"epoch-{epoch}", store).set(f"arrived/{rank}", arrival().to_json())
+    store = dist.PrefixStore(f"epoch-{epoch}", store)
+    store.set(f"ready/{rank}", "")
+    store.set(f"there/{rank}", arrival(num_ranks=num_ranks).to_json())
 
 
-def arrival(announcement="", **changes):
-    """What a rank of two publishes."""
-    join_epoch = join_epoch_of("", "", **{"layout": LAYOUT} | changes)
+def arrival(announcement="", *, num_ranks=2, **changes):
+    """What a rank publishes."""
+    join_epoch = join_epoch_of(*[""] * num_ranks, **{"layout": LAYOUT} | changes)
     return Arrival.of(join_epoch, announcement=announcement)
 
 
@@ -121,11 +128,59 @@ def test_a_rank_that_failed_to_form_forms_with_one_that_never_tried(rendezvous):
         assert group.exchange(header(0)) == (header(0), header(1))
 
 
+def begin_to_form(address, rank):
+    """A rank of four: publishes where it can be reached, and waits for rank 0."""
+    arrive_and_vanish(address, rank=rank, epoch=1, num_ranks=4)
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = dist.PrefixStore("epoch-1", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+
+
+def test_forming_with_peers_that_hang_meanwhile_is_bounded(rendezvous):
+    """Gloo waits for those peers that connect to this rank, which their ports decide."""
+    context = multiprocessing.get_context("spawn")
+    hung = [context.Process(target=begin_to_form, args=(rendezvous, rank)) for rank in (1, 2, 3)]
+    host, _, port = rendezvous.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    try:
+        for process in hung:
+            process.start()
+        store.wait(["epoch-1/0//cpu//0/1", "epoch-1/0//cpu//0/2", "epoch-1/0//cpu//0/3"], A_MINUTE)
+        for process in hung:
+            os.kill(process.pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(GroupError):
+            form(rendezvous, step_timeout_s=5.0, num_ranks=4).exchange(header(0))
+        assert time.monotonic() - began_s < 2 * 5.0 + 1.0
+    finally:
+        dist.destroy_process_group() if dist.is_initialized() else None
+        for process in hung:
+            process.kill()
+            process.join(30)
+
+
+def test_forming_with_a_peer_that_gave_up_before_is_bounded_and_can_be_abandoned(rendezvous):
+    host, _, port = rendezvous.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    arrive_and_vanish(rendezvous, rank=1, epoch=1)
+    store.delete_key("epoch-1/ready/1")
+    words = "could not form a process group: rank 1 (worker-1) was not ready within 0.5 s"
+    with pytest.raises(GroupError, match=re.escape(words)):
+        form(rendezvous, step_timeout_s=0.5)
+    abandoned = threading.Event()
+    threading.Timer(0.5, abandoned.set).start()
+    with pytest.raises(GroupError, match="could not form a process group: abandoned"):
+        form(rendezvous, step_timeout_s=1000.0, abandoned=abandoned)
+
+
 def test_a_hanging_peer_is_an_error_within_the_timeout(rendezvous):
-    with rank_0_of_two(rendezvous, "hang", step_timeout_s=2.0) as group:
+    with rank_0_of_two(rendezvous, "hang", step_timeout_s=4.0) as group:
         group.exchange(header(0))
+        began_s = time.monotonic()
         with pytest.raises(StepTimeoutError, match="peer rank failed or hangs"):
             group.exchange(header(0))
+        assert time.monotonic() - began_s > 3.0, "not the shorter timeout of forming"
 
 
 def test_ranks_check_all_announcements_before_they_form(rendezvous):
@@ -141,7 +196,7 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
 
     host, _, port = rendezvous.rpartition(":")
     peer_store = dist.PrefixStore("epoch-1", dist.TCPStore(host, int(port), is_master=False))
-    peer_store.set("arrived/1", arrival("triton").to_json())
+    peer_store.set("there/1", arrival("triton").to_json())
     met = []
     words = "^the 2 ranks of epoch 1 met but do not agree: ranks compute differently$"
     with pytest.raises(GroupError, match=words):
@@ -154,7 +209,7 @@ def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
     with pytest.raises(
         GroupError, match=f"did not all reach the rendezvous at {rendezvous} within 1 s"
     ):
-        form(rendezvous, meet_timeout_s=1, on_met=lambda: met.append(1))
+        form(rendezvous, timeout_s=1, on_met=lambda: met.append(1))
     assert not met
 
 
@@ -167,7 +222,7 @@ def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
     address = told.get(timeout=60)
     abandoned = threading.Event()
     try:
-        form(address, num_ranks=2, epoch=1, abandoned=_already_set(), meet_timeout_s=60)
+        form(address, num_ranks=2, epoch=1, abandoned=_already_set(), timeout_s=60)
     except GroupError:
         os.kill(process.pid, signal.SIGSTOP)
     try:
@@ -176,7 +231,7 @@ def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
         if "gone" in way_out:
             monkeypatch.setattr(socket, "getaddrinfo", _not_found)
         with pytest.raises(GroupError, match="did not all reach"):
-            form(address, meet_timeout_s=1000 if way_out == "abandoned" else 1, abandoned=abandoned)
+            form(address, timeout_s=1000 if way_out == "abandoned" else 1, abandoned=abandoned)
     finally:
         process.kill()
         process.join(30)
@@ -203,7 +258,7 @@ def _already_set():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_gives_up_does_not_wait_for_the_others(rendezvous, rank):
     with pytest.raises(GroupError, match="abandoned"):
-        form(rendezvous, rank=rank, meet_timeout_s=100_000, abandoned=_already_set())
+        form(rendezvous, rank=rank, timeout_s=100_000, abandoned=_already_set())
 
 
 def test_rows_on_a_gpu_travel_by_nccl_and_headers_always_by_gloo():

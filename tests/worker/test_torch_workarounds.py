@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 
 import pytest
 
@@ -23,7 +22,7 @@ def test_only_connections_opened_inside_the_block_are_shut_down(host):
         abandoned.set()
         name = f"{address[0]}:{address[1]}"
         with (
-            interruptible_store(name, deadline_s=time.monotonic() + 60, abandoned=abandoned),
+            interruptible_store(name, is_over=abandoned.is_set),
             socket.create_connection(address) as blocked,
         ):
             blocked.settimeout(30)

@@ -3,6 +3,7 @@
 `RankGroup` exchanges the header before every step; `header` decides what the headers mean.
 """
 
+import math
 import os
 import re
 import socket
@@ -26,10 +27,17 @@ from equipoise.worker.header import (
     digest_word,
     peers_digest,
 )
-from equipoise.worker.torch_workarounds import interruptible_store, reset_group_count
+from equipoise.worker.torch_workarounds import (
+    interruptible_store,
+    reset_group_count,
+    set_group_timeout,
+)
 
 _POLL_S = 0.05
+_GRACE_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
+_MIN_FORM_TIMEOUT_S = 1.0
+_GLOO_PATIENCE = 5  # In units of its timeout: gloo's Pair::waitUntilConnected.
 _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo's and NCCL's wording
 
 
@@ -129,6 +137,7 @@ class Rendezvous:
 def meet(
     join_epoch: JoinEpoch,
     *,
+    timeout_s: float,
     step_timeout_s: float,
     abandoned: threading.Event,
     on_met: Callable[[], None],
@@ -139,9 +148,10 @@ def meet(
     """Form an epoch's group at the rendezvous of its rank 0.
 
     Calls `on_met` once, when all ranks have arrived and before they form the group: from then on no
-    peer needs what this rank held before. Waits at most the message's `meet_timeout_s` for the
-    other ranks, and returns shortly after `abandoned` is set. Afterwards every collective times out
-    after `step_timeout_s`. `device` holds the rows that the ranks will exchange.
+    peer needs what this rank held before. Waits at most `timeout_s` for the other ranks to arrive,
+    then `step_timeout_s` until all are ready to form, and about as long until they have formed.
+    Returns shortly after `abandoned` is set. Afterwards every collective times out after
+    `step_timeout_s`. `device` holds the rows that the ranks will exchange.
 
     Every rank publishes its `announcement` in an `Arrival`. Ranks that were sent different peers or
     layouts form no group. `check` receives all announcements in rank order before `on_met`, and may
@@ -156,23 +166,21 @@ def meet(
         check((announcement,))
         on_met()
         return RankGroup(epoch=epoch, rank=rank, names=names)
-    address, timeout_s = join_epoch.rendezvous_address, join_epoch.meet_timeout_s
-    deadline_s = time.monotonic() + timeout_s
+    address, deadline = join_epoch.rendezvous_address, _Deadline(timeout_s, abandoned=abandoned)
     try:
-        with interruptible_store(address, deadline_s=deadline_s, abandoned=abandoned):
-            store = _connect(address, deadline_s=deadline_s, abandoned=abandoned)
+        with interruptible_store(address, is_over=deadline.is_long_over):
+            store = _connect(address, deadline)
             # An earlier epoch may have left keys behind.
             store = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"epoch-{epoch}", store
             )
-            # torch bounds forming by the collectives' timeout, so all ranks must arrive first.
-            keys = [f"arrived/{number}" for number in range(len(names))]
-            store.set(keys[rank], Arrival.of(join_epoch, announcement=announcement).to_json())
-            while not store.check(keys):
-                _pause(deadline_s=deadline_s, abandoned=abandoned)
-            _agree([store.get(key).decode() for key in keys], names, check=check, epoch=epoch)
+            arrival = Arrival.of(join_epoch, announcement=announcement).to_json()
+            arrivals = _await_all(store, "there", join_epoch, value=arrival, deadline=deadline)
+            _agree(arrivals, names, check=check, epoch=epoch)
+            deadline.restart(math.inf)  # It waits for nobody while it writes its slots.
             on_met()
-            _form(join_epoch, store, step_timeout_s=step_timeout_s, device=device)
+            deadline.restart(step_timeout_s)
+            _form(join_epoch, store, deadline, step_timeout_s=step_timeout_s, device=device)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise GroupError(
             f"the {len(names)} ranks of epoch {epoch} did not all reach the rendezvous at "
@@ -217,34 +225,88 @@ def _agree(
         ) from error
 
 
-def _form(
-    join_epoch: JoinEpoch, store: Any, *, step_timeout_s: float, device: torch.device
-) -> None:
-    """Connect to the other ranks, which all do so now.
+class _Deadline:
+    """Ends waits at a time, or once the epoch is abandoned. For one thread and its watcher."""
 
-    A dead rank is retried for `step_timeout_s`; gloo waits about five times as long for one that
-    accepts connections and does not answer.
+    def __init__(self, timeout_s: float, *, abandoned: threading.Event) -> None:
+        self._abandoned = abandoned
+        self.restart(timeout_s)
+
+    def restart(self, timeout_s: float) -> None:
+        """Wait for something else from here on, at most that long."""
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def is_long_over(self) -> bool:
+        """Whether a native call still blocks although the wait should have ended."""
+        return self._abandoned.is_set() or time.monotonic() > self._end_s + _GRACE_S
+
+    def pause(self, missing: str) -> None:
+        """Sleep between two polls; raises TimeoutError if what is `missing` is so for too long."""
+        if self._abandoned.wait(_POLL_S):
+            raise TimeoutError("abandoned")
+        if time.monotonic() > self._end_s:
+            raise TimeoutError(f"{missing} within {self._timeout_s:g} s")
+
+
+def _await_all(
+    store: Any, what: str, join_epoch: JoinEpoch, *, value: str, deadline: _Deadline
+) -> list[str]:
+    """Publish this rank's value under a name; return those of all ranks once they are there.
+
+    Raises:
+        TimeoutError: a rank is missing, which it names, or the epoch was abandoned.
+    """
+    keys = [f"{what}/{peer.rank}" for peer in join_epoch.peers]
+    store.set(keys[join_epoch.rank], value)
+    missing = list(zip(keys, join_epoch.peers, strict=True))
+    while missing:
+        key, peer = missing[-1]
+        if store.check([key]):
+            missing.pop()
+        else:
+            deadline.pause(f"rank {peer.rank} ({peer.worker}) was not {what}")
+    return [store.get(key).decode() for key in keys]
+
+
+def _form(
+    join_epoch: JoinEpoch,
+    store: Any,
+    deadline: _Deadline,
+    *,
+    step_timeout_s: float,
+    device: torch.device,
+) -> None:
+    """Connect to the other ranks once all of them are about to.
+
+    Gloo waits five times its timeout for a peer that has published its address and does not answer.
+    So it gets a fifth of the timeout to form, and the whole of it for the steps.
     """
     if device.type == "cuda":
         bound_nccl(os.environ)
     num_ranks = len(join_epoch.peers)
+    form_timeout_s = max(_MIN_FORM_TIMEOUT_S, step_timeout_s / _GLOO_PATIENCE)
     try:
+        _await_all(store, "ready", join_epoch, value="", deadline=deadline)
+        deadline.restart((1 + _GLOO_PATIENCE) * form_timeout_s)
         dist.init_process_group(
             backend(device),
             store=store,
             rank=join_epoch.rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=step_timeout_s),
+            timeout=timedelta(seconds=form_timeout_s),
         )
-    except (RuntimeError, ValueError) as error:
-        reset_group_count()
+        set_group_timeout(step_timeout_s)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        if not dist.is_initialized():
+            reset_group_count()
         raise GroupError(
             f"the {num_ranks} ranks of epoch {join_epoch.epoch} met but could not form a "
             f"process group: {first_line(error)}"
         ) from error
 
 
-def _connect(address: str, *, deadline_s: float, abandoned: threading.Event) -> Any:
+def _connect(address: str, deadline: _Deadline) -> Any:
     """Connect to the rendezvous; returns a TCPStore, which torch does not type."""
     host, port = parse_address(address)
     while True:
@@ -258,15 +320,7 @@ def _connect(address: str, *, deadline_s: float, abandoned: threading.Event) -> 
             )
         except RuntimeError:
             # A native wait cannot be interrupted, so it is short and repeated.
-            _pause(deadline_s=deadline_s, abandoned=abandoned)
-
-
-def _pause(*, deadline_s: float, abandoned: threading.Event) -> None:
-    """Sleep between two polls; raises TimeoutError if abandoned or past the deadline."""
-    if abandoned.wait(_POLL_S):
-        raise TimeoutError("abandoned")
-    if time.monotonic() > deadline_s:
-        raise TimeoutError("some ranks have not arrived")
+            deadline.pause("it did not answer")
 
 
 def collective_failed(error: Exception) -> GroupError:

@@ -187,6 +187,7 @@ async def join(
     group = await asyncio.to_thread(
         meet,
         join_epoch,
+        timeout_s=join_epoch.meet_timeout_s,
         step_timeout_s=parts.settings.step_timeout_s,
         abandoned=abandoned,
         on_met=apply,

@@ -4,17 +4,17 @@ import gc
 import os
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from equipoise.settings.address import parse_address
 
 _POLL_S = 0.05
-_GRACE_S = 0.5
 _OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -40,23 +40,29 @@ def reset_group_count() -> None:
     dist.destroy_process_group()
 
 
+def set_group_timeout(timeout_s: float) -> None:
+    """Set the timeout of the default group's collectives, which torch binds to that of forming it.
+
+    Public in later versions (https://github.com/pytorch/pytorch/pull/187387).
+    """
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001
+
+
 @contextmanager
-def interruptible_store(
-    address: str, *, deadline_s: float, abandoned: threading.Event
-) -> Iterator[None]:
+def interruptible_store(address: str, *, is_over: Callable[[], bool]) -> Iterator[None]:
     """Bound the store calls made inside the block, even if the store's host (`address`) hangs.
 
     A TCPStore client reads replies without a timeout, except in `wait`
-    (https://github.com/pytorch/pytorch/pull/100594). Once `abandoned` is set or `deadline_s`
-    (`time.monotonic`) has passed, this shuts down the connections to `address` that were opened
-    since the block began, so that the blocked call raises.
+    (https://github.com/pytorch/pytorch/pull/100594). Once `is_over` returns True, this shuts down
+    the connections to `address` that were opened since the block began, so that the blocked call
+    raises. `is_over` is called from another thread.
     """
     before = _open_sockets()
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(_POLL_S):
-            if abandoned.is_set() or time.monotonic() > deadline_s + _GRACE_S:
+            if is_over():
                 _shut_down_connections(address, keep=before)
 
     watcher = threading.Thread(target=watch, name="rendezvous watch", daemon=True)
