@@ -5,6 +5,7 @@ from equipoise.wire.balancer_messages import JoinEpoch, Peer
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.parts import WorkerParts
+from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
 from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
@@ -30,18 +31,19 @@ def puller_of(core, held, join_epoch, **changes):
     fields = {
         "pool": "blue",
         "held": held,
-        "read_checkpoint": core.checkpoint.read_expert,
+        "read_checkpoint": changes.pop("read_checkpoint", core.checkpoint.read_expert),
         "checksums": core.payload_checksums,
         "expert_bytes": core.shape.expert_bytes,
         "credentials": Credentials(),
         "waits": Waits({}),
     }
-    return ExpertPuller(join_epoch, **fields | changes)
+    reader = CheckpointReader(fields["read_checkpoint"], waits=Waits({}))
+    return ExpertPuller(join_epoch, **fields | {"read_checkpoint": reader.read} | changes)
 
 
 def parts_of(settings, *, core=None, scheduler=None, **changes):
     """The parts of a worker that has no balancer."""
-    timings = Timings()
+    timings, waits = Timings(), Waits.of(settings)
     fields = {
         "settings": settings,
         "boot_id": "boot-1",
@@ -52,7 +54,8 @@ def parts_of(settings, *, core=None, scheduler=None, **changes):
         "health": WorkerHealth(),
         "credentials": Credentials(),
         "send": lambda message: None,
-        "waits": Waits.of(settings),
+        "waits": waits,
+        "reader": core and CheckpointReader(core.checkpoint.read_expert, waits=waits),
         "timings": timings,
         "spans": RankSpans(None, pool="p", worker="w"),
     }

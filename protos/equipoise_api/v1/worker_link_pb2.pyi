@@ -719,8 +719,8 @@ class WorkerTimeout(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """step (a collective with peers), pull (an expert from one source), ack (any message of the
-    balancer), outage (requests, while ranks re-form) or drain (requests, at a graceful shutdown).
+    """step (a collective with peers), pull (an expert from one source), read (an expert from the
+    checkpoint), ack (any message of the balancer), outage (requests, while ranks re-form) or drain (requests, at a graceful shutdown).
     """
     timeout_s: _builtins.float
     """Timeout, seconds."""

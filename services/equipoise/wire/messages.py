@@ -165,6 +165,9 @@ class Wait(StrEnum):
     PULL = "pull"
     """For an expert from one source; the next source is tried after it."""
 
+    READ = "read"
+    """For an expert from the checkpoint; the worker stops after it."""
+
     ACK = "ack"
     """For any message from the balancer; the worker reconnects after it."""
 

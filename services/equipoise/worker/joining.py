@@ -7,8 +7,10 @@ therefore begins as a generation does: no rank changes before every rank has ver
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +20,15 @@ from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.moves import Move
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.balancer_messages import JoinEpoch
-from equipoise.worker.errors import GroupError, TransferError
+from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.held import HeldExperts, SlotIndex
 from equipoise.worker.parts import WorkerParts
-from equipoise_model.checkpoint import CheckpointError
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
+
+_POLL_S = 0.05
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -58,21 +62,21 @@ class WorkerSlots:
         Slots that were never filled serve no peer and are filled at once.
 
         Raises:
-            GroupError: `abandoned` was set.
+            GroupError: `abandoned` was set, or the message's `join_timeout_s` has passed.
             TransferError: an expert is unavailable from every source, or damaged in the checkpoint
                 without another source.
         """
-        held = self.held
+        held, bound = self.held, _JoinBound(join_epoch, abandoned=abandoned)
         layout, rank = join_epoch.layout, join_epoch.rank
         wanted = layout.expert_of_slot[:, layout.own_slots(rank)]
         if held is None:
-            await self._load(wanted, join_epoch, abandoned=abandoned)
+            await self._load(wanted, join_epoch, bound=bound)
             return lambda: self._hold(join_epoch)
         missing: dict[SlotIndex, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
             for layer, slot in np.argwhere(wanted != held.expert_of_slot)
         }
-        payloads = await self._fetch(missing, join_epoch, abandoned=abandoned)
+        payloads = await self._fetch(missing, join_epoch, bound=bound)
         contents = await asyncio.to_thread(
             lambda: held.contents.changed(
                 layout, {index: checksum(payload) for index, payload in payloads.items()}
@@ -109,7 +113,7 @@ class WorkerSlots:
             ) from error
 
     async def _load(
-        self, wanted: ExpertTable, join_epoch: JoinEpoch, *, abandoned: threading.Event
+        self, wanted: ExpertTable, join_epoch: JoinEpoch, *, bound: "_JoinBound"
     ) -> None:
         """Fill every slot: a layer's pulled experts together, experts read from disk one by one."""
         first = join_epoch.layout.own_slots(join_epoch.rank).start
@@ -121,30 +125,24 @@ class WorkerSlots:
                 pulled = {index: one for index, one in experts.items() if index in moved}
                 read = [{index: one} for index, one in experts.items() if index not in moved]
                 for batch in ([pulled] if pulled else []) + read:
-                    payloads = await self._fetch(batch, join_epoch, abandoned=abandoned)
+                    payloads = await self._fetch(batch, join_epoch, bound=bound)
                     await asyncio.to_thread(self._write, payloads)
                     done += len(batch)
                     report(done * expert_bytes, wanted.size * expert_bytes)
 
     async def _fetch(
-        self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, abandoned: threading.Event
+        self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, bound: "_JoinBound"
     ) -> dict[SlotIndex, Tensor]:
         """Return the payload for each slot: pulled if there is a move for it, else read."""
         first = join_epoch.layout.own_slots(join_epoch.rank).start
         moves = {(move.layer, move.slot - first): move for move in join_epoch.moves}
         pulled = [index for index in missing if index in moves]
-        _check(abandoned)
-        payloads = await self._pull([moves[index] for index in pulled], join_epoch)
+        payloads = await bound.limit(self._pull([moves[index] for index in pulled], join_epoch))
         by_index = dict(zip(pulled, payloads, strict=True))
         for (layer, slot), expert in missing.items():
             if (layer, slot) not in by_index:
-                _check(abandoned)
-                try:
-                    by_index[layer, slot] = await asyncio.to_thread(
-                        self._core.checkpoint.read_expert, layer, expert
-                    )
-                except CheckpointError as error:
-                    raise TransferError(str(error)) from error
+                read = self._parts.reader.read(layer, expert)
+                by_index[layer, slot] = await bound.limit(read)
         return by_index
 
     async def _pull(self, moves: list[Move], join_epoch: JoinEpoch) -> tuple[Tensor, ...]:
@@ -200,6 +198,35 @@ async def join(
     return EpochGroup(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
 
 
-def _check(abandoned: threading.Event) -> None:
-    if abandoned.is_set():
-        raise GroupError("the epoch was abandoned before its ranks met")
+class _JoinBound:
+    """Ends what a joining rank fetches, once the epoch is abandoned or takes too long."""
+
+    def __init__(self, join_epoch: JoinEpoch, *, abandoned: threading.Event) -> None:
+        self._join_epoch = join_epoch
+        self._abandoned = abandoned
+        self._end_s = time.monotonic() + join_epoch.join_timeout_s
+
+    async def limit(self, fetching: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return what is fetched.
+
+        Raises:
+            GroupError: the rank gave up, and the fetching was cancelled.
+        """
+        task = asyncio.create_task(fetching)
+        try:
+            while not task.done():
+                self._check()
+                await asyncio.wait({task}, timeout=_POLL_S)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def _check(self) -> None:
+        epoch, timeout_s = self._join_epoch.epoch, self._join_epoch.join_timeout_s
+        if self._abandoned.is_set():
+            raise GroupError(f"epoch {epoch} was abandoned before its ranks met")
+        if time.monotonic() > self._end_s:
+            raise GroupError(
+                f"this rank of epoch {epoch} did not get its experts within {timeout_s:g} s"
+            )

@@ -40,6 +40,7 @@ from equipoise.worker.location import Location, find_location
 from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.rank import Rank
+from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
@@ -114,7 +115,7 @@ class Worker:
         self._rendezvous = Rendezvous(listener)
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox = Outbox()
-        timings = Timings()
+        timings, waits = Timings(), Waits.of(settings)
         self._parts = WorkerParts(
             settings=settings,
             boot_id=uuid.uuid4().hex,
@@ -125,6 +126,7 @@ class Worker:
                 context_length=settings.context_length,
                 itl_s=timings.itl_s,
             ),
+            reader=CheckpointReader(core.checkpoint.read_expert, waits=waits),
             transfer=ExpertTransferService(),
             health=WorkerHealth(),
             credentials=Credentials(
@@ -134,7 +136,7 @@ class Worker:
                 balancer_name=settings.tls_balancer_name,
             ),
             send=self._outbox.send,
-            waits=Waits.of(settings),
+            waits=waits,
             timings=timings,
             spans=RankSpans(tracer, pool=settings.pool, worker=settings.worker),
         )

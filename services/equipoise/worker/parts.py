@@ -11,6 +11,7 @@ from equipoise.worker.core import ModelCore
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.held import HeldExperts
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
@@ -30,6 +31,7 @@ class WorkerParts:
     """Has the worker's requests, waiting and active."""
     inference: InferenceService
     transfer: ExpertTransferService
+    reader: CheckpointReader
     health: WorkerHealth
     credentials: Credentials
     send: Callable[[WorkerMessage], object]
@@ -46,7 +48,7 @@ class WorkerParts:
             join_epoch,
             pool=self.settings.pool,
             held=held,
-            read_checkpoint=self.core.checkpoint.read_expert,
+            read_checkpoint=self.reader.read,
             checksums=self.core.payload_checksums,
             expert_bytes=self.core.shape.expert_bytes,
             credentials=self.credentials,

@@ -7,7 +7,7 @@ experts go to staging memory.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,7 +26,6 @@ from equipoise.worker.held import HeldExperts
 from equipoise.worker.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
-from equipoise_model.checkpoint import CheckpointError
 from equipoise_model.experts import checksum, payload_from_bytes
 
 CHUNK_BYTES = 256 * 1024
@@ -106,7 +105,7 @@ class ExpertPuller:
         *,
         pool: str,
         held: HeldExperts | None,
-        read_checkpoint: Callable[[int, int], Tensor],
+        read_checkpoint: Callable[[int, int], Awaitable[Tensor]],
         checksums: Checksums,
         expert_bytes: int,
         credentials: Credentials,
@@ -117,8 +116,8 @@ class ExpertPuller:
         """`pool` is that of the peers.
 
         `held` serves moves whose source is this rank; None before its slots are filled.
-        `read_checkpoint` returns the payload of (layer, expert), on any thread. `checksums` are
-        those of all experts by this worker's checkpoint, [layers, experts, 16]. `bytes_per_s`
+        `read_checkpoint` returns the payload of (layer, expert). `checksums` are those of all
+        experts by this worker's checkpoint, [layers, experts, 16]. `bytes_per_s`
         limits the rate at which pulls start, so that steps sharing cores or a network with them
         keep their pace. `source_timeout_s` bounds each attempt.
         """
@@ -218,10 +217,7 @@ class ExpertPuller:
 
     async def _read(self, source: Source, move: Move) -> Tensor:
         if isinstance(source, CheckpointSource):
-            try:
-                return await asyncio.to_thread(self._read_checkpoint, move.layer, move.expert)
-            except (OSError, ValueError, CheckpointError) as error:
-                raise TransferError(str(error)) from error
+            return await self._read_checkpoint(move.layer, move.expert)
         if source.rank == self._rank and self._held is not None:
             return await asyncio.to_thread(self._held.read, layer=move.layer, expert=move.expert)
         return payload_from_bytes(await self._fetch(source.rank, move))

@@ -13,6 +13,9 @@ from equipoise.worker.settings import WorkerSettings
 SOURCE_TIMEOUT_S = 5.0
 """Timeout for fetching an expert from one source."""
 
+READ_TIMEOUT_S = 60.0
+"""Timeout for reading an expert from the checkpoint while joining an epoch."""
+
 ACK_TIMEOUT_S = 5.0
 """Timeout for a balancer that sends nothing, although it must acknowledge every heartbeat."""
 
@@ -33,6 +36,7 @@ class Waits:
         timeouts_s = {
             Wait.STEP: settings.step_timeout_s,
             Wait.PULL: SOURCE_TIMEOUT_S,
+            Wait.READ: READ_TIMEOUT_S,
             Wait.ACK: ACK_TIMEOUT_S,
             Wait.OUTAGE: settings.outage_timeout_s,
             Wait.DRAIN: settings.drain_timeout_s,

@@ -1,0 +1,78 @@
+"""A checkpoint whose file system hangs: who waits for it, and for how long."""
+
+import asyncio
+import threading
+
+import pytest
+
+from equipoise.telemetry.loading import Loading
+from equipoise.wire.messages import Wait
+from equipoise.worker.core import ModelCore
+from equipoise.worker.errors import GroupError, TransferError
+from equipoise.worker.joining import WorkerSlots
+from equipoise.worker.reading import MAX_READS, CheckpointReader
+from equipoise.worker.waits import Waits
+from tests.support.worker_parts import join_epoch_of, parts_of
+
+
+class HungDisk:
+    """Returns nothing until the test ends."""
+
+    def __init__(self):
+        self.num_begun = 0
+        self.is_back = threading.Event()
+
+    def read_expert(self, layer, expert):
+        self.num_begun += 1
+        assert self.is_back.wait(60)
+        return layer, expert
+
+
+@pytest.fixture
+def disk():
+    hung = HungDisk()
+    yield hung
+    hung.is_back.set()
+
+
+async def test_reads_that_hang_take_no_thread_from_other_work_and_end_at_the_timeout(disk):
+    waits = Waits({Wait.READ: 0.3})
+    reader = CheckpointReader(disk.read_expert, waits=waits, timeout_s=0.3)
+    reads = [asyncio.create_task(reader.read(0, expert)) for expert in range(100)]
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "at once"), 10) == "at once"
+    errors = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 10)
+    words = "the checkpoint did not return expert 3 of layer 0 within 0.3 s"
+    assert {type(error) for error in errors} == {TransferError}
+    assert words in str(errors[3])
+    assert disk.num_begun == MAX_READS
+    (read,) = waits.all()
+    assert read.reached == 100
+    disk.is_back.set()
+    assert await asyncio.wait_for(reader.read(1, 2), 10) == (1, 2)
+
+
+async def test_a_read_that_fails_names_the_fault(disk):
+    def fail(layer, expert):
+        raise OSError("the disk is gone")
+
+    reader = CheckpointReader(fail, waits=Waits({}))
+    with pytest.raises(TransferError, match="the disk is gone"):
+        await reader.read(0, 0)
+
+
+@pytest.mark.parametrize("end", ["join_timeout_s", "a later epoch"])
+async def test_a_rank_whose_disk_hangs_gives_up_the_epoch(
+    disk, settings, random_layout, monkeypatch, end
+):
+    chosen = settings()
+    core, abandoned = ModelCore.load(chosen), threading.Event()
+    monkeypatch.setattr(core.checkpoint, "read_expert", disk.read_expert)
+    slots = WorkerSlots(parts_of(chosen, core=core), loading=Loading(say=lambda *_: None))
+    if end == "a later epoch":
+        threading.Timer(0.3, abandoned.set).start()
+    timeout_s = 0.3 if end == "join_timeout_s" else 600.0
+    join_epoch = join_epoch_of("", layout=random_layout(1), join_timeout_s=timeout_s)
+    words = "did not get its experts within 0.3 s" if timeout_s == 0.3 else "was abandoned"
+    async with asyncio.timeout(30):
+        with pytest.raises(GroupError, match=words):
+            await slots.stage(join_epoch, abandoned=abandoned)
