@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
+import torch
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.wire.messages import Wait
@@ -31,7 +32,7 @@ class Corrupting(ExpertTransferService):
 
     async def Fetch(self, request, context):  # noqa: N802 - named by the contract
         class Flipping:
-            abort = context.abort
+            abort, peer = context.abort, context.peer
 
             async def write(self, response):
                 data = bytearray(response.data)
@@ -256,6 +257,45 @@ async def test_without_a_rank_no_expert_is_served():
         with pytest.raises(grpc.aio.AioRpcError, match="epoch 0"):
             async for _ in stub.Fetch(pb.FetchRequest(epoch=1), timeout=20):
                 pass
+
+
+class Large:
+    """Holds experts of many chunks, more than is buffered for a peer that does not read."""
+
+    def read(self, *, layer, expert):
+        return torch.full((64 * CHUNK_BYTES,), layer * 10 + expert, dtype=torch.uint8)
+
+
+async def fetch_all(address, expert):
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.ExpertTransferStub(channel).Fetch(
+            pb.FetchRequest(epoch=1, layer=0, expert=expert), timeout=20
+        )
+        return b"".join([response.data async for response in call])
+
+
+@pytest.mark.parametrize("num_channels", [1, 8], ids=["one peer", "eight peers"])
+async def test_peers_that_do_not_read_do_not_stop_transfers(num_channels):
+    service = ExpertTransferService(write_timeout_s=1.0)
+    service.open(Large(), epoch=1)
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with served(service) as address:
+        channels = [
+            grpc.aio.insecure_channel(address, options=options) for _ in range(num_channels)
+        ]
+        stubs = [worker_pb2_grpc.ExpertTransferStub(channel) for channel in channels]
+        hung = [stubs[n % num_channels].Fetch(pb.FetchRequest(epoch=1)) for n in range(16)]
+        for call in hung[:4]:
+            await call.read()
+        async with asyncio.timeout(10):
+            for expert in (3, 4):
+                data = await fetch_all(address, expert)
+                assert data == bytes([expert]) * 64 * CHUNK_BYTES
+        for call in hung:
+            call.cancel()
+        for channel in channels:
+            await channel.close()
+    assert num_channels == 1 or service.num_stalled >= 8, "all streams were taken"
 
 
 def test_reading_during_switches_returns_consistent_experts(

@@ -10,12 +10,14 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import grpc
 from torch import Tensor
 
 from equipoise.planning.arrays import Checksums
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
+from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import worker_audience
@@ -32,20 +34,35 @@ CHUNK_BYTES = 256 * 1024
 """Size of a message: large enough to be cheap, small enough for a slow peer to hold."""
 
 _MAX_STREAMS = 8
+"""Experts sent at a time: each is a copy in memory."""
+
 _MAX_PULLS = 4
+"""Experts that a rank pulls at a time, and that it is sent at a time: half remain for others."""
+
+_WRITE_TIMEOUT_S = 2.0
+"""Time within which a peer must take a message; far slower than any usable peer."""
+
 _EPOCH_WAIT_S = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 class ExpertTransferService(pb_grpc.ExpertTransferServicer):
-    """Streams experts from this rank's slots; a slow peer ties up one copy of one expert."""
+    """Streams experts from this rank's slots.
 
-    def __init__(self) -> None:
+    A peer that does not read is cut off, and no peer gets more than half of the streams.
+    """
+
+    def __init__(self, *, write_timeout_s: float = _WRITE_TIMEOUT_S) -> None:
+        self._write_timeout_s = write_timeout_s
         self._held: HeldExperts | None = None
         self._epoch = 0
         self._epoch_changed = asyncio.Event()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
+        # Kept while a call of the peer refers to it.
+        self._of_peer: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self.num_stalled = 0
+        """Streams ended because the peer did not read."""
 
     def open(self, held: HeldExperts, *, epoch: int) -> None:
         """Start serving the peers of an epoch; callers in another epoch are rejected."""
@@ -68,7 +85,8 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
                 f"this rank serves in epoch {self._epoch}, not {request.epoch}",
             )
         assert self._held is not None
-        async with self._streams:
+        of_peer = self._of_peer.setdefault(context.peer(), asyncio.Semaphore(_MAX_PULLS))
+        async with of_peer, self._streams:
             try:
                 payload = await asyncio.to_thread(
                     self._held.read, layer=request.layer, expert=request.expert
@@ -76,7 +94,27 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
             except NotHeldError as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
             for chunk in payload.split(CHUNK_BYTES):
-                await context.write(pb.FetchResponse(data=chunk.numpy().tobytes()))
+                response = pb.FetchResponse(data=chunk.numpy().tobytes())
+                try:
+                    async with asyncio.timeout(self._write_timeout_s):
+                        await context.write(response)
+                except TimeoutError:
+                    self._note_stalled(request, context.peer())
+                    return
+
+    def _note_stalled(self, request: pb.FetchRequest, peer: str) -> None:
+        """Count a stream that ends short: the peer finds too few bytes, if it ever reads them."""
+        self.num_stalled += 1
+        if is_worth_logging(self.num_stalled):
+            _log.warning(
+                "stopped sending expert %d of layer %d to %s, which read nothing for %g s (%d "
+                "streams so far)",
+                request.expert,
+                request.layer,
+                peer,
+                self._write_timeout_s,
+                self.num_stalled,
+            )
 
     async def _until_epoch(self, epoch: int) -> None:
         """Wait for a peer's epoch: a peer may learn of it slightly earlier than this worker."""
