@@ -32,7 +32,7 @@ from equipoise.balancer.telemetry.http_ports import open_http
 from equipoise.policy.book import PolicyBook
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.http import open_listener
-from equipoise.trust.credentials import Credentials
+from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.identity import Role
@@ -81,13 +81,8 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 16 * 1024),
     # Two balancers on one port would split its workers at random; the second must fail instead.
     ("grpc.so_reuseport", 0),
-    # Detects within 15 s that the machine of an idle stream is gone.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    # Workers may ping once per second; more is rejected as abuse.
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *KEEPALIVE_OPTIONS,
+    *ACCEPTED_PINGS,
 )
 
 _HealthServicer = health.aio.HealthServicer  # type: ignore[attr-defined]  # not in its stubs

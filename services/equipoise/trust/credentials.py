@@ -16,6 +16,19 @@ from equipoise.trust.tokens import SigningKey
 Options = Sequence[tuple[str, str | int]]
 Metadata = tuple[tuple[str, str], ...]
 
+KEEPALIVE_OPTIONS: Options = (
+    # Detects within 15 s that the machine at the other end of an idle connection is gone.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Without this, gRPC waits a minute for the answer to a ping.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""Options of servers and of channels between this system's processes."""
+
+ACCEPTED_PINGS: Options = (("grpc.http2.min_ping_interval_without_data_ms", 1_000),)
+"""Option of servers: callers may ping once per second; more is rejected as abuse."""
+
 _MAX_DETAILS = 800
 """Characters of a peer's details that are kept."""
 
@@ -71,10 +84,12 @@ class Credentials:
     def worker_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
         """Open a channel to a worker at host:port, whose certificate must have `worker_name`.
 
+        It is kept alive: a pull or a request does not go to a machine that is known to be gone.
+
         Raises:
             TrustError: plain text would leave this machine without `insecure`.
         """
-        return self._channel(address, (*options, *self._worker_options))
+        return self._channel(address, (*options, *KEEPALIVE_OPTIONS, *self._worker_options))
 
     def balancer_channel(self, address: str, *, options: Options = ()) -> grpc.aio.Channel:
         """Open a channel to a balancer at host:port, whose certificate must have `balancer_name`.

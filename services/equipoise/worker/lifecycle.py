@@ -21,7 +21,7 @@ from equipoise.planning.moves import checksums_digest
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probe_routes
-from equipoise.trust.credentials import Credentials
+from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.identity import Role
@@ -67,6 +67,8 @@ _SERVER_OPTIONS = (
     ("grpc.max_metadata_size", 16 * 1024),
     # A second worker on the same port must fail, not take half of the calls.
     ("grpc.so_reuseport", 0),
+    *KEEPALIVE_OPTIONS,
+    *ACCEPTED_PINGS,
 )
 
 _log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from typing import Any, Self
 import grpc
 from google.protobuf.message import DecodeError
 
+from equipoise.trust.credentials import ACCEPTED_PINGS
 from equipoise_api.v1 import worker_link_pb2, worker_pb2
 
 _CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
@@ -69,7 +70,7 @@ class Relay:
         self._target = target
         self._observer = observer
         self._calls: dict[asyncio.Task[Any], str] = {}
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *ACCEPTED_PINGS))
         self._server.add_generic_rpc_handlers((_Everything(self._relay),))
 
     async def __aenter__(self) -> Self:
