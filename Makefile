@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz simulate bench-gpu chaos tune protos chart
+.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz simulate bench-gpu chaos tune protos chart model-check
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -105,6 +105,9 @@ fuzz: $(STAMP)  ## Send every field of every message at its limits, then a milli
 
 simulate: $(STAMP)  ## Play 10,000 schedules of faults on a simulated fleet (ARGS="--hours 8"; --help lists all)
 	PYTHONPATH=. $(BIN)/python -m tests.simulation $(or $(ARGS),--schedules 10000)
+
+model-check: $(STAMP)  ## Explore the models of leases, epochs and rollouts further than the tests do (an hour)
+	EQUIPOISE_MODEL_STATES=2000000 EQUIPOISE_MODEL_DEPTH=4 $(BIN)/python -m pytest -o timeout=0 tests/model_checking $(ARGS)
 
 chaos: $(STAMP) redis  ## Inject seeded faults into a real fleet and check the invariants (ARGS="--runs 200")
 	$(BIN)/python -m tests.support.chaos $(ARGS)

@@ -1,0 +1,338 @@
+"""The lease protocol: candidates, their clocks and a register.
+
+Candidates run the table of `leader_state.py`. Requests to the register may be delayed, lost before
+or after they take effect, or take effect after their sender has given up; processes pause for any
+time, crash and come back; the register may be emptied.
+
+All clocks run at one rate. Times are relative to now, and a field that no handler compares in a
+state is cleared, so that the model is finite for a bounded number of terms.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from equipoise.balancer.leadership.leader_state import (
+    Due,
+    Failed,
+    LeaderRole,
+    LeaderState,
+    LeaseEvent,
+    Overtaken,
+    ReadRegister,
+    Saw,
+    WriteRegister,
+    Wrote,
+)
+from equipoise.balancer.leadership.lease import Candidate, LeaseRecord, LeaseTiming, Sighting
+from equipoise.wire.checks import MAX_TERM
+from tests.model_checking.explorer import Model
+
+TIMING = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=1.0, request_timeout_s=1.0)
+"""The smallest whole seconds that a lease admits; a transition of the clock is one second."""
+
+ROUNDS_TO_CONVERGE = 24
+"""Seconds after the last fault within which one candidate leads."""
+
+NOW, OLD, LATE = "now", "old", "late"
+"""Versions of the register's record, as handlers compare them: what it holds now, what it held
+before, and what it held before but was read later than what the candidate saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to the register that its sender waits for."""
+
+    request: ReadRegister | WriteRegister
+    sent_s: float = 0.0
+    answer: LeaseEvent | None = None
+    """What the register answered; None until the request took effect."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Process:
+    """A candidate, and its request in flight; equal ones are one object (`_process`)."""
+
+    state: LeaderState
+    call: Call | None
+
+
+class World(NamedTuple):
+    """A state of the model."""
+
+    processes: tuple[Process, ...]
+
+    held: LeaseRecord | None
+    """What the register holds."""
+
+    stray: LeaseRecord | None
+    """A write that may still take effect though its sender no longer waits for it."""
+
+    led: frozenset[tuple[int, str]]
+    """Every (term, candidate) that has led."""
+
+    faults_left: int
+    """How often a process may still crash or the register be emptied."""
+
+    was_emptied: bool
+    """Whether the register lost its record: two terms may then overlap until the next renewal."""
+
+    broken: str
+    """The invariant that the last transition broke."""
+
+
+def lease_model(
+    *, candidates: int, max_term: int, faults: int, first_term: int = 0
+) -> Model[World]:
+    """Return the model; it is not followed beyond `max_term`.
+
+    `first_term` is the term that the register remembers, to explore numeric limits.
+    """
+    names = [chr(ord("a") + number) for number in range(candidates)]
+    held = None
+    if first_term:
+        held = LeaseRecord(holder="", address="", term=first_term, renewals=0, duration_s=3.0)
+    return Model(
+        initial=World(
+            processes=tuple(_started(name) for name in names),
+            held=held,
+            stray=None,
+            led=frozenset(),
+            faults_left=faults,
+            was_emptied=False,
+            broken="",
+        ),
+        transitions=lambda world: _transitions(world, max_term=max_term),
+        violation=_violation,
+        converges=_converges,
+    )
+
+
+# What may happen. -------------------------------------------------------------------------------
+
+
+def _transitions(world: World, *, max_term: int) -> Iterator[tuple[str, World]]:
+    if world.broken or any(term > max_term for term, _ in world.led):
+        return
+    yield "a second passes", _aged(world)
+    if world.stray is not None:
+        yield "a late write takes effect", _hold(world, world.stray)._replace(stray=None)
+    for index, process in enumerate(world.processes):
+        for label, following in _moves(world, index, process):
+            yield f"{process.state.candidate.name} {label}", following
+    if world.faults_left and world.held is not None:
+        emptied = _hold(world, None)._replace(stray=None, was_emptied=True)
+        yield "the register forgets", emptied._replace(faults_left=world.faults_left - 1)
+
+
+def _moves(world: World, index: int, process: Process) -> Iterator[tuple[str, World]]:
+    call, state = process.call, process.state
+    if call is None:
+        yield "starts a round", _step(world, index, Due())
+    elif call.answer is not None:
+        yield f"receives {type(call.answer).__name__}", _step(world, index, call.answer)
+        yield "receives no answer", _step(world, index, Failed(reason=""))
+    else:
+        yield f"has its {type(call.request).__name__} carried out", _carry_out(world, index)
+        if -call.sent_s >= TIMING.request_timeout_s:
+            late = world
+            if _would_succeed(world, call.request) and world.stray is None:
+                late = world._replace(stray=call.request.record)
+            yield "stops waiting", _step(late, index, Failed(reason=""))
+    if world.faults_left:
+        # A process that comes back has a name of its own.
+        crashed = world._replace(faults_left=world.faults_left - 1)
+        yield "crashes and restarts", _put(crashed, index, _started(f"{state.candidate.name}'"))
+
+
+def _step(world: World, index: int, event: LeaseEvent) -> World:
+    before = world.processes[index].state
+    process = _stepped(before, event)
+    state = process.state
+    following = _put(world, index, process)
+    if state.highest_term < before.highest_term:
+        return following._replace(broken=f"terms never decrease: {before} -> {state}")
+    if state.leads(now=0.0):
+        led = world.led | {(state.term, state.candidate.name)}
+        return following if led == world.led else following._replace(led=led)
+    return following
+
+
+def _carry_out(world: World, index: int) -> World:
+    """The register carries out a request; its answer is under way."""
+    process = world.processes[index]
+    call, seen = process.call, process.state.seen
+    assert call is not None, "only called with a request"
+    answer: LeaseEvent
+    if isinstance(call.request, ReadRegister):
+        answer = Saw(sighting=world.held and Sighting(record=world.held, version=NOW))
+        return _put(world, index, _process(process.state, Call(ReadRegister(), 0.0, answer)))
+    if not _would_succeed(world, call.request):
+        return _put(world, index, _process(process.state, Call(ReadRegister(), 0.0, Overtaken())))
+    record = call.request.record
+    state = process.state if seen is None else _process_with(process, version=OLD).state
+    answer = Wrote(sighting=Sighting(record=record, version=NOW), sent_s=call.sent_s)
+    following = _hold(world, record)
+    return _put(following, index, _process(state, Call(ReadRegister(), 0.0, answer)))
+
+
+def _would_succeed(world: World, request: ReadRegister | WriteRegister) -> bool:
+    """Whether a write replaces what the register holds."""
+    if isinstance(request, ReadRegister):
+        return False
+    return request.replacing == (NOW if world.held is not None else None)
+
+
+def _hold(world: World, record: LeaseRecord | None) -> World:
+    """The register holds another record; all that was read or is to replace it is outdated."""
+    processes = tuple(_outdated(process) for process in world.processes)
+    # A write that is late replaces what the register held, so it fails from now on.
+    return world._replace(processes=processes, held=record, stray=None)
+
+
+def _put(world: World, index: int, process: Process) -> World:
+    processes = world.processes
+    return world._replace(processes=(*processes[:index], process, *processes[index + 1 :]))
+
+
+# Processes. -------------------------------------------------------------------------------------
+
+
+@cache
+def _process(state: LeaderState, call: Call | None) -> Process:
+    """Return the process that is in this state: handlers compare no other field."""
+    is_leading = state.role is LeaderRole.LEADING
+    holder = "" if state.seen is None else state.seen.record.holder
+    waits = holder not in {"", state.candidate.name}
+    seen = state.seen
+    if seen is not None and seen.version == LATE:
+        seen = replace(seen, version=OLD)
+    relevant = replace(
+        state,
+        seen=seen,
+        reason="",
+        term=state.term if is_leading else 0,
+        renewed_s=max(state.renewed_s, -TIMING.renew_deadline_s) if is_leading else 0.0,
+        looked_s=state.looked_s if waits else 0.0,
+        unchanged_s=min(state.unchanged_s, TIMING.duration_s) if waits else 0.0,
+    )
+    return _unique(relevant, call)
+
+
+@cache
+def _unique(state: LeaderState, call: Call | None) -> Process:
+    return Process(state, call)
+
+
+@cache
+def _started(name: str) -> Process:
+    candidate = Candidate(name=name, address=f"{name}:7070")
+    return _process(LeaderState(candidate=candidate, timing=TIMING), None)
+
+
+@cache
+def _stepped(state: LeaderState, event: LeaseEvent) -> Process:
+    """The candidate after an event, with its next request."""
+    after, request = state.step(event, now=0.0)
+    if isinstance(request, WriteRegister):
+        request = replace(request, record=replace(request.record, renewals=0))
+    return _process(after, None if request is None else Call(request))
+
+
+@cache
+def _older(process: Process) -> Process:
+    """A second later."""
+    state, call = process.state, process.call
+    state = replace(
+        state,
+        renewed_s=state.renewed_s - 1.0,
+        looked_s=max(state.looked_s - 1.0, -TIMING.retry_s - TIMING.request_timeout_s),
+    )
+    if call is None:
+        return _process(state, None)
+    if isinstance(call.answer, Wrote):
+        sent_s = max(call.answer.sent_s - 1.0, -TIMING.renew_deadline_s)
+        return _process(state, replace(call, answer=replace(call.answer, sent_s=sent_s)))
+    if call.answer is not None:
+        return _process(state, call)
+    is_read = isinstance(call.request, ReadRegister)
+    most_s = TIMING.request_timeout_s if is_read else TIMING.renew_deadline_s
+    return _process(state, replace(call, sent_s=max(call.sent_s - 1.0, -most_s)))
+
+
+def _aged(world: World) -> World:
+    return world._replace(processes=tuple(_older(process) for process in world.processes))
+
+
+@cache
+def _outdated(process: Process) -> Process:
+    """What it knows of the register is no longer what the register holds."""
+    state, call = process.state, process.call
+    same = True
+    if state.seen is not None and state.seen.version == NOW:
+        state = replace(state, seen=replace(state.seen, version=OLD))
+    else:
+        same = False
+    if call is None:
+        return _process(state, None)
+    answer, request = call.answer, call.request
+    sighting = answer.sighting if isinstance(answer, Saw | Wrote) else None
+    if sighting is not None and sighting.version == NOW:
+        answer = replace(answer, sighting=replace(sighting, version=OLD if same else LATE))
+    if isinstance(request, WriteRegister):
+        request = replace(request, replacing=OLD)
+    return _process(state, Call(request, call.sent_s, answer))
+
+
+def _process_with(process: Process, *, version: str) -> Process:
+    state = process.state
+    assert state.seen is not None, "only called with a sighting"
+    return _process(replace(state, seen=replace(state.seen, version=version)), process.call)
+
+
+# What must hold. --------------------------------------------------------------------------------
+
+
+def _violation(world: World) -> str:
+    if world.broken:
+        return world.broken
+    if any(term > MAX_TERM for term, _ in world.led):
+        return f"terms end at {MAX_TERM}: {sorted(world.led)}"
+    if world.was_emptied:
+        return ""
+    leaders = [one.state for one in world.processes if one.state.leads(now=0.0)]
+    if len(leaders) > 1:
+        return f"one balancer leads: {[state.candidate.name for state in leaders]} lead"
+    if len({term for term, _ in world.led}) < len(world.led):
+        return f"a term has one leader: {sorted(world.led)}"
+    return ""
+
+
+def _converges(world: World) -> str:
+    """Run on without faults, every process in turn; one must lead in the end."""
+    world = world._replace(stray=None, faults_left=0)
+    for _ in range(ROUNDS_TO_CONVERGE):
+        for index in range(len(world.processes)):
+            world = _round(world, index)
+        world = _aged(world)
+    leaders = [one.state.candidate.name for one in world.processes if one.state.leads(now=0.0)]
+    if len(leaders) == 1:
+        return ""
+    return f"one balancer leads {ROUNDS_TO_CONVERGE} s after the last fault: {leaders} lead"
+
+
+def _round(world: World, index: int) -> World:
+    """One whole election round of a process, whose requests are answered at once."""
+    if world.processes[index].call is None:
+        world = _step(world, index, Due())
+    for _ in range(4):
+        call = world.processes[index].call
+        if call is None:
+            return world
+        if call.answer is None:
+            world = _carry_out(world, index)
+            call = world.processes[index].call
+        assert call is not None, "a request that is carried out is still in flight"
+        world = _step(world, index, call.answer or Overtaken())
+    return world

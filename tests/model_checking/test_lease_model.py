@@ -1,0 +1,75 @@
+"""At most one balancer leads, and each term has one leader, however requests and clocks behave."""
+
+from dataclasses import replace
+
+import pytest
+
+from equipoise.balancer.leadership import leader_state
+from equipoise.wire.checks import MAX_TERM
+from tests.model_checking import lease_model as model
+from tests.model_checking.explorer import MAX_STATES, ViolationError, explore
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """A planted fault changes what the model has cached."""
+    yield
+    for cached in (model._process, model._unique, model._started, model._stepped, model._older):
+        cached.cache_clear()
+    model._outdated.cache_clear()
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_the_lease_admits_one_leader_and_recovers(faults):
+    lease = model.lease_model(candidates=2, max_term=2, faults=faults)
+    explored = explore(lease, max_states=MAX_STATES, converge_every=100)
+    assert explored.states == MAX_STATES
+
+
+def test_no_term_follows_the_last_one():
+    lease = model.lease_model(candidates=2, max_term=MAX_TERM, faults=1, first_term=MAX_TERM - 1)
+    # Nobody leads once the terms are used up, so only invariants are checked.
+    explored = explore(lease, max_states=MAX_STATES // 2, converge_every=10**9)
+    assert explored.states == MAX_STATES // 2
+
+
+def campaign_at_once(monkeypatch):
+    """Take a lease without waiting for it to expire."""
+    monkeypatch.setattr(leader_state, "_is_free", lambda _state: True)
+
+
+def repeat_the_term(monkeypatch):
+    """Campaign with the term of the leader before."""
+    consider = leader_state._consider
+
+    def considered(state, event, now):
+        after, request = consider(state, event, now)
+        if isinstance(request, leader_state.WriteRegister) and request.replacing is not None:
+            record = replace(request.record, term=max(request.record.term - 1, 1))
+            request = replace(request, record=record)
+        return after, request
+
+    role, saw = leader_state.LeaderRole.FOLLOWING, leader_state.Saw
+    monkeypatch.setitem(leader_state.TABLE, (role, saw), considered)
+    # A leader in a repeated term is let through: only the term is to be wrong.
+    monkeypatch.setitem(
+        leader_state.TABLE,
+        (leader_state.LeaderRole.CAMPAIGNING, leader_state.Wrote),
+        lambda state, event, now: leader_state._win(replace(state, highest_term=0), event, now),
+    )
+
+
+def lead_for_ever(monkeypatch):
+    """Count a lease from when its renewal was answered, however late that was."""
+    extend = leader_state._extend
+    late = lambda state, event, now: extend(state, replace(event, sent_s=now), now)  # noqa: E731
+    monkeypatch.setattr(leader_state, "_extend", late)
+    monkeypatch.setattr(leader_state.LeaderState, "has_run_out", lambda _state, *, now: now < 0)
+
+
+@pytest.mark.parametrize("plant", [campaign_at_once, repeat_the_term, lead_for_ever])
+def test_a_planted_fault_of_the_lease_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    lease = model.lease_model(candidates=2, max_term=2, faults=0)
+    with pytest.raises(ViolationError, match=r"leader|leads|term"):
+        explore(lease, max_states=200_000, converge_every=10_000_000)
