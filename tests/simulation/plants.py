@@ -119,7 +119,7 @@ def _epoch_reused() -> list[tuple[Any, str, Any]]:
     open_epoch = Roster.open_epoch
 
     def reuse(self: Any, *args: Any, **about: Any) -> None:
-        self._highest_epoch = max(0, self._highest_epoch - 1)
+        self.highest_epoch = max(0, self.highest_epoch - 1)
         open_epoch(self, *args, **about)
 
     return [(Roster, "open_epoch", reuse)]

@@ -19,54 +19,26 @@ class Roster:
 
     def __init__(self, pool: str, *, highest_epoch: int = 0) -> None:
         self._pool = pool
-        self._epoch = 0
-        self._highest_epoch = highest_epoch
-        self._num_ranks = 0
-        self._shape: Hello | None = None
-        self._checkpoint: tuple[str, bytes] | None = None
-        self._peers: tuple[Peer, ...] = ()
-        self._rendezvous_address = ""
+        self.epoch = 0
+        """The current epoch; 0 before the first one."""
+        self.highest_epoch = highest_epoch
+        """The highest epoch ever seen: epochs are never reused."""
+        self.num_ranks = 0
+        """Ranks of the epoch; 0 before the first one."""
+        self.shape: Hello | None = None
+        """The Hello that all must agree with: that of the first member present."""
+        self.checkpoint: tuple[str, bytes] | None = None
+        """Checkpoint fingerprint and digest of experts of the latest epoch opened here, or None."""
+        self.peers: tuple[Peer, ...] = ()
+        """All ranks of the epoch in rank order; empty until each of them is known."""
+        self.rendezvous_address = ""
+        """Where rank 0 hosts the rendezvous of the process group."""
         self._members: dict[str, Member] = {}
         self._seated: tuple[Member, ...] = ()
 
-    @property
-    def epoch(self) -> int:
-        """The current epoch; 0 before the first one."""
-        return self._epoch
-
-    @property
-    def highest_epoch(self) -> int:
-        """The highest epoch ever seen: epochs are never reused."""
-        return self._highest_epoch
-
     def reserve_epoch(self, epoch: int) -> None:
         """A worker has taken up this epoch: later ones must be above it."""
-        self._highest_epoch = max(self._highest_epoch, epoch)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the epoch; 0 before the first one."""
-        return self._num_ranks
-
-    @property
-    def shape(self) -> Hello | None:
-        """The Hello that all must agree with: that of the first member present."""
-        return self._shape
-
-    @property
-    def checkpoint(self) -> tuple[str, bytes] | None:
-        """Checkpoint fingerprint and digest of experts of the latest epoch opened here, or None."""
-        return self._checkpoint
-
-    @property
-    def peers(self) -> tuple[Peer, ...]:
-        """All ranks of the epoch in rank order; empty until each of them is known."""
-        return self._peers
-
-    @property
-    def rendezvous_address(self) -> str:
-        """Where rank 0 hosts the rendezvous of the process group."""
-        return self._rendezvous_address
+        self.highest_epoch = max(self.highest_epoch, epoch)
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -82,7 +54,7 @@ class Roster:
         known = self._members.get(hello.worker)
         present = self._present(excluding=hello.worker)
         # The first worker of an empty pool defines its shape.
-        shape = (self._shape if present else None) or hello
+        shape = (self.shape if present else None) or hello
         check_shape(hello, shape, pool=self._pool)
         check_kernels(hello, shape, (member.hello for member in present), pool=self._pool)
         member = Member(hello=hello, last_heard_s=now, since_s=now)
@@ -93,9 +65,9 @@ class Roster:
         elif known is not None and known.hello.boot_id == hello.boot_id:
             # The stream failed before the worker had anything to report; it keeps its rank.
             member.keep_seat(known.rank, known.held)
-            if hello.highest_epoch > self._epoch:
+            if hello.highest_epoch > self.epoch:
                 member.reject_epoch(hello.highest_epoch)
-        self._shape = shape
+        self.shape = shape
         self._members[hello.worker] = member
         self._note_seats()
         return member
@@ -116,8 +88,8 @@ class Roster:
         ranks, for the reason `left_out`, or may join later if that is None; members that are gone
         are forgotten.
         """
-        self._highest_epoch += 1
-        self._epoch = self._highest_epoch
+        self.highest_epoch += 1
+        self.epoch = self.highest_epoch
         self._members = {name: one for name, one in self._members.items() if one.connected}
         chosen = [one for name, one in self._members.items() if name in workers]
         for member in self._members.values():
@@ -126,8 +98,8 @@ class Roster:
         ordered = sorted(chosen, key=lambda member: (member.hello.node, member.name))
         for rank, member in enumerate(ordered):
             member.seat(rank)
-        self._num_ranks = len(ordered)
-        self._checkpoint = (
+        self.num_ranks = len(ordered)
+        self.checkpoint = (
             ordered[0].hello.checkpoint_fingerprint,
             ordered[0].hello.experts_digest,
         )
@@ -139,7 +111,7 @@ class Roster:
 
     def epoch_members(self) -> EpochMembers:
         """The workers of the epoch, for the store."""
-        return EpochMembers(epoch=self._epoch, workers=tuple(one.name for one in self._seated))
+        return EpochMembers(epoch=self.epoch, workers=tuple(one.name for one in self._seated))
 
     def candidates(
         self,
@@ -175,12 +147,12 @@ class Roster:
         for member in self._seated:  # A loop, because this runs after every message.
             if not member.serving or member.gone_reason is not None:
                 return False
-        return 0 < self._num_ranks == len(self._seated)
+        return 0 < self.num_ranks == len(self._seated)
 
     @property
     def settled(self) -> bool:
         """Whether every member is a rank of the epoch, and every rank serves."""
-        return len(self._members) == self._num_ranks == len(self._seated) and self.complete
+        return len(self._members) == self.num_ranks == len(self._seated) and self.complete
 
     def member_at(self, rank: int) -> Member:
         """The member that holds a rank of the epoch."""
@@ -188,20 +160,20 @@ class Roster:
 
     def topology(self) -> Topology:
         """Nodes of the epoch's ranks, once they are known."""
-        assert self._shape is not None
+        assert self.shape is not None
         return Topology(
-            node_of_rank=tuple(peer.node for peer in self._peers),
-            slots_per_rank=self._shape.slots_per_rank,
+            node_of_rank=tuple(peer.node for peer in self.peers),
+            slots_per_rank=self.shape.slots_per_rank,
         )
 
     def _note_seats(self) -> None:
         """Remember the ranks in order: every tick needs them, only membership changes them."""
         members = [member for member in self._members.values() if member.rank is not None]
         seated = self._seated = tuple(sorted(members, key=lambda member: member.rank or 0))
-        if not seated or len(seated) < self._num_ranks:
+        if not seated or len(seated) < self.num_ranks:
             # A rank whose worker restarted keeps its old address: the others still need the list.
             return
-        self._peers = tuple(
+        self.peers = tuple(
             Peer(
                 rank=rank,
                 address=member.hello.address,
@@ -210,7 +182,7 @@ class Roster:
             )
             for rank, member in enumerate(seated)
         )
-        self._rendezvous_address = seated[0].hello.rendezvous_address
+        self.rendezvous_address = seated[0].hello.rendezvous_address
 
     def _present(self, *, excluding: str) -> list[Member]:
         return [
@@ -223,7 +195,7 @@ class Roster:
         self, member: Member, known: Member | None, lost: GroupLost, *, now: float
     ) -> None:
         """A worker whose group ended reconnects; it keeps a rank assigned since."""
-        if known is not None and known.rank is not None and lost.epoch < self._epoch:
+        if known is not None and known.rank is not None and lost.epoch < self.epoch:
             member.keep_seat(known.rank, lost.expert_of_slot)
             return
         member.keep_seat(known.rank if known is not None else None, None)
@@ -236,17 +208,17 @@ class Roster:
             for other in self._present(excluding=member.name)
             if other.rank is not None and other.lost_reason is None
         ]
-        if running.epoch != self._epoch:
+        if running.epoch != self.epoch:
             if others:
                 raise RejectedWorkerError(
                     "hello_epoch",
                     f"worker {member.name} runs in epoch {running.epoch}, but pool {self._pool} is "
-                    f"in epoch {self._epoch}: it can join once its group has ended",
+                    f"in epoch {self.epoch}: it can join once its group has ended",
                 )
             # No other worker runs anything: what this balancer knew is older.
             self._forget_seats()
-            self._epoch = running.epoch
-        self._num_ranks = running.layout.num_ranks
+            self.epoch = running.epoch
+        self.num_ranks = running.layout.num_ranks
         holder = self._holder(running.rank)
         if holder is not None and holder.name != member.name and holder.connected:
             raise RejectedWorkerError(
@@ -262,7 +234,7 @@ class Roster:
         return next((other for other in self._members.values() if other.rank == rank), None)
 
     def _forget_seats(self) -> None:
-        self._peers = ()
+        self.peers = ()
         self._members = {name: one for name, one in self._members.items() if one.connected}
         for member in self._members.values():
             member.unseat()

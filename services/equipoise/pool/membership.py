@@ -88,7 +88,8 @@ class Membership:
         self._rollouts = rollouts
         self._timeouts = counters.timeouts
         self._unheard = unheard
-        self._opening = EpochDecision()
+        self.opening = EpochDecision()
+        """The latest decision about the next epoch."""
         self._epochs: deque[EpochRecord] = deque(maxlen=MAX_EPOCHS)
         # The chain that opens the epoch, until the store has recorded it.
         self._unwritten: Chain = ()
@@ -97,11 +98,6 @@ class Membership:
         self._moves: Mapping[int, tuple[Move, ...]] = {}
         self._is_serving_noted = False
         self._looked_s = -math.inf
-
-    @property
-    def opening(self) -> EpochDecision:
-        """The latest decision about the next epoch."""
-        return self._opening
 
     @property
     def epochs(self) -> Sequence[EpochRecord]:
@@ -304,7 +300,7 @@ class Membership:
         excluded = self._attendance.excluded_workers(now=now)
         told = self._quarantine.follow_checkpoints(now=now)
         quarantined = self._quarantine.reasons
-        is_waiting = silent or excluded or quarantined or self._unheard or self._opening.reason
+        is_waiting = silent or excluded or quarantined or self._unheard or self.opening.reason
         if self._roster.settled and not is_waiting:
             return ()  # The usual case, at every tick of every pool: there is nothing to decide.
         opening = next_epoch(
@@ -317,7 +313,7 @@ class Membership:
             policy=self._policy.values,
             now=now,
         )
-        self._opening = opening
+        self.opening = opening
         if opening.workers:
             return (*told, *self._open(opening, shape, now=now))
         return (*told, *(self._attendance.recall_excluded() if opening.is_down else ()))
@@ -366,7 +362,7 @@ class Membership:
                 epoch=members.epoch, workers=members.workers, reason=opening.reason, opened_s=now
             )
         )
-        self._opening, self._unheard = EpochDecision(), frozenset()
+        self.opening, self._unheard = EpochDecision(), frozenset()
         return Log(
             text=f"epoch {members.epoch} opens with {len(members.workers)} ranks: {opening.reason}",
             epoch=members.epoch,
