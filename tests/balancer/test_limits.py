@@ -89,6 +89,16 @@ async def test_an_operator_changes_only_the_pool_that_is_named(fleet, caplog):
     assert no_errors(caplog)
 
 
+@pytest.mark.parametrize("who", ["gateway", "reader", "admin/ann"])
+async def test_only_workers_open_a_link(fleet, who):
+    before = [await fleet.state("a"), await fleet.state("b"), await fleet.shared_state()]
+    answers = {await fleet.hello(who, message) for _, message in chosen(hellos())}
+    assert "denied" in answers
+    assert answers <= {"denied", "crossed", "too large"}
+    after = [await fleet.state("a"), await fleet.state("b"), await fleet.shared_state()]
+    assert after == before
+
+
 def hellos():
     """First messages of every kind; some claim to be of another pool or worker."""
     hello = to_balancer(make_hello("a-9", pool="a"))
@@ -104,6 +114,8 @@ async def test_no_first_message_of_a_worker_moves_another_pool(fleet, caplog):
         answers[await fleet.hello("worker/a/*", message)] += 1
         assert [await fleet.state("b"), await fleet.shared_state()] == before, name
     assert answers["rejection"] > 10
+    rejected = [record for record in caplog.records if "rejected (hello_" in record.getMessage()]
+    assert len(rejected) < 150, "who retries does not flood the log"
     assert no_errors(caplog)
 
 

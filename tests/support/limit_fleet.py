@@ -36,6 +36,10 @@ POLICY = Policy(
     join_settle_s=0.0,
 )
 _MOVING = {"revision", "silentS", "windowAgeS", "uptimeS"}
+_REJECTED = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "too large",
+    grpc.StatusCode.PERMISSION_DENIED: "denied",
+}
 _UNUSABLE = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
@@ -129,11 +133,13 @@ class LimitFleet:
             async with asyncio.timeout(WAIT_S):
                 answer = await call.read()
         except asyncio.InvalidStateError:
-            return "closed"  # The rejection crossed the heartbeat.
+            return "crossed"  # The heartbeat met the end of the stream.
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if "Internal error from Core" in error.details():
+                return "crossed"  # The client library's word for the same.
+            if error.code() not in _REJECTED:
                 raise
-            return "too large"
+            return _REJECTED[error.code()]
         finally:
             call.cancel()
         return "closed" if answer is grpc.aio.EOF else answer.WhichOneof("message")

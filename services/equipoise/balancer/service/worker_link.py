@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -16,7 +17,7 @@ from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
-from equipoise.telemetry.logs import about
+from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.trust.identity import Caller
 from equipoise.wire.balancer_messages import Rejection, TermConfirmed
 from equipoise.wire.convert import from_worker, to_worker
@@ -54,6 +55,7 @@ class WorkerLinkService:
     def __init__(self, seat: Seat, *, caller: Callable[[_Context], Caller]) -> None:
         self._seat = seat
         self._caller = caller
+        self._rejected: Counter[str] = Counter()
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's handler, in bytes.
@@ -68,9 +70,8 @@ class WorkerLinkService:
         """Serve one worker until its stream ends."""
         mailbox = Mailbox()
         try:
-            hello = await self._introduction(request_iterator)
             caller = self._caller(context)
-            _check_identity(caller, hello)
+            hello = await self._introduced(request_iterator, caller)
             runner = await self._admit(hello, mailbox, caller=caller)
         except (InvalidMessageError, RejectedWorkerError) as error:
             fatal = error.kind not in _PASSING
@@ -85,19 +86,20 @@ class WorkerLinkService:
         finally:
             runner.leave(hello.worker, mailbox, reason=reason)
 
-    async def _introduction(self, requests: _Requests) -> Hello:
+    async def _introduced(self, requests: _Requests, caller: Caller) -> Hello:
+        """The first message. It is logged if it is rejected, and counted here only.
+
+        A count in a status would be state of a pool that the caller may not be in.
+        """
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(requests)
-            hello = from_worker(_message(first), hello=None)
-        except (TimeoutError, StopAsyncIteration):
-            raise InvalidMessageError(
-                "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
-            ) from None
-        except InvalidMessageError as error:
-            _log.warning("rejected (%s): %s", error.kind, error)
+            hello = await _introduction(requests)
+            _check_identity(caller, hello)
+        except (InvalidMessageError, RejectedWorkerError) as error:
+            self._rejected[error.kind] += 1
+            count = self._rejected[error.kind]
+            if is_worth_logging(count):  # A caller that retries must not flood the log.
+                _log.warning("rejected (%s, time %d): %s: %s", error.kind, count, caller, error)
             raise
-        assert isinstance(hello, Hello), "the first message is Hello or rejected"
         return hello
 
     async def _leading(self, hello: Hello, mailbox: Mailbox) -> Pools | None:
@@ -190,18 +192,32 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
     return reason
 
 
-def _check_identity(caller: Caller, hello: Hello) -> None:
-    """Reject a worker that claims to be another one.
+async def _introduction(requests: _Requests) -> Hello:
+    """Read the first message.
 
-    It is logged only: a count in the status would be state of a pool that the caller is not in.
+    Raises:
+        InvalidMessageError: it is late, missing or invalid.
     """
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise InvalidMessageError(
+            "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
+        ) from None
+    hello = from_worker(_message(first), hello=None)
+    assert isinstance(hello, Hello), "the first message is Hello or rejected"
+    return hello
+
+
+def _check_identity(caller: Caller, hello: Hello) -> None:
+    """Reject a worker that claims to be another one."""
     if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
-        reason = (
+        raise RejectedWorkerError(
+            "hello_identity",
             f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
-            "certificate or token of its own"
+            "certificate or token of its own",
         )
-        _log.warning("rejected (hello_identity): %s", reason)
-        raise RejectedWorkerError("hello_identity", reason)
 
 
 def _message(request: bytes) -> pb.ConnectRequest:
