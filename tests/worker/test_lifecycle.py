@@ -26,6 +26,7 @@ from equipoise.wire.messages import (
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError, WorkerError
 from equipoise.worker.health import LIVE
+from equipoise.worker.held import HeldExperts
 from equipoise.worker.lifecycle import Worker, serve
 from equipoise.worker.location import find_location
 from equipoise_api.v1 import worker_pb2 as pb
@@ -154,6 +155,32 @@ async def test_a_stage_leads_to_staged_and_switched_and_no_token_changes(
             expected = checksum(checkpoint.read_expert(0, expert))
             assert switched.checksums[0, 3].tobytes() == expected
         assert await generating == solo(PROMPT, 80)
+
+
+async def test_a_switch_reports_what_the_slots_hold_and_not_what_was_ordered(
+    balancer, settings, join_epoch, random_layout, stage_to, monkeypatch
+):
+    def miss(held, staged):
+        """Switch, and leave one changed slot with the bytes of another expert."""
+        before = held._slots[layer].read(slot)
+        switch(held, staged)
+        held._slots[layer].write(slot, before)
+
+    first, second = random_layout(1), random_layout(2)
+    layer, slot = np.argwhere(first.expert_of_slot != second.expert_of_slot)[0].tolist()
+    switch = HeldExperts.switch
+    async with running(settings(balancer=balancer.address, scrub_mib_per_s=0)) as rig:
+        link, serving = await join(balancer, join_epoch, first)
+        monkeypatch.setattr(HeldExperts, "switch", miss)
+        link.say(stage_to(first, second))
+        switched = await link.until(Switched)
+        told = switched.checksums[layer, slot].tobytes()
+        assert told == serving.checksums[layer, slot].tobytes()
+        (move,) = [
+            one for one in stage_to(first, second).moves if (one.layer, one.slot) == (layer, slot)
+        ]
+        assert told != move.checksum
+        assert rig.worker.hello().running.checksums[layer, slot].tobytes() == told
 
 
 async def test_serving_continues_without_the_balancer_and_the_state_is_reported_on_reconnect(

@@ -1061,9 +1061,8 @@ class Switched(_message.Message):
     median_step_us: _builtins.int
     """Median duration of the steps before the switch, microseconds; to compare `stall_us` with."""
     slot_checksums: _builtins.bytes
-    """Checksums of all slots after the switch, shaped as in Serving. Those of moved slots are copied
-    from the Stage, whose bytes were verified before they were staged; they are not computed again
-    from the slots, so they do not prove what the slots hold.
+    """Checksums of all slots after the switch, shaped as in Serving. Those of moved slots are computed
+    from the slots' bytes once they were switched to, while steps go on.
     """
     layout_digest: _builtins.bytes
     """Digest of the layout in use now, as in Serving."""

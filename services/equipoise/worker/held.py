@@ -157,6 +157,24 @@ class HeldExperts:
             found=checksum(payload),
         )
 
+    def hash_changed(self, since: Contents) -> Contents:
+        """Hash the own slots that hold another expert than they did in `since`, on any thread.
+
+        The result has the checksums of `since` for the other slots.
+
+        Raises:
+            NotHeldError: the slots kept changing, or changed again meanwhile.
+        """
+        layout, own = self._contents.layout, self._contents.layout.own_slots(self.rank)
+        differs = layout.expert_of_slot[:, own] != since.layout.expert_of_slot[:, own]
+        found: dict[SlotIndex, bytes] = {}
+        for layer, slot in np.argwhere(differs).tolist():
+            hashed = self.hash_slot(layer, slot)
+            if hashed.contents.layout is not layout:
+                raise NotHeldError(f"rank {self.rank} has switched again")
+            found[layer, slot] = hashed.found
+        return since.changed(layout, found)
+
     def _consistent(self, read: Callable[[], _T]) -> _T:
         """Return what `read` returns while no switch is in progress."""
         for _ in range(_READ_ATTEMPTS):

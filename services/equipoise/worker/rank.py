@@ -12,7 +12,7 @@ from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import DamagedSlotError
+from equipoise.worker.errors import DamagedSlotError, NotHeldError
 from equipoise.worker.held import placement_of
 from equipoise.worker.joining import EpochGroup
 from equipoise.worker.parts import WorkerParts
@@ -36,7 +36,9 @@ class Rank:
         self._parts = parts
         self._group = joined.group
         self.last_switch: Switched | None = None
-        """The message about the latest switch, if there was one."""
+        """The message about the latest switch, once its slots are hashed; None before one."""
+        self._hashed = self.held.contents
+        self._reporting: asyncio.Task[None] | None = None
         self._experts = _expert_parallel(joined, core)
         self._steps = core.operations.steps(joined.exchange)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -95,6 +97,8 @@ class Rank:
             self.engine.leave()
             reports.cancel()
             scrubbing.cancel()
+            if self._reporting is not None:
+                self._reporting.cancel()
             await asyncio.wait([stepping, reports, scrubbing])
             await self.stager.close()
             await self.puller.close()
@@ -103,6 +107,8 @@ class Rank:
     def state(self) -> RunningState:
         """Return what this rank runs, for a balancer that reconnects."""
         contents = self.held.contents
+        if self._hashed.layout is contents.layout:
+            contents = self._hashed
         return RunningState(
             epoch=self.join_epoch.epoch,
             rank=self.join_epoch.rank,
@@ -167,14 +173,12 @@ class Rank:
     def _receive(self, result: StepResult) -> None:
         self._parts.inference.deliver(result)
         if result.switch is not None:
-            self._report_switch(result.switch)
+            self._note_switch(result.switch)
         if result.rejected is not None:
             self.stager.reject(result.rejected)
 
-    def _report_switch(self, switch: Switched) -> None:
-        self.last_switch = switch
+    def _note_switch(self, switch: Switched) -> None:
         self._parts.timings.stall_s.observe(switch.stall_us / 1e6)
-        self._parts.send(switch)
         self._parts.spans.switched(switch)
         _log.info(
             "switched to generation %d at step %d in %d us (median step %d us)",
@@ -184,6 +188,23 @@ class Rank:
             switch.median_step_us,
             extra=about(epoch=switch.epoch, rank=switch.rank, generation=switch.generation),
         )
+        if self._reporting is not None:
+            self._reporting.cancel()  # Its slots are being replaced.
+        self._reporting = asyncio.create_task(self._report_switch(switch))
+
+    async def _report_switch(self, switch: Switched) -> None:
+        """Report a switch with the checksums of what its slots hold, hashed while steps go on."""
+        before = self._hashed
+        try:
+            after = await asyncio.to_thread(self.held.hash_changed, before)
+        except NotHeldError as error:
+            _log.warning("generation %d is not reported: %s", switch.generation, error)
+            return
+        if after.layout.generation != switch.generation:
+            return  # A later switch follows, which reports these slots too.
+        self._hashed = after
+        self.last_switch = replace(switch, checksums=after.checksums)
+        self._parts.send(self.last_switch)
 
 
 def _expert_parallel(joined: EpochGroup, core: ModelCore) -> ExpertParallel:
