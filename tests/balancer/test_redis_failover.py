@@ -12,9 +12,8 @@ from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.store import StoreError, StoreFault
-from tests.support.redis_server import RedisServer, require_redis
+from tests.support.redis_replica import is_synchronised, promote, replicated, until
 from tests.support.store_records import layout_of
-from tests.support.tcp_proxy import TcpProxy
 
 WAIT_S = 60.0
 MAX_LAG_S = 1
@@ -41,34 +40,6 @@ class Side:
     async def close(self):
         await self.store.close()
         await self.register.close()
-
-
-@asynccontextmanager
-async def replicated(folder, **required):
-    """A primary, its replica, and the link between them."""
-    require_redis()
-    with RedisServer(folder / "primary", options=required) as primary:
-        async with TcpProxy(primary.port) as link:
-            options = {"replicaof": f"127.0.0.1 {link.port}", "repl-timeout": 60}
-            with RedisServer(folder / "replica", options=options) as replica:
-                with Redis.from_url(replica.url) as client:
-                    await until(lambda: is_synchronised(client))
-                yield primary, link, replica
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - of servers, which tell nobody
-            await asyncio.sleep(0.05)
-
-
-def is_synchronised(client):
-    return client.info("replication")["master_link_status"] == "up"
-
-
-def promote(server):
-    with Redis.from_url(server.url) as client:
-        client.replicaof("NO", "ONE")
 
 
 @asynccontextmanager
