@@ -134,6 +134,24 @@ def test_a_loss_while_ranks_form_opens_the_next_epoch_at_once(number):
     assert f"w-{number} is missing: its stream was cut, before all ranks served" in opening.reason
 
 
+def test_a_rank_that_does_not_serve_in_time_is_left_out_if_the_others_suffice():
+    pool = [*workers(SERVING, 3), worker("w-3", JOINING, since_s=1.0)]
+    assert not decide(*pool, now=600.9).workers
+    opening = decide(*pool, now=601.0)
+    assert (set(opening.workers), opening.left_out) == ({"w-0", "w-1", "w-2"}, ("w-3",))
+    assert (opening.reason, opening.timeout) == ("w-3 did not serve within 600 s", "join")
+
+
+@pytest.mark.parametrize(
+    "pool", [workers(JOINING, 4), [*workers(SERVING, 2), *workers(JOINING, 2, first=2)]]
+)
+def test_ranks_that_do_not_serve_in_time_but_are_needed_get_another_epoch(pool):
+    assert not decide(*pool, now=599.9).workers
+    opening = decide(*pool, now=600.0)
+    assert (len(opening.workers), opening.left_out, opening.timeout) == (4, (), "join")
+    assert "did not serve within 600 s, but all are needed" in opening.reason
+
+
 @pytest.mark.parametrize("others", [AHEAD, JOINING, SURVIVOR, SERVING])
 def test_a_rank_that_took_up_a_later_epoch_gets_one_above_it_at_once(others):
     ahead = worker("w-3", AHEAD, reason="it took up epoch 58 before")
@@ -144,7 +162,7 @@ def test_a_rank_that_took_up_a_later_epoch_gets_one_above_it_at_once(others):
 
 
 def test_new_workers_wait_until_joining_ranks_serve():
-    opening = decide(*workers(JOINING, 4), worker("w-4", NEW), now=1e6)
+    opening = decide(*workers(JOINING, 4), worker("w-4", NEW), now=599.0)
     assert not opening.workers
     assert "w-4 joins when w-0, w-1, w-2, w-3 serves" in opening.reason
 

@@ -1,5 +1,7 @@
 """A pool whose ranks die, hang or leave, at every moment that matters."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -225,6 +227,47 @@ def test_ranks_that_did_not_meet_retry_with_the_remaining_ones(serving_harness):
     notice(harness, *harness.ranks)
     assert {worker.epoch for worker in harness.ranks} == {3}
     assert next(b for b in harness.pool.counters.timeouts.all() if b.name == "meet").reached == 1
+    serve_all(harness)
+    check(harness)
+
+
+@pytest.mark.parametrize("reconnects", [False, True])
+def test_a_rank_that_never_serves_is_left_out_at_the_timeout_and_may_return(
+    make_harness, policy, reconnects
+):
+    harness = with_spare_slots(make_harness(policy=replace(policy, join_timeout_s=60.0)))
+    harness.assemble()
+    late, *others = harness.ranks
+    for worker in others:
+        harness.say(worker, worker.serving())
+    live_for(harness, harness.ranks, seconds=40)
+    if reconnects:  # A stream that breaks again and again must not extend the wait.
+        harness.hello(late.hello)
+    live_for(harness, harness.ranks, seconds=19)
+    assert {worker.epoch for worker in others} == {1}
+    live_for(harness, harness.ranks, seconds=2)
+    assert {worker.epoch for worker in others} == {2}
+    assert late.epoch == 1
+    for worker in others:
+        harness.say(worker, worker.serving())
+    reason = harness.pool.membership.epochs[0].reason
+    assert reason == f"{late.hello.worker} did not serve within 60 s"
+    (join,) = (one for one in harness.pool.counters.timeouts.all() if one.name == "join")
+    assert (join.timeout_s, join.reached, join.latest) == (60.0, 1, reason)
+    notice(harness, late)
+    harness.tick(seconds=0.6)
+    serve_all(harness)
+    check(harness)
+
+
+def test_ranks_none_of_which_serves_are_sent_another_epoch(make_harness, policy):
+    harness = make_harness(policy=replace(policy, join_timeout_s=60.0))
+    harness.assemble()
+    assert {worker.join_epoch.join_timeout_s for worker in harness.ranks} == {60.0}
+    live_for(harness, harness.ranks, seconds=61)
+    assert {worker.epoch for worker in harness.ranks} == {2}
+    live_for(harness, harness.ranks, seconds=61)
+    assert {worker.epoch for worker in harness.ranks} == {3}
     serve_all(harness)
     check(harness)
 

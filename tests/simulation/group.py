@@ -141,7 +141,15 @@ class Mesh:
 
 
 async def meet(
-    rendezvous: Rendezvous, join_epoch, *, step_timeout_s, abandoned, on_met, check, announcement
+    rendezvous: Rendezvous,
+    join_epoch,
+    *,
+    timeout_s,
+    step_timeout_s,
+    abandoned,
+    on_met,
+    check,
+    announcement,
 ) -> Mesh:
     """Form an epoch's group at the rendezvous of its rank 0, as `worker.group.meet` does.
 
@@ -162,7 +170,6 @@ async def meet(
     mesh.peers_digest = digest_word(peers_digest(join_epoch.peers))
     place = _Place(rendezvous, process, join_epoch, abandoned)
     arrival = Arrival.of(join_epoch, announcement=announcement).to_json()
-    timeout_s = join_epoch.meet_timeout_s
     try:
         published = await place.gather("arrived", arrival, timeout_s=timeout_s)
         _agree(published, names, check=check, epoch=epoch)

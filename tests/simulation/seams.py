@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
-from equipoise.worker import engine, epochs, held, joining, rank, stager
+from equipoise.worker import engine, epochs, held, joining, rank, reading, stager
 from tests.simulation import group
 from tests.simulation.engine import SimEngine
 from tests.simulation.experts import SimExperts, SimPlacement
@@ -84,6 +84,13 @@ class _no_progress:  # noqa: N801 - used as a function
         pass
 
 
+class _InlineThread:
+    """A thread whose work is done when it starts."""
+
+    def __init__(self, *, target: Any, name: str, daemon: bool) -> None:
+        self.start = target
+
+
 _REPLACED: list[tuple[Any, str, Any]] = [
     (runner, "time", _TIME),
     (engine, "time", _TIME),
@@ -96,6 +103,8 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (rank.Rank, "_step", _step),
     (rank, "ThreadPoolExecutor", lambda *_a, **_k: SimpleNamespace(shutdown=lambda: None)),
     (joining, "meet", _meet),
+    (joining, "time", _TIME),
+    (reading, "threading", SimpleNamespace(Thread=_InlineThread)),
     (joining.WorkerSlots, "open_exchange", lambda *_a: None),
     (epochs, "Loading", lambda **_k: SimpleNamespace(of=_no_progress)),
 ]

@@ -13,6 +13,7 @@ from equipoise.worker.epochs import Epochs
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import Location
 from equipoise.worker.parts import WorkerParts
+from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
@@ -145,6 +146,7 @@ class SimWorker(Worker):
         self._rejected = asyncio.get_running_loop().create_future()
         self._outbox = Outbox()
         credentials = SimCredentials(world.network, process, world.identity(settings))
+        waits = Waits.of(settings)
         self._parts = WorkerParts(
             settings=settings,
             boot_id=boot_id,
@@ -152,10 +154,11 @@ class SimWorker(Worker):
             scheduler=self._core.scheduler(settings),
             inference=SimInference(),
             transfer=ExpertTransferService(),
+            reader=CheckpointReader(self._core.checkpoint.read_expert, waits=waits),
             health=SimHealth(),
             credentials=credentials,
             send=self._outbox.send,
-            waits=Waits.of(settings),
+            waits=waits,
             timings=Timings(),
             spans=RankSpans(None, pool=settings.pool, worker=settings.worker),
         )

@@ -34,6 +34,7 @@ def tick_s(policy: Policy) -> float:
         policy.switch_timeout_s,
         policy.reform_timeout_s,
         policy.meet_timeout_s,
+        policy.join_timeout_s,
         policy.start_timeout_s,
     )
     least_s, most_s = TICK_S

@@ -202,11 +202,30 @@ def _beside_ranks(
         return _after_a_loss(pool, least=least, policy=policy, now=now)
     if pool.joining and pool.missing:
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
+    late = [one for one in pool.joining if now - one.since_s >= policy.join_timeout_s]
+    if late:
+        return _without_late(pool, late, least=least, policy=policy)
     if pool.new and (pool.missing or unheard):
         return _beside_a_gap(pool, unheard=unheard, policy=policy, now=now)
     if pool.slow and not pool.joining and not is_rolling_out:
         return _without_slow(pool, least=least)
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
+
+
+def _without_late(
+    pool: _Workers, late: list[EpochCandidate], *, least: int, policy: Policy
+) -> EpochDecision:
+    """Some ranks do not serve in time, whatever they wait for."""
+    others = [one.name for one in (*pool.free, *pool.bound) if one not in late]
+    reason = f"{_names(late)} did not serve within {policy.join_timeout_s:g} s"
+    if len(others) < least:
+        return _open(pool, f"{reason}, but all are needed", timeout="join")
+    return EpochDecision(
+        workers=tuple(others),
+        left_out=tuple(one.name for one in late),
+        reason=reason,
+        timeout="join",
+    )
 
 
 def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> EpochDecision:

@@ -234,6 +234,11 @@ class Policy:
     """Time that a rank of a new epoch, once it has its experts, waits for all others to connect.
     Raise it if some ranks load their experts much later than others."""
 
+    join_timeout_s: Annotated[float, Range(1, HOUR_S), Key("timeouts.join")] = 600.0
+    """Time from the start of an epoch within which each of its ranks must serve, including the time
+    to load experts and to meet. After that the pool re-forms: without ranks that are late, or with
+    all again if all are needed. Raise it if loading a worker's experts takes longer."""
+
     start_timeout_s: Annotated[float, Range(0, HOUR_S), Key("timeouts.start")] = 60.0
     """Time that a starting pool waits for all its workers. After that it starts with those that
     are connected, if they have enough slots."""

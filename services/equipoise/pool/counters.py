@@ -90,6 +90,7 @@ class Timeouts:
             ("report", policy.silent_after_s),
             ("reform", policy.reform_timeout_s),
             ("meet", policy.meet_timeout_s),
+            ("join", policy.join_timeout_s),
             ("start", policy.start_timeout_s),
         ):
             known = self._by_name.get(name, Timeout(name=name, timeout_s=timeout_s))

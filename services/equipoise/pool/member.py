@@ -18,7 +18,7 @@ class Member:
     """When its latest message arrived."""
 
     since_s: float
-    """When it connected, or when its group was lost."""
+    """When it connected, got its rank, or lost its group; the latest of them."""
 
     rank: int | None = None
     """Its rank in the epoch; None without one."""
@@ -130,15 +130,17 @@ class Member:
         self.rank = None
         self.serving = self.joined = False
 
-    def seat(self, rank: int) -> None:
+    def seat(self, rank: int, *, now: float) -> None:
         """Assign a rank of a new epoch."""
-        self.rank = rank
+        self.rank, self.since_s = rank, now
         self.lost_reason = self.left_out = None
         self.generation = self.staged_generation = self.later_epoch = 0
 
-    def keep_seat(self, rank: int | None, held: ExpertTable | None) -> None:
-        """Keep the rank that it had on its previous stream."""
-        self.rank, self.held = rank, held
+    def keep_seat(self, known: "Member", held: ExpertTable | None) -> None:
+        """Keep the rank that it had on its previous stream, and since when."""
+        self.rank, self.held = known.rank, held
+        if known.rank is not None:
+            self.since_s = known.since_s
 
     def resume(self, running: RunningState) -> None:
         """It runs a layout in an epoch already."""

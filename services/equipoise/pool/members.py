@@ -64,7 +64,7 @@ class Roster:
             self._return_without_group(member, known, hello.group_lost, now=now)
         elif known is not None and known.hello.boot_id == hello.boot_id:
             # The stream failed before the worker had anything to report; it keeps its rank.
-            member.keep_seat(known.rank, known.held)
+            member.keep_seat(known, known.held)
             if hello.highest_epoch > self.epoch:
                 member.reject_epoch(hello.highest_epoch)
         self.shape = shape
@@ -81,7 +81,7 @@ class Roster:
         if member.rank is None:
             del self._members[worker]
 
-    def open_epoch(self, workers: Container[str], *, left_out: str | None) -> None:
+    def open_epoch(self, workers: Container[str], *, left_out: str | None, now: float) -> None:
         """Assign the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
 
         Sorting gives a restarted fleet the ranks that it had. Other connected members lose their
@@ -97,7 +97,7 @@ class Roster:
             member.reopen(left_out=left_out if loses_rank else None)
         ordered = sorted(chosen, key=lambda member: (member.hello.node, member.name))
         for rank, member in enumerate(ordered):
-            member.seat(rank)
+            member.seat(rank, now=now)
         self.num_ranks = len(ordered)
         self.checkpoint = (
             ordered[0].hello.checkpoint_fingerprint,
@@ -196,9 +196,10 @@ class Roster:
     ) -> None:
         """A worker whose group ended reconnects; it keeps a rank assigned since."""
         if known is not None and known.rank is not None and lost.epoch < self.epoch:
-            member.keep_seat(known.rank, lost.expert_of_slot)
+            member.keep_seat(known, lost.expert_of_slot)
             return
-        member.keep_seat(known.rank if known is not None else None, None)
+        if known is not None:
+            member.keep_seat(known, None)
         member.lose_group(lost, now=now)
 
     def _resume(self, member: Member, running: RunningState) -> None:

@@ -173,9 +173,10 @@ class Membership:
             return ()  # It has a rank in a later epoch, which it will be sent.
         opened_s = self._epochs[0].opened_s if self._epochs else now
         is_first = all(one.lost_reason is None for one in self._roster.seated())
-        meet_timeout_s = self._policy.values.meet_timeout_s
-        if self._windows.loads is None and is_first and now - opened_s >= meet_timeout_s:
-            self._timeouts.note("meet", f"epoch {lost.epoch} was abandoned: {lost.reason}")
+        policy, waited_s = self._policy.values, now - opened_s
+        if self._windows.loads is None and is_first and waited_s >= policy.meet_timeout_s:
+            name = "join" if waited_s >= policy.join_timeout_s else "meet"
+            self._timeouts.note(name, f"epoch {lost.epoch} was abandoned: {lost.reason}")
         member.lose_group(lost, now=now)
         self._quarantine.look_again()
         effects: Chain = ()
@@ -324,7 +325,7 @@ class Membership:
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
         left_out = f"it takes no part in the next epoch: {opening.reason}"
         roster.open_epoch(
-            frozenset(opening.workers), left_out=None if self._unwritten else left_out
+            frozenset(opening.workers), left_out=None if self._unwritten else left_out, now=now
         )
         topology, seated = roster.topology(), roster.seated()
         held = [member.held for member in seated]
@@ -403,5 +404,6 @@ class Membership:
             heartbeat_interval_s=policy.heartbeat_interval_s,
             moves=() if member.serving else self._moves.get(member.rank, ()),
             meet_timeout_s=policy.meet_timeout_s,
+            join_timeout_s=policy.join_timeout_s,
         )
         return Send(worker=member.name, message=join)

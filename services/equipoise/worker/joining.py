@@ -180,12 +180,12 @@ async def join(
         GroupError: the ranks did not meet in time, or cannot exchange rows.
         TransferError: an expert is unavailable from every source.
     """
-    operations = parts.core.operations
+    operations, end_s = parts.core.operations, time.monotonic() + join_epoch.join_timeout_s
     apply = await slots.stage(join_epoch, abandoned=abandoned)
     group = await asyncio.to_thread(
         meet,
         join_epoch,
-        timeout_s=join_epoch.meet_timeout_s,
+        timeout_s=max(0.0, min(join_epoch.meet_timeout_s, end_s - time.monotonic())),
         step_timeout_s=parts.settings.step_timeout_s,
         abandoned=abandoned,
         on_met=apply,
