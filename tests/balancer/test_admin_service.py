@@ -123,7 +123,7 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
         (
             lambda admin: admin.Preview(admin_pb2.PreviewRequest(policy={"gain": 1})),
             "INVALID_ARGUMENT",
-            "a policy has no number 'gain'; there are: interval_s",
+            "a policy has no number 'gain'; known numbers: interval_s",
         ),
         (
             lambda admin: admin.Preview(admin_pb2.PreviewRequest(policy={"min_gain": 2})),

@@ -188,6 +188,6 @@ async def test_a_pool_that_does_not_end_is_left_behind_and_named(
             pools, worker_of(hello_of(pool="deaf", num_ranks=1, slots_per_rank=32))
         ).join()
         await asyncio.sleep(0)  # The pool's task begins.
-    assert "pool deaf did not end within 0.05 s of its term (it waits in deaf" in caplog.text
+    assert "pool deaf did not end within 0.05 s of its term (it is waiting in deaf" in caplog.text
     released.set()
     await store.close()

@@ -90,12 +90,12 @@ async def test_the_pool_that_was_without_workers_longest_gives_way(bench, caplog
         await bench.join("new")
         assert pools.names() == ("a", "c", "new")
         assert "b" not in await bench.store.pools()
-        assert "pool b is forgotten: it had no workers for 3610 s" in caplog.text
+        assert "dropped pool b: it had no workers for 3610 s" in caplog.text
         watched = pools.find("c")
         await bench.join("newer")
         assert pools.names() == ("a", "new", "newer")
         assert watched.closed
-        with pytest.raises(RejectedWorkerError, match="3 pools, the most that it can have"):
+        with pytest.raises(RejectedWorkerError, match="3 pools, its maximum"):
             await bench.join("newest")
         assert pools.names() == ("a", "new", "newer")
 

@@ -206,8 +206,8 @@ async def test_every_push_carries_the_term(pool_runner, hello_of):
     [
         (TermOverError(store="s", term=7, highest_term=9), 9),
         (
-            StoreConflictError("2 was to follow 1, but 5 is committed"),
-            "2 was to follow 1, but 5 is",
+            StoreConflictError("2 must follow 1, but 5 is committed"),
+            "2 must follow 1, but 5 is",
         ),
         (StoreError("it was emptied", fault=StoreFault.LOST), "it was emptied"),
     ],

@@ -16,7 +16,7 @@ async def test_a_question_for_an_unknown_pool_names_those_there_are(channel, sta
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await status.GetStatus(status_pb2.GetStatusRequest(pool="big"), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == "there is no pool 'big'; there are: tiny"
+    assert caught.value.details() == "there is no pool 'big'; known pools: tiny"
 
 
 async def test_pools_are_listed_and_a_name_is_needed_only_among_several(

@@ -205,7 +205,7 @@ async def test_a_commit_happens_only_if_the_previous_one_still_stands(store):
         await store.put_proposed("p", layout_of(generation), term=TERM)
     await store.commit("p", 1, previous=None, term=TERM)
     await store.commit("p", 2, previous=1, term=TERM)
-    with pytest.raises(StoreConflictError, match="was to follow 1, but 2 is committed"):
+    with pytest.raises(StoreConflictError, match="must follow 1, but 2 is committed"):
         await store.commit("p", 3, previous=1, term=TERM)
     assert (await store.committed("p")).generation == 2
     assert (await store.proposed("p")).generation == 3

@@ -81,7 +81,7 @@ def test_missing_facts_for_the_target_format_are_named(tmp_path):
     [
         (["--top-k", "0"], InvalidSettingsError, "top_k must be at least 1, not 0"),
         (["--experts", "8"], FormatError, r"loads\.json: it has 32 experts, expected 8"),
-        (["--format", "vllm"], FormatError, "vllm has no file for loads; there are equipoise"),
+        (["--format", "vllm"], FormatError, "vllm has no format for loads; use equipoise"),
     ],
 )
 def test_files_that_cannot_be_converted_are_rejected(tmp_path, arguments, fault, words):

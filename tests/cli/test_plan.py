@@ -195,7 +195,7 @@ def test_the_text_output_has_the_same_figures(tmp_path):
         ([*POOL, "--slots", "42"], "--slots 42 .* over --ranks 4: use 40 or 44"),
         ([*POOL, "--slots", "1000000000000"], "--ranks and --slots must be at most 1000000"),
         ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: use 32 or more"),
-        ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "exclude each other"),
+        ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "cannot be combined"),
         ([*POOL, "--max-moves", "-1"], "max_moves must be at least 0, not -1"),
         ([*POOL, "--target-balancedness", "2"], "must be above 0 and at most 1, not 2"),
         ([*POOL, "--max-moves", "3", "--algorithm", "global"], "work with incremental plans only"),

@@ -114,7 +114,7 @@ def test_a_shift_of_traffic_is_noticed_and_answered():
 def test_too_few_assignments_are_rejected_with_that_reason():
     (step, _) = run([skewed((0, 1), assignments=100.0)] * 2, Policy()).windows
     assert step.accepted is False
-    assert "100 assignments per layer, a decision needs 2000" in step.reason
+    assert "100 assignments per layer, but a decision needs 2000" in step.reason
 
 
 def test_the_models_own_recording_is_balanced_better_than_by_never_moving():

@@ -125,9 +125,9 @@ def test_windows_without_domains_keep_their_names_and_order(tmp_path, recording)
 
 @pytest.mark.parametrize("form", [Format.VLLM, Format.VLLM_ASCEND])
 def test_a_format_without_loads_says_which_have_some(tmp_path, recording, form):
-    with pytest.raises(FormatError, match=f"{form} has no file for loads; there are equipoise"):
+    with pytest.raises(FormatError, match=f"{form} has no format for loads; use equipoise"):
         write_recording(recording, tmp_path / "x", form=form)
-    with pytest.raises(FormatError, match=f"{form} has no file for loads; there are equipoise"):
+    with pytest.raises(FormatError, match=f"{form} has no format for loads; use equipoise"):
         read_recording(OWN_LOADS, form=form)
 
 

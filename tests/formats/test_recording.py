@@ -55,7 +55,9 @@ def test_windows_are_chosen_by_name_or_by_domain():
     recording = recorded([[[1]], [[2]], [[3]]], names=("code/0", "code/1", "prose/0"))
     assert recording.only(["code"]).names == ("code/0", "code/1")
     assert recording.only(["prose/0", "code/0"]).total().tolist() == [[4.0]]
-    with pytest.raises(FormatError, match="no window is named 'music'; there are code/0, code/1"):
+    with pytest.raises(
+        FormatError, match="no window is named 'music'; the windows are code/0, code/1"
+    ):
         recording.only(["music"])
 
 
@@ -70,6 +72,6 @@ def test_recordings_of_one_model_are_joined_under_their_labels():
 def test_recordings_of_two_models_are_not_joined():
     with pytest.raises(
         FormatError,
-        match="one and two are of different models: 1 layers x 2 experts against 1 layers",
+        match="one and two describe different models: 1 layers x 2 experts against 1 layers",
     ):
         joined({"one": recorded([[[1, 2]]]), "two": recorded([[[1, 2, 3]]])})

@@ -60,7 +60,7 @@ def test_views_and_empty_tensors_keep_their_values():
 
 
 def test_a_view_that_is_larger_than_its_memory_is_rejected():
-    with pytest.raises(FormatError, match=r"a tensor of shape \[1000\] has 1 numbers only"):
+    with pytest.raises(FormatError, match=r"a tensor of shape \[1000\] has only 1 numbers"):
         torch_file.load(saved(torch.zeros(1).expand(1000)))
 
 

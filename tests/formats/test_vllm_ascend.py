@@ -43,7 +43,7 @@ def test_layers_and_devices_may_come_in_any_order(write):
         ([layer(1, [0, 1])], "layer_list: layer_id 0 is missing; they must count from 0"),
         ([layer(0, [0]), layer(0, [0])], "layer_list: layer_id 0 is duplicated"),
         ([layer(0, [0, 0, 1])], "layer 0: device 0 holds expert 0 twice"),
-        ([layer(0, [0, 1], [1])], "layer 0: device 1 has 1 slots, those before have 2 each"),
+        ([layer(0, [0, 1], [1])], "layer 0: device 1 has 1 slots, but those before have 2 each"),
         ([layer(0, [0]), layer(1, [0], [0])], "layer 1 has 2 devices, layer 0 has 1"),
         ([layer(0, [])], "layer 0, device 0: device_expert must be a list of experts"),
         ([layer(0)], "layer 0: device_list must be a list of objects, not a list of 0"),

@@ -111,7 +111,7 @@ async def test_a_used_port_is_a_one_line_error(checkpoint):
     [
         ({"listen": "8080"}, "listen must be host:port"),
         ({"balancer": ("here",)}, "balancer must be host:port"),
-        ({"workers": ("a:1", "a:1")}, "workers names an address twice"),
+        ({"workers": ("a:1", "a:1")}, "workers lists an address twice"),
         ({"balancer": ()}, "either balancer or workers"),
         ({"max_attempts": 0}, "max_attempts must be from 1 to 1000"),
         ({"queue_timeout_s": 0}, "queue_timeout_s must be from 0.001 to 3600, not 0"),

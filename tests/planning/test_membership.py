@@ -154,10 +154,10 @@ def test_ranks_that_do_not_serve_in_time_but_are_needed_get_another_epoch(pool):
 
 @pytest.mark.parametrize("others", [AHEAD, JOINING, SURVIVOR, SERVING])
 def test_a_rank_that_took_up_a_later_epoch_gets_one_above_it_at_once(others):
-    ahead = worker("w-3", AHEAD, reason="it took up epoch 58 before")
+    ahead = worker("w-3", AHEAD, reason="it has already taken up epoch 58")
     opening = decide(*workers(others, 3), ahead)
     assert len(opening.workers) == 4
-    assert opening.reason.endswith("w-3 is ahead: it took up epoch 58 before")
+    assert opening.reason.endswith("w-3 is ahead: it has already taken up epoch 58")
     assert not opening.left_out
 
 

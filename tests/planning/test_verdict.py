@@ -77,14 +77,14 @@ def test_too_few_assignments_decide_nothing():
     verdict = verdict_on(window=HOT_PAIR / 10)
     assert not verdict.accepted
     assert verdict.reason == (
-        "the latest window has 200 assignments per layer, a decision needs 1000"
+        "the latest window has 200 assignments per layer, but a decision needs 1000"
     )
 
 
 def test_a_switch_is_followed_by_a_cooldown():
     verdict = verdict_on(last_switch_s=90.0)
     assert not verdict.accepted
-    assert verdict.reason == "the last switch was 10.0 s ago, the cooldown is 30 s"
+    assert verdict.reason == "the last switch was 10.0 s ago, and the cooldown is 30 s"
 
 
 def test_a_shift_of_traffic_ends_the_cooldown():
@@ -136,7 +136,7 @@ def test_a_plan_that_pays_too_late_is_rejected_with_its_price():
     assert not verdict.accepted
     assert verdict.reason == (
         "the plan costs more than it gains: 2 moves of 2.0 MiB in total cost 0.25 s of serving "
-        "(1 s of fetching) and pay back after 0.562 s, the limit is 0.5 s"
+        "(1 s of fetching) and pay back after 0.562 s; the limit is 0.5 s"
     )
 
 
@@ -158,7 +158,7 @@ def test_above_the_hysteresis_nothing_moves():
     verdict = verdict_on(policy=policy)
     assert not verdict.accepted
     assert verdict.reason == (
-        "balanced enough: the latest window is at 0.556, plans are made below 0.500"
+        "balanced enough: the latest window is at 0.556, and plans are made below 0.500"
     )
     assert verdict_on(policy=dataclasses.replace(POLICY, plan_below=0.6)).accepted
 

@@ -147,7 +147,7 @@ def test_a_rejected_epoch_is_followed_by_a_higher_one_at_once(fleet):
     assert "epoch 58 was taken up before" in answer.reason
     fleet.live(seconds=1)
     assert fleet.opened() == [1, 59]
-    assert "took up epoch 58" in fleet.harness.pool.membership.epochs[0].reason
+    assert "taken up epoch 58" in fleet.harness.pool.membership.epochs[0].reason
     fleet.live(seconds=5)
     check(fleet)
 

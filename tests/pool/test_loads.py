@@ -174,7 +174,7 @@ def test_a_window_in_which_a_rank_was_not_heard_and_the_next_are_in_no_average()
     ranks.receive(FIRST_HALF, now=29.0)
     returned = close(loads, number=3, now=30.0)
     assert returned.doubt == (
-        "rank 1 reported again after 17 s: its load is of more than the window"
+        "rank 1 reported again after 17 s: its load covers more than the window"
     )
     for window in (cut, returned):
         assert not window.shift.detected

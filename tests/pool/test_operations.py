@@ -84,7 +84,7 @@ def test_a_second_pause_is_answered_with_the_first_caller_and_reason(operator):
     operator.ask(Pause(), reason="the network is being mended")
     again = operator.ask(Pause())
     assert not again.accepted
-    assert again.reason == "it is paused already, by ann: the network is being mended"
+    assert again.reason == "it is already paused, by ann: the network is being mended"
 
 
 def test_pausing_lets_the_rollout_under_way_come_to_its_end(serving_harness, operator, skewed):

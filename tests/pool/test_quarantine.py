@@ -121,7 +121,7 @@ def test_damage_is_never_the_truth_and_the_pool_goes_on_without_it(
         harness.say(worker, worker.serving())
     (one,) = quarantined(harness).values()
     assert (one.worker, one.boot_id) == (name, "boot-1")
-    assert "of its slots hold other bytes than the checkpoint" in one.reason
+    assert "of its slots differ from the checkpoint" in one.reason
     assert harness.pool.diagnosis().health is Health.DEGRADED
     settle(harness)
     assert seated(harness) == [other for other in sorted(harness.workers) if other != name]
@@ -205,7 +205,7 @@ def test_a_byte_that_changes_later_is_seen_at_the_next_report(serving_harness):
     expert = int(worker.own(worker.layout.expert_of_slot)[0, 4])
     harness.say(worker, dataclasses.replace(worker.serving(), checksums=changed))
     reason = quarantined(harness)["worker-2"].reason
-    assert f"first expert {expert} of layer 0 in slot {SLOTS * worker.rank + 4}" in reason
+    assert f"slot {SLOTS * worker.rank + 4} of layer 0, for expert {expert}" in reason
 
 
 def test_a_pool_that_needs_the_quarantined_worker_is_down_and_says_so(make_harness):

@@ -185,7 +185,7 @@ class SimStore(_Client):
                 return
             if committed != previous:
                 raise StoreConflictError(
-                    f"pool {pool}: generation {generation} was to follow {previous}, but "
+                    f"pool {pool}: generation {generation} must follow {previous}, but "
                     f"{committed} is committed"
                 )
             if ("layout", pool, generation) not in data:

@@ -152,7 +152,7 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
     [
         (request(prompt=()), "prompt is empty"),
         (request(max_tokens=0), "max_tokens is 0"),
-        (request(max_tokens=92), "make 97, and this worker's context is 96"),
+        (request(max_tokens=92), "add up to 97 tokens, more than this worker's context of 96"),
         (request(prompt=(1, 64)), "token 64 is not in the vocabulary: tokens are 0 to 63"),
         (request(stop_tokens=(99,)), "token 99 is not in the vocabulary"),
         (request(num_replayed=5), "num_replayed is 5"),

@@ -54,7 +54,7 @@ async def restore(store: Store, pool: str, *, known: Journal | None, term: int) 
         return memory
     await store.restore(pool, lost, term=term)
     _log.warning(
-        "the store had lost %d audit records and what pool %s is held to: wrote them back",
+        "the store had lost %d audit records and the hold of pool %s: wrote them back",
         *(len(lost.audit), pool),
         extra=about(pool=pool, term=term),
     )

@@ -197,9 +197,9 @@ class Pools:
         if not empty:
             raise RejectedWorkerError(
                 "hello_too_many_pools",
-                f"worker {for_worker}: this balancer has {len(self._runners)} pools, the most that "
-                "it can have, and none was without workers for an hour and is not held by an "
-                "operator: join one of them, or start another balancer",
+                f"worker {for_worker}: this balancer has {len(self._runners)} pools, its "
+                "maximum, and each has had workers within the last hour or is held by an operator: "
+                "join one of them, or start another balancer",
             )
         return min(empty)[1]
 
@@ -208,7 +208,7 @@ class Pools:
         runner, task = self._runners.pop(name), self._tasks.pop(name)
         empty_s = self._clock() - (runner.empty_since_s or 0.0)
         _log.warning(
-            "pool %s is forgotten: it had no workers for %.0f s, and a new pool needs its place",
+            "dropped pool %s: it had no workers for %.0f s, and a new pool needs its place",
             *(name, empty_s),
             extra=about(pool=name),
         )
@@ -252,7 +252,7 @@ async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
     _, late = await asyncio.wait(ending, timeout=END_TIMEOUT_S)
     for task in late:
         _log.error(
-            "%s did not end within %g s of its term (it waits in %s): continuing without it",
+            "%s did not end within %g s of its term (it is waiting in %s): continuing without it",
             task.get_name(),
             END_TIMEOUT_S,
             " > ".join(_awaited(task.get_coro())),
@@ -280,7 +280,7 @@ def pick(pools: Mapping[str, _View], name: str) -> _View:
     known = ", ".join(sorted(pools))
     if not name:
         raise UnknownPoolError(f"there are several pools, name one of them: {known}")
-    raise UnknownPoolError(f"there is no pool {checks.shorten(name)}; there are: {known}")
+    raise UnknownPoolError(f"there is no pool {checks.shorten(name)}; known pools: {known}")
 
 
 def _awaited(coroutine: Any) -> Iterator[str]:

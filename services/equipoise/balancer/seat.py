@@ -132,7 +132,7 @@ class Seat:
             except Exception:  # noqa: BLE001
                 # A bug must not keep the lease from a balancer that can lead.
                 _log.exception("term %d failed", tenure.term)
-                tenure.give_up("this balancer failed in it")
+                tenure.give_up("an internal error; see the log of this balancer")
             finally:
                 self._settled.set()
 

@@ -46,7 +46,7 @@ class BalancerSettings:
     """
 
     listen: str = "127.0.0.1:7070"
-    """host:port of the gRPC server. Port 0 takes a free port, shown in the first log line. An
+    """host:port of the gRPC server. Port 0 picks a free port, shown in the first log line. An
     address that other machines can reach requires --tls-cert and --tls-key, or --insecure."""
 
     store: str = "equipoise-state.sqlite"
@@ -76,11 +76,11 @@ class BalancerSettings:
 
     metrics_listen: str = ""
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default. Port 0
-    takes a free port, shown in the log."""
+    picks a free port, shown in the log."""
 
     web_listen: str = ""
     """host:port of an HTTP server for the read-only fleet page. Disabled by default. It does not
-    authenticate, so it must listen on loopback unless --insecure is set. Port 0 takes a free port,
+    authenticate, so it must listen on loopback unless --insecure is set. Port 0 picks a free port,
     shown in the log. It may be the metrics address."""
 
     log_format: LogFormat = LogFormat.TEXT
@@ -109,7 +109,8 @@ class BalancerSettings:
 
     policy: Path | None = None
     """BalancePolicy file. It overrides the options below, for all pools or for single pools. Edits
-    take effect within seconds; an invalid edit is rejected and the last valid policy stays."""
+    take effect within seconds; an invalid edit is rejected and the last valid policy stays in
+    force."""
 
     defaults: Policy = field(default_factory=Policy)
     """How loads become layouts: intervals, half-lives, thresholds and timeouts."""

@@ -47,8 +47,8 @@ def recording(document: Any) -> Recording:
         part = _part(value, f"{key}, {name[:40]!r}")
         if windows and part.shape[1:] != windows[0].shape[1:]:
             raise FormatError(
-                f"{key}, {name[:40]!r} has {part.shape[1]} layers x {part.shape[2]} experts, those "
-                f"before have {windows[0].shape[1]} x {windows[0].shape[2]}"
+                f"{key}, {name[:40]!r} has {part.shape[1]} layers x {part.shape[2]} experts, but "
+                f"those before have {windows[0].shape[1]} x {windows[0].shape[2]}"
             )
         if key == WINDOWS_KEY and len(part) != 1:
             raise FormatError(f"{key}, {name[:40]!r} must be a single window, not {len(part)}")

@@ -188,7 +188,7 @@ def _reader(
 ) -> Reader:
     if form is not None:
         if form not in kinds:
-            raise FormatError(f"{form} has no file for {what}; there are {', '.join(kinds)}")
+            raise FormatError(f"{form} has no format for {what}; use {', '.join(kinds)}")
         return kinds[form].read
     for kind in kinds.values():
         if kind.is_this(document):
@@ -232,7 +232,7 @@ def _encoded_recording(recording: Recording, path: Path, form: Format) -> bytes:
         case Format.DEEPSEEK:
             return deepseek.recording_npz(recording)
         case _:
-            raise FormatError(f"{form} has no file for loads; there are {', '.join(_RECORDINGS)}")
+            raise FormatError(f"{form} has no format for loads; use {', '.join(_RECORDINGS)}")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -75,7 +75,7 @@ class Recording:
             ]
             if not matches:
                 raise FormatError(
-                    f"no window is named {name!r}; there are {', '.join(self.names[:12])}"
+                    f"no window is named {name!r}; the windows are {', '.join(self.names[:12])}"
                     f"{' ...' if self.num_windows > 12 else ''}"
                 )
             matched += matches
@@ -127,8 +127,8 @@ def joined(recordings: Mapping[str, Recording]) -> Recording:
         shapes = [(one.num_layers, one.num_experts) for one in (first, other)]
         if shapes[0] != shapes[1] or first.first_moe_layer != other.first_moe_layer:
             raise FormatError(
-                f"{first_label} and {label} are of different models: {_shape_words(first)} against "
-                f"{_shape_words(other)}"
+                f"{first_label} and {label} describe different models: {_shape_words(first)} "
+                f"against {_shape_words(other)}"
             )
     names = [
         label if one.num_windows == 1 else f"{label}/{name}"
@@ -163,6 +163,6 @@ def _check_values(recording: Recording) -> None:
     if not windows.any():
         raise FormatError(
             f"all loads are 0 in {recording.num_windows} window(s) of {recording.num_layers} "
-            f"layers x {recording.num_experts} experts: the recorder was stopped before traffic "
-            f"came, so record again"
+            f"layers x {recording.num_experts} experts: the recorder stopped before traffic "
+            f"arrived: record again"
         )

@@ -105,7 +105,7 @@ class _Rebuild:
             raise FormatError(f"a tensor has {len(size)} sizes, but {len(stride)} strides")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if math.prod(size) > numbers.size or last >= max(numbers.size, 1):
-            raise FormatError(f"a tensor of shape {list(size)} has {numbers.size} numbers only")
+            raise FormatError(f"a tensor of shape {list(size)} has only {numbers.size} numbers")
         if not math.prod(size):
             return np.zeros(size, dtype=storage.dtype)
         strides = tuple(step * numbers.itemsize for step in stride)
@@ -163,7 +163,7 @@ def _opcodes(value: Any, tensors: list[npt.NDArray[Any]]) -> bytes:
         case np.ndarray():
             return _tensor_opcodes(np.ascontiguousarray(value), tensors)
         case _:
-            raise AssertionError(f"no plain value: {type(value)}")
+            raise AssertionError(f"not a plain value: {type(value)}")
 
 
 def _tensor_opcodes(array: npt.NDArray[Any], tensors: list[npt.NDArray[Any]]) -> bytes:

@@ -84,8 +84,8 @@ def _row(entry: dict[Any, Any], layer: str) -> tuple[list[Any], int]:
             )
         if len(experts) * (rank + 1) != len(row) + len(experts):
             raise FormatError(
-                f"{layer}: device {rank} has {len(experts)} slots, those before have "
-                f"{len(row) // rank} each"
+                f"{layer}: device {rank} has {len(experts)} slots, but those before "
+                f"have {len(row) // rank} each"
             )
         seen = [one for one in experts if type(one) is int]
         if len(set(seen)) != len(seen):

@@ -156,7 +156,7 @@ def choose(
         address=chosen.address,
         reason=f"{chosen.name} has the least work of {len(usable)} of {len(ranks)} ranks: "
         f"{chosen.tokens_in_flight} tokens in flight, {chosen.kv_tokens} in its cache, "
-        f"{chosen.num_foreign} foreign requests",
+        f"{chosen.num_foreign} requests from elsewhere",
     )
 
 

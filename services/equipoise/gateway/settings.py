@@ -24,7 +24,7 @@ class GatewaySettings:
     """
 
     listen: str = "127.0.0.1:8080"
-    """host:port of the HTTP server. Port 0 takes a free port, shown in the first log line."""
+    """host:port of the HTTP server. Port 0 picks a free port, shown in the first log line."""
 
     balancer: tuple[str, ...] = ("127.0.0.1:7070",)
     """host:port of the balancers, which know the ranks; tried in turn. While no balancer answers,
@@ -79,7 +79,7 @@ class GatewaySettings:
 
     silence_timeout_s: _Seconds = 15.0
     """Seconds between two tokens after which a rank counts as failed. Keep it above the workers'
-    step_timeout_s, so that a worker can report the reason first."""
+    --step-timeout-s, so that a worker can report the reason first."""
 
     client_timeout_s: _Seconds = 30.0
     """Seconds that a client may take to send a request's header, to send its body, and to read
@@ -121,14 +121,14 @@ class GatewaySettings:
             for address in addresses:
                 dial_address(name, address)
             if len(set(addresses)) < len(addresses):
-                raise InvalidSettingsError(f"{name} names an address twice")
+                raise InvalidSettingsError(f"{name} lists an address twice")
         for address in self.workers or self.balancer:
             self.tls.check_dial(address)
         if not self.workers and not self.balancer:
             raise InvalidSettingsError("either balancer or workers must be set")
         if self.workers and self.signing_key:
             raise InvalidSettingsError(
-                "signing_key needs the names of workers: replace workers by balancer, or use "
+                "signing_key needs the names of workers: set balancer instead of workers, or use "
                 "certificates instead of tokens"
             )
         check_ranges(self)

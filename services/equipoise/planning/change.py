@@ -72,7 +72,7 @@ class LayoutChange:
         )
         if layout.digest() != self.digest:
             raise InvalidLayoutError(
-                f"generation {self.generation} is a change of another layout than generation "
+                f"generation {self.generation} is a change to another layout than generation "
                 f"{base.generation} here"
             )
         return layout

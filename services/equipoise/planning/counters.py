@@ -172,7 +172,7 @@ def _check(report: LoadReport, layout: Layout, *, epoch: int) -> None:
     if report.epoch != epoch:
         raise InvalidReportError(
             "report_wrong_epoch",
-            f"rank {report.rank} reports for epoch {report.epoch}, the current epoch is {epoch}",
+            f"rank {report.rank} reports for epoch {report.epoch}, but the current one is {epoch}",
         )
     if not 0 <= report.rank < layout.num_ranks:
         raise InvalidReportError(

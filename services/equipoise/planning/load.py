@@ -293,8 +293,8 @@ def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float
         distance=distance,
         noise=noise,
         reason=(
-            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the load goes to other "
-            f"experts than before; chance explains {noise:.1%}, a shift is {threshold:.1%} more"
+            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the load has moved "
+            f"to other experts; chance explains {noise:.1%}, and a shift needs {threshold:.1%} more"
         ),
     )
 

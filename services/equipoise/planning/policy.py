@@ -147,8 +147,8 @@ class Policy:
     min_assignments: Annotated[
         float, Range(0, 1e15), Key("judging.minAssignments", "assignments")
     ] = 2000.0
-    """Assignments per layer that a window needs before anything is decided on it. Fewer than some
-    dozens per expert are mostly noise."""
+    """Assignments per layer that a window needs before anything is decided on it. Fewer than a
+    few dozen per expert are mostly noise."""
 
     min_gain: Annotated[float, Range(0, 1), Key("judging.minGain", "balancedness")] = 0.02
     """Balancedness (mean / max rank load) that a plan must gain on the latest window. Raise it to
@@ -219,8 +219,9 @@ class Policy:
     networks: a wave of the maximum size takes a few seconds on 8 Gbit/s."""
 
     switch_timeout_s: Annotated[float, Range(0.01, HOUR_S), Key("timeouts.switch")] = 30.0
-    """Time after which a staged generation that no rank has switched to is aborted. Ranks switch at
-    their next step, so only a hung pool reaches it."""
+    """Time after which a staged generation is aborted if no rank has switched to it. Once a rank
+    has, the others get as long to confirm it. Ranks switch at their next step, so only a hung pool
+    reaches it."""
 
     silent_after_s: Annotated[float, Range(0.02, HOUR_S), Key("timeouts.report")] = 5.0
     """Time without a message after which a worker counts as lost; above the heartbeat interval.

@@ -334,7 +334,8 @@ def _commit_if_confirmed(wave: Wave, now: float, cause: str) -> tuple[Wave, Comm
         return wave, ()
     if len(wave.switched_ranks) == wave.num_ranks:
         return _commit(wave, now, f"all ranks switched at step {wave.switch_step}")
-    return _commit(wave, now, _despite(wave, cause or f"{_names(wave.lost_ranks)} was lost"))
+    lost = f"{_names(wave.lost_ranks)} {'was' if len(wave.lost_ranks) == 1 else 'were'} lost"
+    return _commit(wave, now, _despite(wave, cause or lost))
 
 
 def _despite(wave: Wave, cause: str) -> str:

@@ -135,7 +135,7 @@ def _too_few_assignments(window: Load, policy: Policy) -> str | None:
         return None
     return (
         f"the latest window has {assignments:.0f} assignments per layer, "
-        f"a decision needs {policy.min_assignments:.0f}"
+        f"but a decision needs {policy.min_assignments:.0f}"
     )
 
 
@@ -146,7 +146,7 @@ def _cooling_down(
         return None
     return (
         f"the last switch was {now - last_switch_s:.1f} s ago, "
-        f"the cooldown is {policy.cooldown_s:g} s"
+        f"and the cooldown is {policy.cooldown_s:g} s"
     )
 
 
@@ -155,7 +155,7 @@ def _balanced_enough(before: float, policy: Policy) -> str | None:
         return None
     return (
         f"balanced enough: the latest window is at {before:.3f}, "
-        f"plans are made below {policy.plan_below:.3f}"
+        f"and plans are made below {policy.plan_below:.3f}"
     )
 
 
@@ -177,7 +177,7 @@ def _gains_too_little(before: float, after: float, policy: Policy) -> str | None
     if after - before < policy.min_gain:
         return (
             f"the plan gains too little on the latest window: balancedness would go from "
-            f"{before:.3f} to {after:.3f}, the minimum gain is {policy.min_gain:.3f}"
+            f"{before:.3f} to {after:.3f}, but the minimum gain is {policy.min_gain:.3f}"
         )
     return None
 
@@ -188,5 +188,5 @@ def _never_pays(cost: Verdict, policy: Policy) -> str | None:
     return (
         f"the plan costs more than it gains: {cost.moves} moves of {cost.bytes / 2**20:.1f} MiB "
         f"in total cost {cost.lost_s:.3g} s of serving ({cost.pull_s:.3g} s of fetching) and pay "
-        f"back after {cost.payback_s:.3g} s, the limit is {policy.payback_s:g} s"
+        f"back after {cost.payback_s:.3g} s; the limit is {policy.payback_s:g} s"
     )

@@ -98,5 +98,7 @@ class PolicyBook:
         self.num_rejected += 1
         self.latest_rejection = RejectedPolicy(reason=reason, rejected_s=now)
         self.revision += 1
-        kept = "no policy is in force yet" if self.missing else "the last valid policy stays"
+        kept = (
+            "no policy is in force yet" if self.missing else "the last valid policy stays in force"
+        )
         _log.error("rejected %s; %s", reason, kept)

@@ -101,7 +101,7 @@ def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
             raise RejectedWorkerError(
                 kind,
                 f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (set "
-                f"by worker {shape.worker}): start it with the same, or in another pool",
+                f"by worker {shape.worker}): start it with the same one, or in another pool",
             )
     num_slots = hello.num_ranks * hello.slots_per_rank
     if num_slots < hello.model.num_experts:

@@ -164,8 +164,8 @@ class PoolLoads:
         if layout.num_ranks != self._num_ranks:
             raise InvalidReportError(
                 "report_old_generation",
-                f"rank {load.rank} reports for generation {load.generation}, which was another "
-                f"epoch's: it had {layout.num_ranks} ranks, this one has {self._num_ranks}",
+                f"rank {load.rank} reports for generation {load.generation}, which belongs to "
+                f"another epoch: it had {layout.num_ranks} ranks, this one has {self._num_ranks}",
             )
         num_steps = self._steps.steps_since_report(
             load.rank, stats.steps, busy_us=stats.busy_us, now=now
@@ -309,9 +309,8 @@ def _interruption(gap_s: Load) -> str:
     if not gap_s.any():
         return ""
     rank = int(gap_s.argmax())
-    return (
-        f"rank {rank} reported again after {gap_s[rank]:.0f} s: its load is of more than the window"
-    )
+    gap = f"{gap_s[rank]:.0f} s"
+    return f"rank {rank} reported again after {gap}: its load covers more than the window"
 
 
 def _imbalance_of_steps(steps: Indices, *, is_mixed: bool) -> str:
@@ -325,8 +324,8 @@ def _imbalance_of_steps(steps: Indices, *, is_mixed: bool) -> str:
         return ""
     rank = int(np.flatnonzero(differs)[0])
     return (
-        f"rank {rank} counted {int(steps[rank])} steps, and most ranks {usual}: their loads cannot "
-        "be compared"
+        f"rank {rank} counted {int(steps[rank])} steps, but most ranks counted {usual}: their "
+        "loads cannot be compared"
     )
 
 

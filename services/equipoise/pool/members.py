@@ -262,7 +262,7 @@ def _candidate(
     elif member.left_out is not None:
         state, reason = MemberState.STUCK, member.left_out
     elif member.rank is not None and member.later_epoch:
-        state, reason = MemberState.AHEAD, f"it took up epoch {member.later_epoch} before"
+        state, reason = MemberState.AHEAD, f"it has already taken up epoch {member.later_epoch}"
     elif member.rank is not None:
         state = MemberState.SERVING if member.serving else MemberState.JOINING
     return EpochCandidate(

@@ -157,7 +157,7 @@ class Membership:
         assert member.rank is not None, "only a rank rejects an epoch"
         self._count(member, UsedNumbers(epoch=rejected.highest_epoch), kind="rejected")
         member.reject_epoch(rejected.highest_epoch)
-        reason = f"it took up epoch {rejected.highest_epoch} before"
+        reason = f"it has already taken up epoch {rejected.highest_epoch}"
         effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*effects, *self._open_if_due(now=now))
 
@@ -323,7 +323,7 @@ class Membership:
         roster, layouts = self._roster, self._layouts
         load = self._windows.average_load(shape.model)
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
-        left_out = f"it takes no part in the next epoch: {opening.reason}"
+        left_out = f"it is not part of the next epoch: {opening.reason}"
         roster.open_epoch(
             frozenset(opening.workers), left_out=None if self._unwritten else left_out, now=now
         )

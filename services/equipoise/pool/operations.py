@@ -136,7 +136,7 @@ class OperatorRequests:
     def _pause(self, request: AdminRequest, *, now: float) -> Chain:
         hold = self._journal.hold
         if hold.paused:
-            return _rejected(request, f"it is paused already, by {hold.paused}", now=now)
+            return _rejected(request, f"it is already paused, by {hold.paused}", now=now)
         rollout = self._rollouts.current
         words = "planning is paused until it is resumed"
         if rollout is not None:
@@ -236,7 +236,7 @@ class OperatorRequests:
 
     def _postpone(self, request: AdminRequest, *, now: float) -> Chain:
         if len(self._postponed) >= MAX_POSTPONED:
-            words = f"{MAX_POSTPONED} requests wait for a plan already"
+            words = f"{MAX_POSTPONED} requests are already waiting for a plan"
             return _rejected(request, words, now=now)
         until_s = now + self._policy.values.plan_timeout_s
         self._postponed.append(_Postponed(request=request, until_s=until_s))

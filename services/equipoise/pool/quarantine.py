@@ -144,13 +144,13 @@ def _odd(roster: Roster) -> Mapping[str, str]:
     if not leading:
         return {
             name: f"its checkpoint is {fingerprint}, and workers with {len(counts)} different "
-            "checkpoints are connected, none of them the majority: start them with the same"
+            "checkpoints are connected, none of them the majority: start them with the same one"
             for name, (fingerprint, _) in of_worker.items()
         }
     ours = leading[0]
     return {
         name: f"its checkpoint is {theirs[0]}, but {counts[ours]} workers of the pool have "
-        f"{ours[0]}: start it with the same, or in another pool"
+        f"{ours[0]}: start it with the same one, or in another pool"
         for name, theirs in of_worker.items()
         if theirs != ours
     }

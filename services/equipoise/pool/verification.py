@@ -90,6 +90,6 @@ def _difference(layout: Layout, rank: int, *, held: Checksums, table: Checksums)
         return None
     layer, slot = (int(index) for index in np.argwhere(differs)[0])
     return (
-        f"{int(differs.sum())} of its slots hold other bytes than the checkpoint, first expert "
-        f"{int(experts[layer, slot])} of layer {layer} in slot {own.start + slot}"
+        f"{int(differs.sum())} of its slots differ from the checkpoint; the first is slot "
+        f"{own.start + slot} of layer {layer}, for expert {int(experts[layer, slot])}"
     )

@@ -42,8 +42,8 @@ class Tls:
     """PEM file of the certificate's private key. Reloaded when it changes."""
 
     insecure: bool = or_environment("EQUIPOISE_INSECURE", default=False)
-    """Allow plain text beyond loopback. Anyone who can reach the port can call whatever needs no
-    token, and read or change the traffic. For networks that encrypt by themselves."""
+    """Allow plain text beyond loopback. Anyone on the network can then read or change the traffic,
+    and make every call that needs no token. Use it only on networks that encrypt traffic."""
 
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):

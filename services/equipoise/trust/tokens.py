@@ -134,7 +134,7 @@ def _check_claims(payload: bytes, *, audience: str, now: float) -> None:
         shown = printable(str(named))[:100]
         raise InvalidTokenError(f"it is for {shown}, but this is {audience}: check both names")
     if type(expiry) is not int:
-        raise InvalidTokenError("it has no whole number as its expiry")
+        raise InvalidTokenError("its expiry is not a whole number")
     if expiry < now - CLOCK_SKEW_S:
         raise InvalidTokenError(f"it expired {now - expiry:.0f} s ago: check both clocks")
     if expiry > now + LIFETIME_S + CLOCK_SKEW_S:

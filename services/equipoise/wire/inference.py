@@ -149,8 +149,8 @@ def request_from_proto(
         raise _invalid_request("max_tokens is 0: ask for at least one token")
     if total > context_length:
         raise _invalid_request(
-            f"{num_prompt} prompt tokens and max_tokens {message.max_tokens} make {total}, and "
-            f"this worker's context is {context_length} tokens"
+            f"{num_prompt} prompt tokens and max_tokens {message.max_tokens} add up to {total} "
+            f"tokens, more than this worker's context of {context_length}"
         )
     if message.num_replayed >= num_prompt:
         raise _invalid_request(

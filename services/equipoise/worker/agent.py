@@ -297,7 +297,7 @@ class Agent:
         match message:
             case JoinEpoch() | Stage() | Abort() if message.term < self._highest_term:
                 return (
-                    f"its term {message.term} has ended, the current term is {self._highest_term}"
+                    f"its term {message.term} has ended; the current term is {self._highest_term}"
                 )
             case JoinEpoch() | Stage() | Abort():
                 self._highest_term = message.term

@@ -45,11 +45,11 @@ class EpochState:
         newest = self._newest
         assert newest is not None, "an epoch is rejected for another one"
         epoch = join_epoch.epoch
-        reason = f"epoch {newest.epoch} was taken up before: a later one must be opened"
+        reason = f"epoch {newest.epoch} was already taken up: a later one must be opened"
         if epoch == newest.epoch:
             if _is_same(join_epoch, newest):
                 return None
-            reason = f"another epoch {epoch} was taken up before: a later one must be opened"
+            reason = f"another epoch {epoch} was already taken up: a later one must be opened"
         return LayoutRejected(
             epoch=epoch,
             rank=join_epoch.rank,

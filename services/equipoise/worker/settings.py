@@ -52,13 +52,13 @@ class WorkerSettings:
     """Label of that Kubernetes Node that holds --zone."""
 
     listen: str = "127.0.0.1:0"
-    """host:port for peers and clients. Port 0 takes a free port."""
+    """host:port for peers and clients. Port 0 picks a free port."""
 
     advertise_host: str = "127.0.0.1"
     """Host that peers and clients use to reach this worker, with the port of --listen."""
 
     rendezvous_port: Annotated[int, Range(0, 65535)] = 0
-    """Port where the ranks meet when this worker is rank 0. Port 0 takes a free port."""
+    """Port where the ranks meet when this worker is rank 0. Port 0 picks a free port."""
 
     checkpoint: Path = field(default_factory=packaged_checkpoint)
     """Folder with config.json and model.safetensors. Default: the packaged tiny model."""
@@ -79,9 +79,9 @@ class WorkerSettings:
     """Maximum number of tokens of prompt and output together in one request."""
 
     cache_tokens: Annotated[int, Range(0)] = 0
-    """Tokens that the latent cache has room for, in whole blocks. 0 is enough for `max_requests`
-    of `context_length`. With less, requests wait for room or are preempted and resumed. Unused room
-    caches the prefixes of past requests."""
+    """Tokens that the latent cache has room for, in whole blocks. 0 makes room for --max-requests
+    requests of --context-length tokens. With less, requests wait for room or are
+    preempted and resumed. Unused room caches the prefixes of past requests."""
 
     max_step_tokens: Annotated[int, Range(1)] = 64
     """Maximum number of tokens per step: first one for each generating request and its draft
@@ -104,7 +104,7 @@ class WorkerSettings:
     weights: str = "auto"
     """Form of the weights: bf16, computed by torch, or fp8, computed by the kernel suite with the
     backends of EQUIPOISE_KERNELS. auto is fp8 for an FP8 checkpoint on a GPU that the kernels
-    support without batch_invariant, else bf16."""
+    support with --no-batch-invariant, else bf16."""
 
     latents: str = "bf16"
     """Form of the latent cache: bf16 (what the model computes in), or fp8 with a scale for each
@@ -116,7 +116,7 @@ class WorkerSettings:
     and 16 elsewhere."""
 
     spare_slots: Annotated[int, Range(0)] = 2
-    """Extra slots per MoE layer, beyond `slots_per_rank`, in which FP8 experts are staged. A switch
+    """Extra slots per MoE layer, beyond --slots-per-rank, in which FP8 experts are staged. A switch
     to a staged expert then changes a table; moves that exceed them are copied at the switch."""
 
     batch_invariant: bool = True

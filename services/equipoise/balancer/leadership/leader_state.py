@@ -223,7 +223,7 @@ def _win(state: LeaderState, event: Wrote, now: float) -> tuple[LeaderState, Act
 
 
 def _lose(state: LeaderState, _event: Overtaken, _now: float) -> tuple[LeaderState, Action]:
-    return _follow(state, "another balancer was faster"), None
+    return _follow(state, "another balancer was elected first"), None
 
 
 def _doubt(state: LeaderState, event: Failed, _now: float) -> tuple[LeaderState, Action]:
@@ -261,7 +261,7 @@ def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderStat
     if event.term <= state.highest_term:
         return state, None
     outranked = replace(state, highest_term=event.term)
-    return _follow(outranked, f"term {event.term} was seen"), None
+    return _follow(outranked, f"a higher term was seen: {event.term}"), None
 
 
 def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Action]:

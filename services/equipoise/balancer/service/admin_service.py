@@ -250,7 +250,8 @@ def changed_policy(policy: Policy, changes: Mapping[str, float], algorithm: str)
     unknown = sorted(set(changes) - set(numbers))
     if unknown:
         raise InvalidPolicyError(
-            f"a policy has no number {checks.shorten(unknown[0])}; there are: {', '.join(numbers)}"
+            f"a policy has no number {checks.shorten(unknown[0])}; known numbers: "
+            f"{', '.join(numbers)}"
         )
     values: dict[str, Any] = {
         name: round(value) if isinstance(getattr(policy, name), int) and isfinite(value) else value

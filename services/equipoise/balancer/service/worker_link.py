@@ -116,7 +116,7 @@ class WorkerLinkService:
         fields = about(pool=hello.pool, worker=hello.worker, term=pools.term)
         _log.warning(
             "worker %s obeys term %d, but the lease of term %d was renewed since it connected: it "
-            "is to obey this one",
+            "must obey that term",
             *(hello.worker, hello.highest_term, pools.term),
             extra=fields,
         )

@@ -117,7 +117,7 @@ class RedisStore:
         answer, *rest = await self._step(pool, scripts.COMMIT, generation, before, term=term)
         if answer == b"other":
             raise StoreConflictError(
-                f"pool {pool}: generation {generation} was to follow {previous}, but "
+                f"pool {pool}: generation {generation} must follow {previous}, but "
                 f"{rest[0].decode() or None} is committed"
             )
         if answer == b"unknown":

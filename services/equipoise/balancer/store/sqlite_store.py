@@ -92,7 +92,7 @@ class SqliteStore:
                 return
             if committed != previous:
                 raise StoreConflictError(
-                    f"pool {pool}: generation {generation} was to follow {previous}, but "
+                    f"pool {pool}: generation {generation} must follow {previous}, but "
                     f"{committed} is committed"
                 )
             if self._layout(pool, generation) is None:

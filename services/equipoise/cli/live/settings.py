@@ -179,7 +179,7 @@ class RebalanceSettings(OperationSettings):
         OperationSettings.__post_init__(self)
         if self.all_pools and self.pool:
             raise InvalidSettingsError(
-                f"all_pools and pool {self.pool!r} exclude each other: remove one of them"
+                f"all_pools and pool {self.pool!r} cannot be combined: remove one of them"
             )
 
 

@@ -138,7 +138,7 @@ class PlanSettings:
         is_limited = self.max_moves is not None or self.target_balancedness is not None
         self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
-            raise InvalidSettingsError("--max-moves and --target-balancedness exclude each other")
+            raise InvalidSettingsError("--max-moves and --target-balancedness cannot be combined")
         if self.locality is not None and (
             is_limited or self.algorithm not in {Algorithm.AUTO, Algorithm.LOCAL}
         ):
