@@ -144,7 +144,7 @@ def test_a_rejected_epoch_is_followed_by_a_higher_one_at_once(fleet):
     (answer,) = fleet.workers["worker-0"].answers
     assert isinstance(answer, LayoutRejected)
     assert (answer.epoch, answer.highest_epoch) == (1, 58)
-    assert "epoch 58 was taken up before" in answer.reason
+    assert "epoch 58 was already taken up" in answer.reason
     fleet.live(seconds=1)
     assert fleet.opened() == [1, 59]
     assert "taken up epoch 58" in fleet.harness.pool.membership.epochs[0].reason
