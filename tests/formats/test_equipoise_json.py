@@ -73,7 +73,7 @@ def test_a_faulty_layout_is_rejected(write, document, words):
     ("document", "words"),
     [
         ({"domains": []}, "domains must be an object of recordings, not a list of 0"),
-        ({"domains": {"a": [[[1]]], "b": [[[1, 2]]]}}, "'b' has 1 layers x 2 experts, but those befo"),
+        ({"domains": {"a": [[[1]]], "b": [[[1, 2]]]}}, "'b' has 1 layers x 2 experts, but those"),
         ({"domains": {"a": [[[1]], [["x"]]]}}, "domains, 'a': window 1, layer 0, expert 0: the lo"),
         ({"windows": {"a": [[[1]], [[2]]]}}, "windows, 'a' must be a single window, not 2"),
         ({"domains": {"a": [[[1]]]}, "top_k": 0}, "top_k must be a whole number of 1 or more"),
