@@ -8,7 +8,7 @@ import json
 import signal
 import statistics
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx2
 import pytest
@@ -42,8 +42,9 @@ def answers():
 class Service:
     """The serving processes, one client, and the balancer's status."""
 
-    def __init__(self, fleet, feed, client):
+    def __init__(self, fleet, feed, client, *, balancer):
         self.fleet, self.feed, self.client = fleet, feed, client
+        self.balancer = balancer
         self.num_begun = self.num_tokens = 0
         self.changed = asyncio.Condition()
 
@@ -114,7 +115,7 @@ async def serving(tmp_path, *options, num_ranks=2):
         )
         client = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=BOUND_S)
         async with client:
-            yield Service(fleet, feed, client)
+            yield Service(fleet, feed, client, balancer=balancer)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -236,6 +237,52 @@ async def test_a_client_that_hangs_up_frees_the_row_on_the_worker(service, answe
         timeout_s=BOUND_S,
     )
     assert sum(rank.tokens_generated for rank in status.ranks) < answered + 250
+
+
+async def test_a_killed_gateways_stream_has_no_end_and_another_one_repeats_it(service):
+    address = free_address("127.0.0.1:0")
+    await service.fleet.start(
+        "doomed", ["gateway", f"--listen={address}", f"--balancer={service.balancer}"]
+    )
+    body = {
+        "prompt": "def ", "max_tokens": 200, "ignore_eos": True, "seed": 7, "temperature": 1.0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    lines = []
+    async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=BOUND_S) as client:
+        await _ready(client)
+        with pytest.raises(httpx2.HTTPError):
+            await _until_it_breaks(service, client, {**body, "stream": True}, lines)
+    assert "data: [DONE]" not in lines
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    got = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert 5 <= len(got) < 200
+    # Its request ended on the rank, and the same request elsewhere gives the same tokens.
+    await service.feed.until(
+        lambda status: not any(rank.active_requests for rank in status.ranks), timeout_s=BOUND_S
+    )
+    response = await service.client.post("/v1/completions", json=body)
+    tokens = response.json()["choices"][0]["token_ids"]
+    assert tokens[: len(got)] == got
+    assert len(tokens) == 200
+
+
+async def _ready(client):
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            with suppress(httpx2.ConnectError):
+                if (await client.get("/readyz")).status_code == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def _until_it_breaks(service, client, body, lines):
+    """Read a stream, and kill its gateway after some lines."""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if len(lines) == 10:
+                await service.fleet.stop("doomed", with_signal=signal.SIGKILL)
 
 
 async def test_no_stream_notices_a_killed_worker(service, answers):
