@@ -55,6 +55,7 @@ class Bench:
             clock=lambda: self.now,
             tenure=self.tenure,
             planner=ThreadPlanner(),
+            known={},
             tracer=NoOpTracer(),
         ) as pools:
             self.pools = pools
@@ -103,7 +104,7 @@ async def test_the_pool_that_was_without_workers_longest_gives_way(bench, caplog
 async def test_a_pool_is_kept_while_its_workers_may_come_back(bench):
     async with bench.leading() as pools:
         bench.now += KEEP_POOL_S - 1
-        with pytest.raises(RejectedWorkerError, match="without workers for an hour") as caught:
+        with pytest.raises(RejectedWorkerError, match="workers within the last hour") as caught:
             await bench.join("new")
         assert caught.value.kind == "hello_too_many_pools"
         assert pools.names() == await bench.store.pools() == ("a", "b", "c")

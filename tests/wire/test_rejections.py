@@ -220,7 +220,7 @@ CHANGE_FAULTS = [
     ({"cells": b"1234"}, "stage_shape", "expert_of_cell must be"),
     ({"share_of_cell": b"12"}, "stage_shape", "share_of_cell must be"),
     ({"digest": b"short"}, "stage_shape", "digest must have 16 bytes, not 5"),
-    ({"digest": bytes(16)}, "stage_layout", "a change of another layout than generation 3"),
+    ({"digest": bytes(16)}, "stage_layout", "a change to another layout than generation 3"),
     ({"cells": b"\xff" * 8}, "stage_layout", "cell 4294967295 does not exist among 3 layers"),
     ({"expert_of_cell": bytes(8)}, "stage_layout", "layer 1"),
     ({"generation": 0}, "stage_range", "generation must be from 1"),
