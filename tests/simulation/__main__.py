@@ -17,6 +17,8 @@ from tests.simulation.campaign import (
 )
 from tests.simulation.plants import PLANTS
 from tests.simulation.schedule import MAKERS
+from tests.simulation.seams import Seams
+from tests.simulation.soak import soak
 
 STORIES = 40
 
@@ -30,6 +32,8 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     if args.plant == "all":
         return _search_plants(args)
+    if args.soak:
+        return _soak(args.soak)
     if args.seed is not None:
         schedule = chosen(args.seed, args.keep, _kinds(args.kinds))
         played = replay(schedule, plant=args.plant)
@@ -53,6 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="with --seed: shrink it first")
     parser.add_argument("--plant", default="", help=f"plant a fault: all, {', '.join(PLANTS)}")
     parser.add_argument("--kinds", default="", help="faults to choose from; -NAME leaves one out")
+    parser.add_argument(
+        "--soak", type=int, default=0, help="one fleet for so many epochs and rollouts"
+    )
     parser.add_argument("--all-failures", action="store_true", help="do not stop at the first")
     parser.add_argument("--digests", action="store_true", help="show each schedule's digest")
     parser.add_argument("--table", action="store_true", help="show schedules by kind of fault")
@@ -124,6 +131,27 @@ def _tell(played: Played, *, plant: str) -> None:
     for line in lines:
         print(line)
     print(f"\nagain: {command(played, plant=plant)}   (digest {played.digest})")
+
+
+def _soak(count: int) -> int:
+    """Run one fleet for long; show what is in memory."""
+    print(
+        f"{'epochs':>7} {'switches':>8} {'terms':>6} {'hours':>6} {'MiB':>7} {'objects':>8} tasks"
+    )
+    violation = ""
+    steps = soak(
+        Seams(), epochs=count, switches=count, terms=count // 10, every=max(1, count // 40)
+    )
+    for at in steps:
+        hours = at.virtual_s / 3600
+        print(
+            f"{at.epochs:7} {at.switches:8} {at.terms:6} {hours:6.2f} {at.resident_mib:7.1f} "
+            f"{at.objects:8} {at.tasks}",
+            flush=True,
+        )
+        violation = at.violation
+    print(violation or "every invariant held")
+    return int(bool(violation))
 
 
 def _search_plants(args: argparse.Namespace) -> int:

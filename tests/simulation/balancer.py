@@ -18,12 +18,13 @@ from equipoise.policy.book import PolicyBook
 from equipoise.trust.identity import Caller
 from equipoise_api.v1 import admin_pb2
 from tests.simulation.leases import TIMING
-from tests.simulation.loop import Process
+from tests.simulation.loop import Process, outside
 from tests.simulation.network import ServerContext
 from tests.simulation.store import NAME, Link, SimRegister, SimStore
 
 UNIX_S = 1.7e9
 PLAN_S = (0.01, 0.3)
+RETRY_S = 0.1
 
 OPERATIONS = {
     "Pause": admin_pb2.PauseRequest,
@@ -36,22 +37,32 @@ OPERATIONS = {
 
 
 class StoreLink(Link):
-    """The network between a balancer and the store."""
+    """The network between a balancer and the store.
+
+    What is on its way when a cut begins, or the server hangs, arrives afterwards, although its
+    sender no longer waits: a timeout does not take a request back.
+    """
 
     def __init__(self, world: Any, process: Process) -> None:
         self._world, self._process = world, process
 
-    async def there(self) -> None:
-        await self._pass(self._process.name, NAME)
+    def carry(self, request: Callable[[], None]) -> None:
+        self._later(lambda: self._arrive(request, self._process.name, NAME))
 
-    async def back(self) -> None:
-        await self._pass(NAME, self._process.name)
+    def answer(self, deliver: Callable[[], None]) -> None:
+        self._later(lambda: self._arrive(deliver, NAME, self._process.name))
 
-    async def _pass(self, source: str, target: str) -> None:
-        network = self._world.network
-        await asyncio.sleep(network.delay_s())
-        if network.is_cut(source, target):
-            await asyncio.get_running_loop().create_future()
+    def _later(self, function: Callable[[], None], after_s: float | None = None) -> None:
+        loop = self._world.loop
+        delay_s = self._world.network.delay_s() if after_s is None else after_s
+        loop.call_later(delay_s, function, context=outside())
+
+    def _arrive(self, function: Callable[[], None], source: str, target: str) -> None:
+        hangs = target == NAME and self._world.store.hangs
+        if hangs or self._world.network.is_cut(source, target):
+            self._later(lambda: self._arrive(function, source, target), RETRY_S)
+        else:
+            function()
 
 
 class SimPlanner:

@@ -1,6 +1,5 @@
 """`Faults`: what may happen to a world. One method for each kind of fault in `schedule.MAKERS`."""
 
-import contextvars
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from equipoise.wire.balancer_messages import BalancerMessage
 from tests.simulation import byzantine
-from tests.simulation.loop import Process
+from tests.simulation.loop import Process, outside
 from tests.simulation.schedule import BALANCERS, WORKERS
 from tests.simulation.store import NAME
 
@@ -216,8 +215,3 @@ class Faults:
         self.tampered.discard(worker.process.name)
         self.observer.note(f"{worker.process.name} is told another layout than the others")
         return replace(message, layout=wrong)
-
-
-def outside() -> contextvars.Context:
-    """A context that belongs to no process."""
-    return contextvars.Context()

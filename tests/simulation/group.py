@@ -15,6 +15,7 @@ from tests.simulation.loop import Process, current_process
 from tests.simulation.network import Network
 
 POLL_S = 0.25
+MAX_KEYS = 200
 
 
 class Rendezvous:
@@ -27,7 +28,8 @@ class Rendezvous:
         self.serials = itertools.count()
 
     def host(self, process: Process, address: str) -> None:
-        self._hosts[address] = (process, {})
+        alive = {at: one for at, one in self._hosts.items() if one[0].alive}
+        self._hosts = {**alive, address: (process, {})}
 
     def reach(self, process: Process, address: str) -> dict[str, Any] | None:
         """The keys at an address, if a process can reach its host now."""
@@ -75,6 +77,7 @@ class Mesh:
         if self.is_closed:
             return
         self.is_closed = True
+        self.process.off_death(self.died)
         self._tell("a peer closed the connection")
 
     def died(self) -> None:
@@ -218,7 +221,10 @@ class _Place:
                 keys[names[self._rank]] = mine
                 is_published = True
             if keys is not None and all(name in keys for name in names):
-                return [keys[name] for name in names]
+                found = [keys[name] for name in names]
+                for old in list(keys)[:-MAX_KEYS]:
+                    del keys[old]
+                return found
             if self._abandoned.is_set():
                 raise TimeoutError("abandoned")
             if loop.time() > deadline_s:

@@ -56,7 +56,7 @@ class Process:
         self.paused = False
         self._loop = loop
         self._parked: list[asyncio.Handle] = []
-        self._on_death: list[Callable[[], None]] = []
+        self._on_death: dict[Callable[[], None], None] = {}
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
 
@@ -74,15 +74,20 @@ class Process:
 
     def on_death(self, function: Callable[[], None]) -> None:
         """Call a function, outside the process, when this dies."""
-        self._on_death.append(function)
+        self._on_death[function] = None
+
+    def off_death(self, function: Callable[[], None]) -> None:
+        """Take that back."""
+        self._on_death.pop(function, None)
 
     def kill(self, *, with_machine: bool = False) -> None:
         """End at once: no cleanup code runs. Peers are told, unless its machine has gone too."""
         if not self.alive:
             return
         self.alive, self._parked = False, []
-        for function in () if with_machine else self._on_death:
+        for function in () if with_machine else tuple(self._on_death):
             function()
+        self._on_death.clear()
 
     def pause(self) -> None:
         """Stop (SIGSTOP)."""
@@ -210,3 +215,8 @@ class SimLoop(base_events.BaseEventLoop):
 def current_process() -> Process | None:
     """The process whose code runs now."""
     return _PROCESS.get()
+
+
+def outside() -> contextvars.Context:
+    """A context that belongs to no process."""
+    return contextvars.Context()

@@ -37,7 +37,8 @@ class Network:
 
     def listen(self, process: Process, address: str, handlers: dict[str, Any]) -> None:
         """Serve methods by their last name, `handler(requests, context)` each."""
-        self._listeners[address] = (process, handlers)
+        alive = {at: one for at, one in self._listeners.items() if one[0].alive}
+        self._listeners = {**alive, address: (process, handlers)}
 
     def cut(self, source: str, target: str) -> None:
         """Stop messages from one process to another; cuts add up."""
@@ -81,6 +82,8 @@ class Network:
     def forget(self, connection: "Connection") -> None:
         if connection in self._connections:
             self._connections.remove(connection)
+        connection.server.off_death(connection._server_died)
+        connection.client.off_death(connection._client_died)
 
     def listener(self, address: str) -> tuple[Process, dict[str, Any]] | None:
         found = self._listeners.get(address)
@@ -294,6 +297,8 @@ class Connection:
     def _client_died(self) -> None:
         if self._up is not None and self.server.alive:
             self._up.send(_BROKEN)
+        if not self.client.alive:
+            self.network.forget(self)
 
 
 class _Status:

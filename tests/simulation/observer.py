@@ -14,6 +14,8 @@ from equipoise.wire.balancer_messages import JoinEpoch, Stage
 from tests.simulation.experts import expert_bytes
 from tests.simulation.leases import TIMING
 
+MAX_REMEMBERED = 4096
+
 
 class ViolationError(Exception):
     """An invariant does not hold; `kind` is its constant name."""
@@ -38,7 +40,7 @@ class Observer:
         self._led: dict[int, str] = {}
         self._steps: dict[Any, tuple[bytes, str]] = {}
         self._used: dict[str, dict[int, tuple[bytes, Any]]] = {}
-        self._proposed: set[tuple[int, bytes]] = set()
+        self._proposed: dict[tuple[int, bytes], None] = {}
         self._groups: dict[str, tuple[int, Any]] = {}
         self._traces: dict[str, str] = {}
         self.num_steps = self.num_switches = self.num_plans = self.num_epochs = self.num_terms = 0
@@ -166,7 +168,7 @@ class Observer:
                 )
             known = None
         if known is None:
-            users[number] = (content, [process])
+            _remember(users, number, (content, [process]))
         elif process not in known[1]:
             known[1].append(process)
 
@@ -211,7 +213,7 @@ class Observer:
             if before.get(key) is value:
                 continue
             if key[0] == "layout":
-                self._proposed.add((value.generation, content_of(value)))
+                _remember(self._proposed, (value.generation, content_of(value)), None)
             elif key[0] == "committed":
                 self._check_commit(key[1], value, after)
             elif key[0] == "members":
@@ -233,6 +235,13 @@ class Observer:
     def proposed(self, pool: str, _request: Any) -> None:
         """The planner makes a plan."""
         self.num_plans += 1
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep the newest entries only: an old number that is used again is below those in use."""
+    table[key] = value
+    if len(table) > MAX_REMEMBERED:
+        del table[next(iter(table))]
 
 
 def content_of(layout: Layout) -> bytes:

@@ -92,6 +92,10 @@ class Operators:
         if operation in {"Pin", "Unpin"}:
             self._pinned = None
 
+    def forget_answered(self) -> None:
+        """Keep only the requests that wait for an answer."""
+        self._requests = [one for one in self._requests if not (one.answer or one.failed)]
+
     def unsettled(self, pool: Any) -> str:
         """What an operator was promised and the leader does not keep."""
         hold = pool.journal.hold

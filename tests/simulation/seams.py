@@ -62,9 +62,14 @@ class Seams:
 
     def play(self, schedule: Schedule) -> World:
         """Play a schedule to its end, without collecting garbage at arbitrary moments."""
+        world = self.open(schedule)
+        world.run()
+        return world
+
+    def open(self, schedule: Schedule) -> World:
+        """Make a world the current one."""
         world = World(schedule)
         _world[:] = [world]
-        world.run()
         return world
 
     def clean_up(self) -> None:

@@ -84,11 +84,13 @@ class StoreServer:
 class Link:
     """The network between a client and the server; ideal unless a subclass says otherwise."""
 
-    async def there(self) -> None:
-        """Wait until the request has arrived; raises TimeoutError if it cannot."""
+    def carry(self, request: Callable[[], None]) -> None:
+        """Let the server carry out a request, now or later: even if its client has given up."""
+        request()
 
-    async def back(self) -> None:
-        """Wait until the answer has arrived; raises TimeoutError if it cannot."""
+    def answer(self, deliver: Callable[[], None]) -> None:
+        """Bring an answer back, now or later."""
+        deliver()
 
 
 class _Client:
@@ -96,16 +98,30 @@ class _Client:
         self._server, self._link = server, link
 
     async def _request(self, step: Callable[[], Any]) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def deliver(result: Any, error: Exception | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        def carry_out() -> None:
+            result, fault = None, None
+            try:
+                if self._server.is_down:
+                    raise StoreError("the store refuses connections: start it")  # noqa: TRY301
+                result = step()
+            except StoreError as error:
+                fault = error
+            self._link.answer(lambda: deliver(result, fault))
+
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._link.there()
-                if self._server.is_down:
-                    raise StoreError("the store refuses connections: start it")
-                if self._server.hangs:
-                    await asyncio.get_running_loop().create_future()
-                result = step()
-                await self._link.back()
-                return result
+                self._link.carry(carry_out)
+                return await answer
         except TimeoutError:
             raise StoreError(
                 f"the store did not answer within {TIMEOUT_S:g} s", fault=StoreFault.SLOW

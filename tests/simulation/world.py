@@ -19,9 +19,9 @@ from equipoise.worker.settings import WorkerSettings
 from tests.simulation import operators
 from tests.simulation.balancer import SimBalancer
 from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
-from tests.simulation.faults import Faults, outside
+from tests.simulation.faults import Faults
 from tests.simulation.group import Rendezvous
-from tests.simulation.loop import EPOCH_S, Process, SimLoop
+from tests.simulation.loop import EPOCH_S, Process, SimLoop, outside
 from tests.simulation.network import Network
 from tests.simulation.observer import Observer, ViolationError
 from tests.simulation.schedule import BALANCERS, WORKERS, Action, Schedule
@@ -116,14 +116,18 @@ class World(Faults):
 
     # Life ---------------------------------------------------------------------------------------
 
-    def run(self) -> ViolationError | None:
-        """Play the schedule, then wait until the fleet serves as one again."""
+    def begin(self) -> None:
+        """Start every process and let them form a pool."""
         for name in BALANCERS:
             self.start_balancer(name)
         for name in WORKERS[: self.schedule.num_workers]:
             self.wanted.add(name)
             self.start_worker(name)
         self.loop.run_until(EPOCH_S + 6.0)
+
+    def run(self) -> ViolationError | None:
+        """Play the schedule, then wait until the fleet serves as one again."""
+        self.begin()
         begins_s = self.loop.time()
         for action in self.schedule.actions:
             self.loop.run_until(begins_s + action.at_s)
@@ -217,7 +221,7 @@ class World(Faults):
     def _process(self, name: str) -> Process:
         self._boots[name] = self._boots.get(name, 0) + 1
         process = Process(self.loop, name)
-        self._processes.append(process)
+        self._processes = [*(one for one in self._processes if one.alive), process]
         return process
 
     def start_worker(self, name: str) -> None:

@@ -1,0 +1,80 @@
+"""`soak`: one fleet for a long simulated time: does anything grow that should not?
+
+Workers die and return, leaders die, traffic shifts and operators have it rebalanced, for thousands
+of epochs, rollouts and terms.
+"""
+
+import asyncio
+import gc
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.simulation.schedule import Schedule
+from tests.simulation.seams import Seams
+
+ROUND_S = 5.0
+WORKER_DIES_EVERY, LEADER_DIES_EVERY = 2, 10
+"""Rounds."""
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soaked:
+    """What happened so far, and what is in memory."""
+
+    epochs: int
+    switches: int
+    terms: int
+    virtual_s: float
+    resident_mib: float
+    objects: int
+    """Python objects that the garbage collector knows, without those from before the start."""
+    tasks: int
+    """Unfinished tasks, also of dead processes until they are collected."""
+    violation: str
+
+
+def soak(seams: Seams, *, epochs: int, switches: int, terms: int, every: int) -> Iterator[Soaked]:
+    """Run until so many epochs, switches and terms have passed; yields totals every few rounds."""
+    world = seams.open(Schedule(0, 4, ()))
+    observer = world.observer
+    world.begin()
+    rounds = 0
+    while True:
+        rounds += 1
+        world.do_shift(rounds % 7)
+        if rounds % WORKER_DIES_EVERY == 0:
+            world.do_kill_worker(f"w{rounds % 4}", 0.3)
+        if rounds % LEADER_DIES_EVERY == 0:
+            world.do_kill_leader(0.3)
+        world.loop.run_until(world.loop.time() + ROUND_S)
+        world.operators.ask("TriggerRebalance")
+        enough = (
+            observer.num_epochs >= epochs
+            and observer.num_switches >= switches
+            and observer.num_terms >= terms
+        )
+        if rounds % every == 0 or enough or observer.violation is not None:
+            observer.log.clear()
+            world.operators.forget_answered()
+            gc.collect()
+            yield Soaked(
+                epochs=observer.num_epochs,
+                switches=observer.num_switches,
+                terms=observer.num_terms,
+                virtual_s=world.elapsed_s,
+                resident_mib=_resident_mib(),
+                objects=len(gc.get_objects()),
+                tasks=len(asyncio.all_tasks(world.loop)),
+                violation=str(observer.violation or ""),
+            )
+        if enough or observer.violation is not None:
+            return
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * _PAGE_BYTES / 2**20
