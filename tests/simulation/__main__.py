@@ -16,7 +16,7 @@ from tests.simulation.campaign import (
     shrink,
 )
 from tests.simulation.plants import PLANTS
-from tests.simulation.schedule import MAKERS
+from tests.simulation.schedule import MAKERS, USUAL
 from tests.simulation.seams import Seams
 from tests.simulation.soak import soak
 
@@ -39,7 +39,7 @@ def main() -> int:
         played = replay(schedule, plant=args.plant)
         if args.shrink and played.violation:
             played = shrink(schedule, played.violation, plant=args.plant)
-        _tell(played, plant=args.plant)
+        _tell(played, args)
         return int(bool(played.violation))
     campaign = _campaign(args)
     _report(campaign, args)
@@ -90,7 +90,7 @@ def _kinds(text: str) -> tuple[str, ...]:
     """The kinds of faults that `--kinds` names."""
     names = [name for name in text.split(",") if name]
     excluded = {name[1:] for name in names if name.startswith("-")}
-    wanted = [name for name in names if not name.startswith("-")] or list(MAKERS)
+    wanted = [name for name in names if not name.startswith("-")] or USUAL
     return tuple(name for name in wanted if name not in excluded)
 
 
@@ -100,10 +100,7 @@ def _report(campaign: Campaign, args: argparse.Namespace) -> None:
         print(f"\n{violation}: {len(failures)} of {campaign.schedules} schedules (seeds {seeds})")
         for text, count in Counter(one.text[:160] for one in failures).most_common(8):
             print(f"  {count} x {text}")
-        _tell(
-            shrink(failures[0].schedule, violation, plant=args.plant),
-            plant=args.plant,
-        )
+        _tell(shrink(failures[0].schedule, violation, plant=args.plant), args)
     if args.table or args.all_failures:
         print(f"\n{'fault':22} {'schedules':>9} {'broke an invariant':>19}")
         for kind in MAKERS:
@@ -119,7 +116,7 @@ def _report(campaign: Campaign, args: argparse.Namespace) -> None:
     )
 
 
-def _tell(played: Played, *, plant: str) -> None:
+def _tell(played: Played, args: argparse.Namespace) -> None:
     if not played.violation:
         print(f"seed {played.schedule.seed}: every invariant held ({played.digest})")
         return
@@ -130,7 +127,8 @@ def _tell(played: Played, *, plant: str) -> None:
         lines = (*faults, "    ...", *lines[-STORIES // 2 :])
     for line in lines:
         print(line)
-    print(f"\nagain: {command(played, plant=plant)}   (digest {played.digest})")
+    again = command(played, plant=args.plant, kinds=args.kinds)
+    print(f"\nagain: {again}   (digest {played.digest})")
 
 
 def _soak(count: int) -> int:
@@ -161,7 +159,8 @@ def _search_plants(args: argparse.Namespace) -> int:
     for name in PLANTS:
         number, found = 0, None
         seeds = range(args.first, args.first + args.schedules)
-        for played in play_all(seeds, jobs=args.jobs, plant=name, kinds=PLANTS[name].kinds):
+        kinds = PLANTS[name].kinds
+        for played in play_all(seeds, jobs=args.jobs, plant=name, kinds=kinds, batch=4):
             number += 1
             if played.violation:
                 found = played

@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tests.simulation.plants import planted
-from tests.simulation.schedule import MAKERS, Schedule, make_schedule
+from tests.simulation.schedule import USUAL, Schedule, make_schedule
 from tests.simulation.seams import Seams
 
 BATCH = 20
@@ -95,10 +96,15 @@ class Campaign:
 
 
 def play_all(
-    seeds: Iterable[int], *, jobs: int, plant: str = "", kinds: tuple[str, ...] = tuple(MAKERS)
+    seeds: Iterable[int],
+    *,
+    jobs: int,
+    plant: str = "",
+    kinds: tuple[str, ...] = USUAL,
+    batch: int = BATCH,
 ) -> Iterator[Played]:
-    """Play the schedules of some seeds, in order of completion within a batch."""
-    batches = ((batch, plant, kinds) for batch in _batched(seeds))
+    """Play the schedules of some seeds, in their order, `batch` in each process."""
+    batches = ((some, plant, kinds) for some in _batched(seeds, batch))
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for results in pool.imap(_play_batch, batches):
@@ -119,14 +125,17 @@ def replay(schedule: Schedule, *, plant: str = "") -> Played:
         return pool.apply(_replay, (schedule, plant))
 
 
-def command(played: Played, *, plant: str = "") -> str:
-    """The shell command that plays a schedule again."""
+def command(played: Played, *, plant: str = "", kinds: str = "") -> str:
+    """The shell command that plays a schedule again, which was made of `kinds`."""
     kept = ",".join(map(str, played.schedule.kept)) or "none"
     planted_with = f" --plant {plant}" if plant else ""
-    return f'make simulate ARGS="--seed {played.schedule.seed} --keep {kept}{planted_with}"'
+    made_of = f" --kinds={kinds}" if kinds else ""
+    return (
+        f'make simulate ARGS="--seed {played.schedule.seed} --keep {kept}{planted_with}{made_of}"'
+    )
 
 
-def chosen(seed: int, keep: str | None, kinds: tuple[str, ...] = tuple(MAKERS)) -> Schedule:
+def chosen(seed: int, keep: str | None, kinds: tuple[str, ...] = USUAL) -> Schedule:
     """The schedule of a seed, or the part of it that `keep` names."""
     schedule = make_schedule(seed, kinds)
     if keep is None:
@@ -135,14 +144,9 @@ def chosen(seed: int, keep: str | None, kinds: tuple[str, ...] = tuple(MAKERS)) 
     return schedule.keeping(places, of=schedule)
 
 
-def _batched(seeds: Iterable[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    for seed in seeds:
-        batch.append(seed)
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    if batch:
+def _batched(seeds: Iterable[int], size: int) -> Iterator[list[int]]:
+    rest = iter(seeds)
+    while batch := list(islice(rest, size)):
         yield batch
 
 

@@ -114,6 +114,9 @@ class Faults:
     def do_flaky_network(self, share: float, for_s: float) -> None:
         self._set(self.network, "flaky", share, for_s, 0.0)
 
+    def do_lossy_network(self, share: float, for_s: float) -> None:
+        self._set(self.network, "lossy", share, for_s, 0.0)
+
     def do_store_down(self, for_s: float) -> None:
         self._set(self.store, "is_down", True, for_s, False)
 

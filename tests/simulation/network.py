@@ -1,8 +1,8 @@
 """`Network`: connections between simulated processes, in place of gRPC's sockets.
 
 A connection is two first-in-first-out pipes with random delays. A cut, in one direction or in both,
-keeps messages until it heals, as TCP does; a reset ends both ends. Under `flaky`, single messages
-are lost, doubled or overtaken, which TCP excludes: the product must survive that as well.
+keeps messages until it heals, as TCP does; a reset ends both ends. Single messages may be doubled
+or overtaken (`flaky`), or lost (`lossy`), although TCP excludes that within a connection.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Network:
         self._connections: list[Connection] = []
         self._held: list[_Pipe] = []
         self.delay_factor = 1.0
-        self.flaky = 0.0
+        self.flaky = self.lossy = 0.0
 
     def listen(self, process: Process, address: str, handlers: dict[str, Any]) -> None:
         """Serve methods by their last name, `handler(requests, context)` each."""
@@ -106,7 +106,7 @@ class _Pipe:
         now_s = network.loop.time()
         when_s = now_s + network.delay_s()
         is_message = item is not _END and item is not _BROKEN
-        if network.flaky and is_message and self._is_disturbed(item, when_s):
+        if is_message and self._is_disturbed(item, when_s):
             return
         when_s = self._last_s = max(when_s, self._last_s)
         self._target.call_at(when_s, self._arrive, item)
@@ -118,16 +118,15 @@ class _Pipe:
             self.send(item)
 
     def _is_disturbed(self, item: Any, when_s: float) -> bool:
-        rng = self._network.rng
-        if rng.random() >= self._network.flaky:
+        network = self._network
+        if network.lossy and network.rng.random() < network.lossy:
+            return True
+        if not network.flaky or network.rng.random() >= network.flaky:
             return False
-        kind = rng.randrange(3)
-        if kind == 1:  # Twice.
-            self._target.call_at(when_s + self._network.delay_s(), self._arrive, item)
-            return False
-        if kind == 2:  # Later than those after it.
-            self._target.call_at(when_s + 5 * self._network.delay_s(), self._arrive, item)
-        return True
+        is_doubled = network.rng.random() < 0.5  # Else it arrives later than those after it.
+        late_s = when_s + (1 if is_doubled else 5) * network.delay_s()
+        self._target.call_at(late_s, self._arrive, item)
+        return not is_doubled
 
     def _arrive(self, item: Any) -> None:
         if self.closed:

@@ -180,7 +180,9 @@ class Observer:
         rank = worker.rank
         if what == "generation":
             return rank is not None and rank.engine.generation == number
-        return worker.epochs.state.highest_epoch == number
+        # A balancer whose store forgot cannot know what a worker holds that is not connected.
+        is_connected = worker._outbox._queue is not None
+        return is_connected and worker.epochs.state.highest_epoch == number
 
     # Messages -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from equipoise.balancer import archive, pools
+from equipoise.balancer import persistence, pools
 from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.planning.rollout import DeadlineCheck, Persisted, Wave
@@ -25,7 +25,7 @@ from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.transfer import ExpertPuller
 from tests.simulation.experts import SimCheckpoint
-from tests.simulation.schedule import MAKERS
+from tests.simulation.schedule import USUAL
 from tests.simulation.store import SimStore
 
 
@@ -39,7 +39,7 @@ class Plant:
     patches: Callable[[], list[tuple[Any, str, Any]]]
     """Target, attribute and replacement of each patch."""
 
-    kinds: tuple[str, ...] = tuple(MAKERS)
+    kinds: tuple[str, ...] = USUAL
     """Kinds of faults of the schedules that search for it."""
 
 
@@ -87,13 +87,22 @@ def _digests_ignored() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _hold_lost() -> list[tuple[Any, str, Any]]:
-    recall = pools.recall
+def _hold_not_read() -> list[tuple[Any, str, Any]]:
+    recall = persistence.recall
 
     async def without_hold(store: Any, pool: str) -> Any:
         return replace(await recall(store, pool), hold=Hold())
 
-    return [(pools, "recall", without_hold), (archive, "recall", without_hold)]
+    return [(persistence, "recall", without_hold)]
+
+
+def _hold_not_restored() -> list[tuple[Any, str, Any]]:
+    restore = pools.restore
+
+    async def forgetful(store: Any, pool: str, **about: Any) -> Any:
+        return await restore(store, pool, **{**about, "known": None})
+
+    return [(pools, "restore", forgetful)]
 
 
 def _switch_alone() -> list[tuple[Any, str, Any]]:
@@ -176,9 +185,14 @@ PLANTS = {
         patches=_digests_ignored,
         kinds=("wrong_layout", "stop_worker", "kill_worker", "shift"),
     ),
-    "hold-lost": Plant(
+    "hold-not-restored": Plant(
+        breaks="what operators hold a pool to is lost with the store, although a balancer knows it",
+        patches=_hold_not_restored,
+        kinds=("operator", "store_forgets", "shift"),
+    ),
+    "hold-not-read": Plant(
         breaks="a new leader does not read what operators hold the pool to",
-        patches=_hold_lost,
+        patches=_hold_not_read,
         kinds=("operator", "kill_leader", "pause_leader", "shift"),
     ),
     "switch-alone": Plant(

@@ -202,7 +202,8 @@ class World(Faults):
     def end_faults(self) -> None:
         """Everything works from now on, and everyone is there."""
         self.observer.note("* faults end")
-        self.network.flaky, self.network.delay_factor = 0.0, 1.0
+        self.network.flaky = self.network.lossy = 0.0
+        self.network.delay_factor = 1.0
         for source, target in list(self.network._cuts):
             while self.network.is_cut(source, target):
                 self.network.heal(source, target)
