@@ -278,6 +278,7 @@ class Connection:
             raise
         except Exception as error:  # noqa: BLE001 - as a server does
             status = _Status(grpc.StatusCode.UNKNOWN, repr(error))
+            self.network.loop.faults.append(f"{self._method}: {error!r}")
         self._down.send(status)
 
     def answer(self, item: Any) -> None:
@@ -319,6 +320,9 @@ class ServerContext:
 
     async def write(self, item: Any) -> None:
         self._connection.answer(item)
+
+    def peer(self) -> str:
+        return f"ipv4:{self._connection.client.name}"
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise _AbortError(code, details)

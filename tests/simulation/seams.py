@@ -3,6 +3,7 @@
 Nothing here decides anything; each replaced name is I/O of the module that it is replaced in.
 """
 
+import asyncio
 import gc
 import logging
 import sys
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
-from equipoise.worker import engine, epochs, held, joining, rank, reading, stager
+from equipoise.worker import engine, epochs, held, joining, rank, stager
+from equipoise.worker.reading import CheckpointReader
 from tests.simulation import group
 from tests.simulation.engine import SimEngine
 from tests.simulation.experts import SimExperts, SimPlacement
@@ -36,6 +38,13 @@ _TIME = SimpleNamespace(
 async def _meet(join_epoch: Any, **about: Any) -> Any:
     about.pop("device", None)
     return await group.meet(_world[0].rendezvous, join_epoch, **about)
+
+
+def _begin_read(self: Any, layer: int, expert: int) -> Any:
+    """As `CheckpointReader._begin`, which reads on a thread that nothing can interrupt."""
+    reading = asyncio.get_running_loop().run_in_executor(None, self._read, layer, expert)
+    reading.add_done_callback(lambda _done: self._free.release())
+    return asyncio.shield(reading)
 
 
 async def _step(self: Any) -> None:
@@ -89,13 +98,6 @@ class _no_progress:  # noqa: N801 - used as a function
         pass
 
 
-class _InlineThread:
-    """A thread whose work is done when it starts."""
-
-    def __init__(self, *, target: Any, name: str, daemon: bool) -> None:
-        self.start = target
-
-
 _REPLACED: list[tuple[Any, str, Any]] = [
     (runner, "time", _TIME),
     (engine, "time", _TIME),
@@ -109,7 +111,8 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (rank, "ThreadPoolExecutor", lambda *_a, **_k: SimpleNamespace(shutdown=lambda: None)),
     (joining, "meet", _meet),
     (joining, "time", _TIME),
-    (reading, "threading", SimpleNamespace(Thread=_InlineThread)),
+    (joining, "_POLL_S", 0.25),
+    (CheckpointReader, "_begin", _begin_read),
     (joining.WorkerSlots, "open_exchange", lambda *_a: None),
     (epochs, "Loading", lambda **_k: SimpleNamespace(of=_no_progress)),
 ]

@@ -154,7 +154,7 @@ class SimWorker(Worker):
             scheduler=self._core.scheduler(settings),
             inference=SimInference(),
             transfer=ExpertTransferService(),
-            reader=CheckpointReader(self._core.checkpoint.read_expert, waits=waits),
+            reader=CheckpointReader(checkpoint.read_expert, waits=waits),
             health=SimHealth(),
             credentials=credentials,
             send=self._outbox.send,
@@ -196,7 +196,7 @@ class SimWorker(Worker):
 class _Serializing:
     def __init__(self, context: Any, world: Any) -> None:
         self._context, self._world = context, world
-        self.abort = context.abort
+        self.abort, self.peer = context.abort, context.peer
 
     async def write(self, message: Any) -> None:
         if self._world.corrupts_transfers:

@@ -147,6 +147,9 @@ class World(Faults):
         began_s = self.loop.time()
         calm = 0
         while self.observer.violation is None:
+            if self.loop.faults:
+                self.observer.violate("uncaught", self.loop.faults[0])
+                break
             fault = self.unsettled()
             calm = calm + 1 if not fault else 0
             if calm >= 3:
@@ -303,6 +306,6 @@ def settings_of(name: str, num_workers: int, addresses: tuple[str, ...]) -> Work
         step_timeout_s=3.0,
         outage_timeout_s=15.0,
         drain_timeout_s=1.0,
-        scrub_mib_per_s=0.0,
+        scrub_mib_per_s=EXPERT_BYTES / 2**21,  # A slot in two seconds.
         tls=Tls(insecure=True),
     )
