@@ -219,10 +219,6 @@ PLANTS = {
             (LeaderState, "has_run_out", _always(False)),
         ],
     ),
-    "header-unchecked": Plant(
-        breaks="ranks step without comparing their headers",
-        patches=lambda: [(engine, "check_group", _always(None))],
-    ),
     "deadline-never": Plant(
         breaks="a wave has no timeout",
         patches=_deadline_never,
