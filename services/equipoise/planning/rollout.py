@@ -298,7 +298,7 @@ def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, C
 
 
 def _note_running(wave: Wave, event: RankRuns, now: float) -> tuple[Wave, Commands]:
-    """Confirm or deny the switch; a rank reports its switch before a heartbeat that shows it."""
+    """Confirm or deny the switch; all heartbeats after a rank's report of its switch show it."""
     if not wave.switched_ranks:
         return wave, ()
     rank = {event.rank}
