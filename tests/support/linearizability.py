@@ -32,12 +32,24 @@ class Operation:
     """What it returned."""
 
 
+MAX_SEEN = 300_000
+"""Sets of operations, with their states, that a search remembers: half a minute."""
+
+
+class UndecidedError(Exception):
+    """The search ended without an answer: too many operations are concurrent or unknown."""
+
+
 Step = Callable[[Any, tuple[Any, ...]], tuple[Any, Any]]
 """From a state and an operation to the next state and the result."""
 
 
 def is_linearizable(history: Sequence[Operation], step: Step, initial: Hashable) -> bool:
-    """Whether some order of `history` explains all its results; states must be hashable."""
+    """Whether some order of `history` explains all its results; states must be hashable.
+
+    Raises:
+        UndecidedError: too many orders are possible.
+    """
     operations = sorted(history, key=lambda one: one.called_s)
     must = sum(1 << n for n, one in enumerate(operations) if one.result is not UNKNOWN)
     seen = {(0, initial)}
@@ -49,8 +61,15 @@ def is_linearizable(history: Sequence[Operation], step: Step, initial: Hashable)
         for number in _next(operations, done):
             after, result = step(state, operations[number].what)
             end = (done | 1 << number, after)
-            if operations[number].result not in (UNKNOWN, result) or end in seen:
+            if operations[number].result is UNKNOWN:
+                if after == state:
+                    continue  # As if it never took effect.
+            elif operations[number].result != result:
                 continue
+            if end in seen:
+                continue
+            if len(seen) >= MAX_SEEN:
+                raise UndecidedError(f"{len(seen)} sets of {len(operations)} operations")
             seen.add(end)
             open_ends.append(end)
     return False
