@@ -168,6 +168,7 @@ FROM_WORKERS = [
     replace(REPORT, heartbeat=HEARTBEAT),
     STAGED,
     LayoutRejected(epoch=1, rank=0, generation=5, reason="expert 3 of layer 1: checksum differs"),
+    LayoutRejected(epoch=1, rank=0, generation=5, reason="epoch 58 was before", highest_epoch=58),
     SWITCHED,
     HEARTBEAT,
     Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=0),

@@ -76,6 +76,12 @@ def test_an_invalid_traceparent_is_dropped_and_the_stage_is_valid(good):
         assert good.received_by_worker(to_worker(stage)).traceparent == ""
 
 
+def test_an_epoch_of_a_balancer_that_sets_no_join_timeout_is_bounded_too(good):
+    message = to_worker(good.join_epoch)
+    message.join_epoch.ClearField("join_timeout_s")
+    assert good.received_by_worker(message).join_timeout_s == 600.0
+
+
 def assert_same(a, b):
     """Equality of values that hold arrays and layouts."""
     assert type(a) is type(b)
