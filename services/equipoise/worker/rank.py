@@ -193,7 +193,7 @@ class Rank:
         self._reporting = asyncio.create_task(self._report_switch(switch))
 
     async def _report_switch(self, switch: Switched) -> None:
-        """Report a switch with the checksums of what its slots hold, hashed while steps go on."""
+        """Report a switch with the checksums of what its slots hold; steps continue meanwhile."""
         before = self._hashed
         try:
             after = await asyncio.to_thread(self.held.hash_changed, before)
