@@ -320,9 +320,6 @@ def _commit_done(wave: Wave, _event: Persisted, now: float) -> tuple[Wave, Comma
     return _enter(wave, State.ACTIVE, now, reason), ()
 
 
-# Shared by handlers. -----------------------------------------------------------------------------
-
-
 def _abort(wave: Wave, cause: str, now: float) -> tuple[Wave, Commands]:
     command = SendAbort(generation=wave.target.generation, reason=cause)
     return _enter(wave, State.ABORTED, now, cause), (command,)
