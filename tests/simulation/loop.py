@@ -20,6 +20,8 @@ EPOCH_S = 1_000.0
 
 _PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
 
+MAX_EVENTS_AT_ONCE = 20_000
+
 _NO_PROCESS = contextvars.Context()
 
 _BUGS = (AttributeError, TypeError, NameError, AssertionError, LookupError)
@@ -118,7 +120,8 @@ class SimLoop(base_events.BaseEventLoop):
         self._order = itertools.count()
         self._due: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._ready: deque[asyncio.Handle] = deque()
-        self.num_events = 0
+        self.num_events = self._moved_events = 0
+        self._moved_s = 0.0
         self.faults: list[str] = []
         """Exceptions that nobody caught."""
         self.set_exception_handler(self._note_fault)
@@ -175,9 +178,11 @@ class SimLoop(base_events.BaseEventLoop):
         events._set_running_loop(self)
         try:
             ready, due = self._ready, self._due
-            while True:
-                while ready:
+            while not self._is_stuck():
+                for _ in range(min(len(ready), MAX_EVENTS_AT_ONCE)):
                     self._run(ready.popleft())
+                if ready:
+                    continue
                 while due and due[0][2]._cancelled:
                     heapq.heappop(due)
                 if not due or due[0][0] > until_s:
@@ -188,6 +193,15 @@ class SimLoop(base_events.BaseEventLoop):
                 self._run(handle)
         finally:
             events._set_running_loop(None)
+
+    def _is_stuck(self) -> bool:
+        """Whether something runs again and again without letting time pass."""
+        if self._now_s > self._moved_s:
+            self._moved_s, self._moved_events = self._now_s, self.num_events
+        if self.num_events - self._moved_events < MAX_EVENTS_AT_ONCE:
+            return False
+        self.faults.append(f"{MAX_EVENTS_AT_ONCE} events at one moment: something spins")
+        return True
 
     def _run(self, handle: asyncio.Handle) -> None:
         if handle._cancelled:

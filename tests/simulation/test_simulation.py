@@ -70,4 +70,4 @@ def test_a_schedule_is_a_function_of_its_seed():
 
 
 def test_every_kind_of_fault_can_happen():
-    assert {f"do_{kind}" for kind in MAKERS} == {name for name in vars(World) if name[:3] == "do_"}
+    assert {f"do_{kind}" for kind in MAKERS} == {name for name in dir(World) if name[:3] == "do_"}

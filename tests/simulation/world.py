@@ -131,8 +131,8 @@ class World(Faults):
         begins_s = self.loop.time()
         for action in self.schedule.actions:
             self.loop.run_until(begins_s + action.at_s)
-            if self.observer.violation is not None:
-                return self.observer.violation
+            if self.observer.violation is not None or self.loop.faults:
+                break
             self._do(action)
         self.loop.run_until(max(self.loop.time(), self._ends_s))
         self.end_faults()
