@@ -149,7 +149,7 @@ async def test_messages_of_a_former_leader_are_dropped_and_end_its_stream(balanc
             assert old.hello.highest_term == 5
             old.say(stale)
             reason = await soon(rig.dropped.get())
-            assert reason == f"its term {stale.term} has ended, the current term is 5"
+            assert reason == f"its term {stale.term} has ended; the current term is 5"
         await obeyed(
             rig, await next(links).link(), Abort(epoch=1, generation=3, reason="y", term=5)
         )
