@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError
@@ -115,6 +116,25 @@ def test_two_layouts_cannot_share_a_number(serving_harness):
         serving_harness, replace(hello, running=replace(hello.running, layout=other))
     )
     assert error.kind == "hello_layout"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_outsider_does_not_change_the_number_of_ranks(serving_harness, hello_of, rank):
+    pool, member = serving_harness.pool, serving_harness.ranks[0]
+    layout = member.layout
+    wider = Layout(
+        generation=layout.generation + 7,
+        num_experts=layout.num_experts,
+        num_ranks=5,
+        expert_of_slot=np.concatenate(
+            [layout.expert_of_slot, layout.expert_of_slot[:, : layout.slots_per_rank]], axis=1
+        ),
+    )
+    running = replace(member.reconnecting().running, rank=rank, layout=wider)
+    outsider = replace(hello_of("worker-9"), running=running)
+    assert rejection_of(serving_harness, outsider).kind == "hello_num_ranks"
+    assert (pool.roster.num_ranks, pool.roster.complete) == (4, True)
+    assert pool.diagnosis().health is Health.SERVING
 
 
 # Coming and going --------------------------------------------------------------------------------

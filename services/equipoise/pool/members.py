@@ -219,7 +219,13 @@ class Roster:
             # No other worker runs anything: what this balancer knew is older.
             self._forget_seats()
             self.epoch = running.epoch
-        self.num_ranks = running.layout.num_ranks
+        elif others and running.layout.num_ranks != self.num_ranks:
+            raise RejectedWorkerError(
+                "hello_num_ranks",
+                f"worker {member.name} runs a layout of {running.layout.num_ranks} ranks in epoch "
+                f"{running.epoch}, but that epoch of pool {self._pool} has {self.num_ranks}: "
+                "restart it",
+            )
         holder = self._holder(running.rank)
         if holder is not None and holder.name != member.name and holder.connected:
             raise RejectedWorkerError(
@@ -229,6 +235,7 @@ class Roster:
             )
         if holder is not None and holder.name != member.name:
             del self._members[holder.name]
+        self.num_ranks = running.layout.num_ranks
         member.resume(running)
 
     def _holder(self, rank: int) -> Member | None:
