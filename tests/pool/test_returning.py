@@ -129,3 +129,18 @@ def test_survivors_that_meet_a_new_balancer_are_its_pool(serving_harness, make_h
     assert {worker.epoch for worker in survivors} == {2}
     serve_all(new)
     check(new)
+
+
+def test_a_survivor_that_keeps_reconnecting_is_waited_for_once(serving_harness):
+    harness = serving_harness
+    survivor = harness.ranks[3]
+    notice(harness, survivor)
+    waited_s = 0
+    while harness.pool.roster.epoch == 1 and waited_s < 60:
+        for worker in harness.ranks[:3]:
+            harness.say(worker, worker.heartbeat())
+        harness.tick(seconds=1.0)
+        waited_s += 1
+        if waited_s % 3 == 0:
+            harness.hello(replace(survivor.hello, group_lost=lost(survivor)))
+    assert waited_s <= harness.pool.policy.values.reform_timeout_s + 1

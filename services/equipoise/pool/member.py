@@ -107,9 +107,11 @@ class Member:
 
     def lose_group(self, lost: GroupLost, *, now: float) -> None:
         """Its group ended; it waits for a rank and keeps what its slots hold."""
+        if self.lost_reason is None:
+            self.since_s = now
         self.lost_reason, self.left_out = lost.reason, None
         self.held = lost.expert_of_slot
-        self.serving, self.since_s = False, now
+        self.serving = False
         self.staged_generation = 0
 
     def reject_epoch(self, later_epoch: int) -> None:

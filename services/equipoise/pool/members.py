@@ -198,9 +198,12 @@ class Roster:
         if known is not None and known.rank is not None and lost.epoch < self.epoch:
             member.keep_seat(known, lost.expert_of_slot)
             return
+        lost_s = now
         if known is not None:
             member.keep_seat(known, None)
-        member.lose_group(lost, now=now)
+            if known.lost_reason is not None and known.hello.boot_id == member.hello.boot_id:
+                lost_s = known.since_s  # However often it reconnects: the pool waits once for it.
+        member.lose_group(lost, now=lost_s)
 
     def _resume(self, member: Member, running: RunningState) -> None:
         """Give a worker the rank that it reports to run as, if the others agree."""
