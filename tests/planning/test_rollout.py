@@ -1,6 +1,7 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,21 +65,36 @@ def test_the_worst_stall_is_kept():
     assert (wave.switch_step, wave.worst_stall_us) == (3, 900)
 
 
-def test_ranks_that_contradict_each_other_fault_a_rollout_even_after_its_end():
+STAGED = (
+    Persisted(generation=8),
+    RankStaged(rank=0, generation=8),
+    RankStaged(rank=1, generation=8),
+    RankSwitched(rank=0, generation=8, step=3, stall_us=1),
+)
+LATE = RankSwitched(rank=1, generation=8, step=4, stall_us=1)
+
+
+def after(*events):
+    """A wave of two ranks after these events."""
     wave = ready()
-    for event in (
-        Persisted(generation=8),
-        RankStaged(rank=0, generation=8),
-        RankStaged(rank=1, generation=8),
-        RankSwitched(rank=0, generation=8, step=3, stall_us=1),
-        RankSwitched(rank=1, generation=8, step=3, stall_us=1),
-        Persisted(generation=8),
-        RankSwitched(rank=1, generation=8, step=4, stall_us=1),
-    ):
+    for event in events:
         wave, _ = wave.step(event, now=1.0)
+    return wave
+
+
+def test_ranks_that_contradict_each_other_before_the_commit_fault_a_wave():
+    wave = after(*STAGED, LATE)
     assert wave.is_faulted
     assert "at step 4" in wave.reason
     assert "at step 3" in wave.reason
+
+
+@pytest.mark.parametrize("state", [State.SWITCHED, State.ACTIVE])
+def test_a_contradiction_after_the_commit_does_not_change_the_wave(state):
+    confirmed = RankSwitched(rank=1, generation=8, step=3, stall_us=1)
+    wave = after(*STAGED, confirmed, *[Persisted(generation=8)] * (state is State.ACTIVE))
+    assert wave.state is state
+    assert wave.step(LATE, now=2.0) == (wave, ())
 
 
 RANKS = st.integers(0, 1)

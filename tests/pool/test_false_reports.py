@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from equipoise.planning.rollout import State
 from equipoise.pool.effects import WriteCommitted
 from equipoise.wire.balancer_messages import Abort, Stage
 from equipoise.wire.errors import InvalidMessageError
@@ -86,6 +87,29 @@ def test_the_commit_does_not_wait_for_a_dead_rank(staging):
     harness.say(ranks[1], ranks[1].switch())
     harness.say(ranks[2], ranks[2].switch())
     assert committed(harness) == [generation]
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["active", "switched"])
+def test_a_late_switch_at_another_step_leaves_the_commit_and_is_named(staging, stored):
+    harness, liar = staging, staging.ranks[3]
+    harness.stage_all()
+    harness.store_fault = "" if stored else "the store does not answer"
+    switches = [worker.switch(step=70) for worker in harness.ranks]
+    for worker, switched in zip(harness.ranks, switches, strict=True):
+        harness.say(worker, switched)
+    wave, decisions = harness.pool.rollouts.latest, harness.decisions()
+    assert wave.state is (State.ACTIVE if stored else State.SWITCHED)
+    harness.say(liar, replace(switches[3], step=99))
+    assert harness.pool.rollouts.latest is wave
+    assert harness.pool.rollouts.aborted == 0
+    assert harness.decisions() == decisions
+    (fault,) = harness.pool.agreement.faults
+    assert fault == (
+        f"rank 3 ({liar.hello.worker}) reports that it switched to generation "
+        f"{wave.target.generation} at step 99, but the pool did at step 70: restart it"
+    )
+    harness.say(liar, switches[3])
+    assert not harness.pool.agreement.faults
 
 
 def other_layout(layout):

@@ -273,14 +273,16 @@ def _too_long(wave: Wave, _event: DeadlineCheck, now: float) -> tuple[Wave, Comm
 def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, Commands]:
     if wave.is_faulted or event.rank in wave.disproved_ranks:
         return wave, ()
+    is_committed = wave.state in {State.SWITCHED, State.ACTIVE}
     if wave.switch_step is not None and event.step != wave.switch_step:
+        if is_committed:
+            return wave, ()  # Ranks run it: one late report cannot change that.
         reason = (
             f"ranks contradict each other: rank {event.rank} switched to generation "
             f"{event.generation} at step {event.step}, {_names(wave.switched_ranks)} at step "
             f"{wave.switch_step}; restart the pool"
         )
         return _enter(wave, State.ABORTED, now, reason), ()
-    is_first = not wave.switched_ranks
     noted = replace(
         wave,
         switched_ranks=wave.switched_ranks | {event.rank},
@@ -288,9 +290,9 @@ def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, C
         switch_step=event.step,
         worst_stall_us=max(wave.worst_stall_us, event.stall_us),
     )
-    if wave.state in {State.SWITCHED, State.ACTIVE}:
+    if is_committed:
         return noted, ()
-    if is_first:  # All ranks had staged, if it is true. The others get the whole time to report.
+    if not wave.switched_ranks:  # All ranks had staged, if it is true. The others get the whole time to report.
         noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
         reason = f"rank {event.rank} switched at step {event.step}; the other ranks report it next"
         noted = _enter(noted, State.STAGED, now, reason)

@@ -100,6 +100,19 @@ class Agreement:
             self._rejections.count("layout_conflict", fault)
         self._faults[concern] = fault
 
+    def note_switch(self, member: Member, switched: Switched) -> None:
+        """Compare the step of a rank's switch with that of the committed wave."""
+        step = self._rollouts.committed_step(switched.generation)
+        concern = f"switch of rank {member.rank}"
+        if step == switched.step:
+            self._faults.pop(concern, None)
+        elif step is not None:
+            self._faults[concern] = (
+                f"rank {member.rank} ({member.name}) reports that it switched to generation "
+                f"{switched.generation} at step {switched.step}, but the pool did at step {step}: "
+                "restart it"
+            )
+
     def note_bytes(
         self,
         member: Member,

@@ -350,6 +350,7 @@ class PoolController:
             case Switched():
                 member.note_switched(generation, layout)
                 found = pool.agreement.note_bytes(member, layout, value, now=now)
+                pool.agreement.note_switch(member, value)
                 pool.rollouts.note_switch(value, now=now)
                 switched = RankSwitched(
                     rank=rank, generation=generation, step=value.step, stall_us=value.stall_us

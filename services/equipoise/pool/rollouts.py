@@ -161,6 +161,13 @@ class Rollouts:
         """The latest switches, newest first."""
         return self._switches
 
+    def committed_step(self, generation: int) -> int | None:
+        """Step at which ranks switched to a generation, if the latest wave committed it."""
+        wave = self.latest
+        if wave is None or wave.state not in {State.SWITCHED, State.ACTIVE}:
+            return None
+        return wave.switch_step if wave.target.generation == generation else None
+
     def must_wait(self, *, now: float) -> str | None:
         """Why nothing is rolled out yet after failed rollouts; None if it may be."""
         return self._setbacks.wait(self._policy.values, now=now)
