@@ -7,6 +7,8 @@ import pytest
 
 from equipoise.planning.rollout import State
 from equipoise.pool.effects import WriteCommitted
+from equipoise.pool.layouts import MAX_KNOWN, PoolLayouts
+from equipoise.pool.records import PoolMemory
 from equipoise.wire.balancer_messages import Abort, Stage
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Switched
@@ -152,3 +154,31 @@ def test_a_heartbeat_of_another_layout_under_the_number_is_named_until_it_is_rig
     assert not harness.pool.agreement.faults
     harness.run_traffic(skewed(1), seconds=WINDOW_S)
     assert harness.sent_to("worker-0", Stage)
+
+
+def test_invented_generations_do_not_evict_what_is_rolled_out(staging):
+    harness, liar = staging, staging.ranks[3]
+    layouts, wave = harness.pool.layouts, harness.pool.rollouts.current
+    claims = ScriptedWorker(liar.hello)
+    claims.take(liar.join_epoch)
+    for ahead in range(1, 2 * MAX_KNOWN):
+        generation = wave.target.generation + ahead
+        claims.run(liar.layout.with_placement(liar.layout.expert_of_slot, generation=generation))
+        harness.hello(claims.reconnecting())
+    assert layouts.get(wave.base.generation) is not None
+    assert layouts.get(wave.target.generation).same_placement(wave.target)
+    wrong = other_layout(wave.target).digest()
+    with pytest.raises(InvalidMessageError, match="as layout"):
+        harness.say(liar, replace(false_switch(liar), layout_digest=wrong))
+
+
+def test_invented_generations_do_not_evict_what_the_store_has(serving_harness):
+    base = serving_harness.pool.layouts.current
+    layouts = PoolLayouts(
+        PoolMemory(committed=base, proposed=base.with_placement(base.expert_of_slot, generation=2))
+    )
+    for generation in range(3, 3 * MAX_KNOWN):
+        layouts.run(base.with_placement(base.expert_of_slot, generation=generation))
+    assert layouts.committed is base
+    assert layouts.get(2) is layouts.proposed
+    assert layouts.get(3) is None, "others are forgotten"

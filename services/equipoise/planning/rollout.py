@@ -292,7 +292,9 @@ def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, C
     )
     if is_committed:
         return noted, ()
-    if not wave.switched_ranks:  # All ranks had staged, if it is true. The others get the whole time to report.
+    if (
+        not wave.switched_ranks
+    ):  # All ranks had staged, if it is true. The others get the whole time to report.
         noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
         reason = f"rank {event.rank} switched at step {event.step}; the other ranks report it next"
         noted = _enter(noted, State.STAGED, now, reason)

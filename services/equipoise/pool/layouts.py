@@ -4,7 +4,7 @@ from equipoise.planning.layout import Layout
 from equipoise.pool.records import PoolMemory
 
 MAX_KNOWN = 8
-"""Layouts kept to read late reports; load counters keep fewer generations than that."""
+"""Newest layouts kept, to read late reports; load counters keep fewer generations than that."""
 
 
 class PoolLayouts:
@@ -21,6 +21,7 @@ class PoolLayouts:
         self.proposed = memory.proposed
         """What an earlier balancer was rolling out when it ended."""
         self._adopting: int | None = None
+        self._of_wave: frozenset[int] = frozenset()
         if memory.committed is not None:
             self.run(memory.committed)
             self.stored_generation = memory.committed.generation
@@ -48,10 +49,15 @@ class PoolLayouts:
             self.stored_generation = None  # The store has another one: this must be adopted.
         self._known[layout.generation] = layout
         self.reserve(layout.generation)
-        current = self.current.generation if self.current is not None else 0
+        in_use = {one.generation for one in (self.current, self.proposed) if one is not None}
+        needed = {*in_use, self.stored_generation, *self._of_wave}
         for generation in sorted(self._known)[:-MAX_KNOWN]:
-            if generation != current:
+            if generation not in needed:
                 del self._known[generation]
+
+    def keep_for_wave(self, *generations: int) -> None:
+        """Keep the layouts that a wave leads from and to, until the next wave."""
+        self._of_wave = frozenset(generations)
 
     def reserve(self, generation: int) -> None:
         """A rank holds something under this generation: it must not be used again."""

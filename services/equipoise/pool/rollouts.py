@@ -197,7 +197,7 @@ class Rollouts:
         """
         assert self.current is None, "one plan at a time"
         if wave is not None:
-            self._tracked = _TrackedWave(wave=wave, began_s=now)
+            self._track(wave, now=now)
         return self._effects(commands)
 
     def begin_epoch(self) -> None:
@@ -294,8 +294,12 @@ class Rollouts:
             policy=self._policy.values,
             now=now,
         )
-        self._tracked = _TrackedWave(wave=wave, began_s=now)
+        self._track(wave, now=now)
         return commands
+
+    def _track(self, wave: Wave, *, now: float) -> None:
+        self._tracked = _TrackedWave(wave=wave, began_s=now)
+        self._layouts.keep_for_wave(wave.base.generation, wave.target.generation)
 
     def _effects(self, commands: Commands) -> Chain:
         """What the store writes and each rank is sent, in order."""
