@@ -11,9 +11,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from equipoise.balancer.spans import PoolSpans
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.layout import Layout
+from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import Persisted, RankLost, RankStaged, RankSwitched
-from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.topology import Topology
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Counters
 from equipoise.pool.layouts import PoolLayouts
@@ -44,13 +45,13 @@ class Harness:
         provider.add_span_processor(SimpleSpanProcessor(self._told))
         self.spans = PoolSpans("blue", tracer=provider.get_tracer("test"))
         layouts = PoolLayouts(PoolMemory(committed=BASE))
-        layouts.begin_epoch(ModelShape(num_layers=1, num_experts=2, num_groups=1, expert_bytes=1))
         topology = Topology(node_of_rank=("node", "node"), slots_per_rank=1)
         policies = PolicyBook(Policy())
         self.rollouts = Rollouts(
             PoolPolicy("blue", policies, recorded=""),
             roster=SimpleNamespace(epoch=1, seated=tuple, topology=lambda: topology),
             layouts=layouts,
+            verification=SimpleNamespace(table=np.zeros((1, 2, CHECKSUM_BYTES), dtype=np.uint8)),
             counters=Counters(Policy()),
         )
 

@@ -210,7 +210,7 @@ def test_a_timeout_warns_that_the_operation_may_complete():
         (OperationSettings, {"address": "h"}, "address must be host:port"),
         (OperationSettings, {"timeout_s": 0}, "timeout_s must be above 0"),
         (PinSettings, {"generation": -1}, "generation must be from 0"),
-        (RebalanceSettings, {"all_pools": True, "pool": "p"}, "all_pools and pool 'p' exclude"),
+        (RebalanceSettings, {"all_pools": True, "pool": "p"}, "'p' cannot be combined"),
         (PreviewSettings, {"set": ("min_gain",)}, "set must be NAME=NUMBER"),
     ],
 )
