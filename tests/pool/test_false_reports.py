@@ -7,6 +7,7 @@ import pytest
 
 from equipoise.planning.rollout import State
 from equipoise.pool.effects import WriteCommitted
+from equipoise.pool.health import Health
 from equipoise.pool.layouts import MAX_KNOWN, PoolLayouts
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.balancer_messages import Abort, Stage
@@ -182,3 +183,42 @@ def test_invented_generations_do_not_evict_what_the_store_has(serving_harness):
     assert layouts.committed is base
     assert layouts.get(2) is layouts.proposed
     assert layouts.get(3) is None, "others are forgotten"
+
+
+def test_a_pool_whose_rank_0_sends_no_table_says_so_until_it_does(harness, skewed):
+    harness.assemble()
+    first = harness.ranks[0]
+    for worker in harness.ranks:
+        harness.say(worker, replace(worker.serving(), expert_checksums=None))
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert diagnosis.reason == (
+        f"rank 0 ({first.hello.worker}) has not sent the checksums of the checkpoint: restart it"
+    )
+    harness.say(first, first.serving())
+    assert harness.pool.diagnosis().health is Health.SERVING
+    harness.run_traffic(skewed(1), seconds=WINDOW_S)
+    assert harness.sent_to("worker-0", Stage)
+
+
+def test_an_emptied_store_and_one_rank_of_another_generation_are_named_until_they_agree(
+    make_harness, serving_harness
+):
+    harness = make_harness()
+    harness.workers, harness.now = serving_harness.workers, serving_harness.now
+    liar = serving_harness.ranks[3]
+    truth = liar.layout
+    liar.run(truth.with_placement(truth.expert_of_slot, generation=truth.generation + 1))
+    for worker in serving_harness.ranks:
+        harness.hello(worker.reconnecting())
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert diagnosis.reason == (
+        "ranks run different generations (rank 0 1, rank 1 1, rank 2 1, rank 3 2): "
+        "the pool needs a new epoch"
+    )
+    liar.run(truth)
+    harness.say(liar, liar.heartbeat())
+    harness.tick(1.0)
+    assert harness.pool.diagnosis().health is Health.SERVING
+    assert harness.pool.agreement.is_settled

@@ -66,13 +66,14 @@ def reconcile(
             reason=f"all ranks run generation {generation}, which the store does not have "
             f"(it has {committed.generation}): taken from the ranks",
         )
+    reason = contradiction(generations_of_ranks)
+    return Reconciliation(generation=None, wave=None, commands=(), reason=reason)
+
+
+def contradiction(generations_of_ranks: Mapping[int, int]) -> str:
+    """Return what is wrong with ranks that run different generations."""
     listed = ", ".join(f"rank {rank} {gen}" for rank, gen in sorted(generations_of_ranks.items()))
-    return Reconciliation(
-        generation=None,
-        wave=None,
-        commands=(),
-        reason=f"ranks run different generations ({listed}): the pool needs a new epoch",
-    )
+    return f"ranks run different generations ({listed}): the pool needs a new epoch"
 
 
 def _resumed(committed: Layout, proposed: Layout, *, policy: Policy, now: float) -> Wave:

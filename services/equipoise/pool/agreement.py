@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from equipoise.planning.layout import Layout, digest_text
-from equipoise.planning.reconcile import reconcile
+from equipoise.planning.reconcile import contradiction, reconcile
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Log, WriteAdopted, WriteMembership
@@ -145,6 +145,7 @@ class Agreement:
         """
         if not self._roster.complete or self._rollouts.current is not None:
             return ()
+        self._note_table()
         effects = self._reconcile(now=now) if self.must_reconcile else ()
         running = {member.generation for member in self._roster.seated()}
         if len(running) != 1 or self.must_reconcile or self._rollouts.current is not None:
@@ -155,6 +156,15 @@ class Agreement:
         if self._windows.loads is None:
             self._open_loads(layout, now=now)
         return (*effects, *self._adopt(layout))
+
+    def _note_table(self) -> None:
+        """Without rank 0's table no rank can be verified, so nothing is planned."""
+        self._faults.pop(_NO_TABLE, None)
+        if self._verification.table is None:
+            name = self._roster.member_at(0).name
+            self._faults[_NO_TABLE] = (
+                f"rank 0 ({name}) has not sent the checksums of the checkpoint: restart it"
+            )
 
     def _open_loads(self, layout: Layout, *, now: float) -> None:
         shape = self._roster.shape
@@ -181,19 +191,20 @@ class Agreement:
     def _reconcile(self, *, now: float) -> Chain:
         """Reconcile with ranks that served without a balancer; a wave may be staged or switched."""
         members = self._roster.seated()
+        generations = dict(enumerate(member.generation for member in members))
         committed, proposed = map(self._as_run, (self._layouts.current, self._layouts.proposed))
         if committed is None or not self._fits(committed):
             # The store has no record of these ranks; what they agree on is adopted as it is.
-            self.must_reconcile = len({member.generation for member in members}) != 1
+            self.must_reconcile = len(set(generations.values())) != 1
             if self.must_reconcile:
+                self._faults[_CONTRADICTION] = contradiction(generations)
                 return ()
+            self._faults.pop(_CONTRADICTION, None)
             return (WriteMembership(members=self._roster.epoch_members()),)
         if self._verification.table is None:
-            self._faults[_NO_TABLE] = "rank 0 has not sent the checksums of the checkpoint"
             return ()
-        self._faults.pop(_NO_TABLE, None)
         result = reconcile(
-            generations_of_ranks=dict(enumerate(member.generation for member in members)),
+            generations_of_ranks=generations,
             staged_of_ranks=dict(enumerate(member.staged_generation for member in members)),
             proposed=proposed,
             committed=committed,
