@@ -81,3 +81,20 @@ async def test_requests_beside_one_that_kills_ranks_are_all_served(run_gateway, 
     # A death that overtakes the rank's acceptance does not count.
     assert 3 <= sum(rank.num_deaths for rank in fleet.ranks) < 9
     await fleet.until_idle()
+
+
+async def test_a_request_under_which_ranks_die_after_a_token_is_rejected_at_the_last_attempt(
+    gateway, fleet
+):
+    fleet.fail(*[Fault(after=1, code=UNAVAILABLE)] * 20)
+    async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
+        *_, last = await all_events(response)
+    assert '"code":"poison_request"' in last
+    assert "4 ranks failed while running it" in last
+
+
+async def test_exhausted_attempts_that_are_not_the_requests_fault_stay_retryable(gateway, fleet):
+    fleet.fail(*[Fault(after=1, code=UNAVAILABLE, blame=Blame.NONE)] * 20)
+    async with gateway.stream(prompt=list(PROMPT), max_tokens=MAX_TOKENS) as response:
+        *_, last = await all_events(response)
+    assert '"code":"attempts_exhausted"' in last

@@ -164,7 +164,7 @@ async def test_a_request_fails_after_the_last_attempt(run_gateway, fleet):
     ):
         *parts, last = await all_events(response)
     error = json.loads(last)["error"]
-    assert error["code"] == "attempts_exhausted"
+    assert error["code"] == "poison_request"
     assert "UNAVAILABLE: as the script says" in error["message"]
     # What came before the end is right, and there is no word of an end that was none.
     assert tokens_of([*parts, "[DONE]"]) == EXPECTED[:6]

@@ -22,7 +22,7 @@ from equipoise.gateway.errors import (
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_table import RankTable, Reservation
 from equipoise.gateway.settings import GatewaySettings
-from equipoise.gateway.suspicion import Suspicion
+from equipoise.gateway.suspicion import MAX_BREAKS, Suspicion
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest
@@ -98,6 +98,7 @@ class Relay:
                     progress.avoid.add(reservation.rank.address)
                     # A rank that blames the request accepted it, even if the end came first.
                     if reservation.was_accepted or lost.blame is Blame.REQUEST:
+                        progress.num_blamed += lost.blame is not Blame.NONE
                         progress.suspicion.note_break(lost.blame)
                         self._note_break(progress, reservation, request, reason=str(lost))
                 except InvalidRequestError as rejection:
@@ -149,13 +150,17 @@ class Relay:
         self._tally.replays += 1
         progress.without_rank_since_s = self._ranks.now()
         progress.failures.append(f"{reservation.rank.name}: {reason}")
-        if verdict := progress.suspicion.verdict:
+        is_last = len(progress.failures) >= self._settings.max_attempts
+        verdict = progress.suspicion.verdict
+        if is_last and not verdict and progress.num_blamed >= MAX_BREAKS:
+            verdict = f"{progress.num_blamed} ranks failed while running it"
+        if verdict:
             self._tally.poison += 1
             raise PoisonRequestError(
                 f"the request is rejected because {verdict} ({'; '.join(progress.failures)}): "
                 f"change the request before retrying"
             )
-        if len(progress.failures) >= self._settings.max_attempts:
+        if is_last:
             raise AttemptsExhaustedError(
                 f"{len(progress.failures)} attempts failed: {'; '.join(progress.failures)}"
             )
@@ -199,6 +204,9 @@ class _RequestProgress:
 
     avoid: set[str] = field(default_factory=set)
     """Addresses of the ranks that failed."""
+
+    num_blamed: int = 0
+    """Failures that it may have caused, whether or not tokens came between them."""
 
     suspicion: Suspicion = field(default_factory=Suspicion)
 
