@@ -256,6 +256,8 @@ async def test_ranks_of_a_high_term_are_led_in_the_first_one_after_everything_wa
             generation = ranks[0].worker.staged.layout.generation
             switch(ranks, step=90)
             await second.until_committed(generation)
+            with pytest.raises(StoreError, match="Connection closed"):
+                await store.highest_term()  # Its connection ended with the former server.
             with pytest.raises(StoreError, match="emptied"):
                 await store.highest_term()
             assert await store.highest_term() == 1
