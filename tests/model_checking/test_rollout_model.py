@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 
 from equipoise.planning import reconcile as reconciling
-from equipoise.planning.rollout import TABLE, RankSwitched, State, Wave
+from equipoise.planning.rollout import (
+    TABLE,
+    DeadlineCheck,
+    PersistCommitted,
+    RankStaged,
+    RankSwitched,
+    State,
+    Wave,
+)
+from tests.model_checking import rollout_balancer as balancer
 from tests.model_checking import rollout_model as model
+from tests.model_checking import rollout_world as world
 from tests.model_checking.explorer import MAX_STATES, ViolationError, explore
 
 
@@ -14,7 +24,7 @@ from tests.model_checking.explorer import MAX_STATES, ViolationError, explore
 def nothing_remembered():
     """A planted fault changes what the model has cached."""
     yield
-    for cached in (model._header, model._layout, model._wave):
+    for cached in (model._header, world.layout_of, world.wave_of):
         cached.cache_clear()
 
 
@@ -52,18 +62,19 @@ def agree_on_the_highest(monkeypatch):
 def ignore_a_late_switch(monkeypatch):
     """Let an abort stand although the ranks had switched before it arrived."""
     monkeypatch.setitem(TABLE, (State.ABORTED, RankSwitched), lambda wave, *_: (wave, ()))
-    monkeypatch.setattr(model, "_settled", lambda world: world)
+    for module in (balancer, model):
+        monkeypatch.setattr(module, "settled", lambda state: state)
 
 
 def commit_at_once(monkeypatch):
     """Commit as soon as one rank has staged."""
-    note_staged = TABLE[State.STAGING, model.RankStaged]
+    note_staged = TABLE[State.STAGING, RankStaged]
 
     def noted(wave, event, now):
         after, commands = note_staged(wave, event, now)
-        return after, (*commands, model.PersistCommitted(layout=wave.target))
+        return after, (*commands, PersistCommitted(layout=wave.target))
 
-    monkeypatch.setitem(TABLE, (State.STAGING, model.RankStaged), noted)
+    monkeypatch.setitem(TABLE, (State.STAGING, RankStaged), noted)
 
 
 def reuse_a_generation(monkeypatch):
@@ -85,7 +96,7 @@ def resume_what_one_rank_staged(monkeypatch):
         )
 
     monkeypatch.setattr(reconciling, "_before_a_switch", resumed)
-    monkeypatch.setitem(TABLE, (State.STAGED, model.DeadlineCheck), lambda wave, *_: (wave, ()))
+    monkeypatch.setitem(TABLE, (State.STAGED, DeadlineCheck), lambda wave, *_: (wave, ()))
 
 
 @pytest.mark.parametrize(
