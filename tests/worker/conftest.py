@@ -206,11 +206,23 @@ class Link:
     def of(self, kind):
         return [message for message in self.heard if isinstance(message, kind)]
 
+    def heartbeats(self):
+        """Every heartbeat, whether it was sent alone or in a report."""
+        reports_too = [getattr(message, "heartbeat", message) for message in self.heard]
+        return [beat for beat in reports_too if isinstance(beat, Heartbeat)]
+
     async def until(self, kind, where=lambda _: True):
         """The first message of a kind that meets a condition; waits for it."""
+        return await self._first(lambda: self.of(kind), where)
+
+    async def until_heartbeat(self, where=lambda _: True):
+        """The first heartbeat that meets a condition; waits for it."""
+        return await self._first(self.heartbeats, where)
+
+    async def _first(self, received, where):
         async with asyncio.timeout(BOUND_S), self.changed:
             while True:
-                for message in self.of(kind):
+                for message in received():
                     if where(message):
                         return message
                 await self.changed.wait()

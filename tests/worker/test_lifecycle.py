@@ -14,7 +14,6 @@ from equipoise.planning.counters import Phase
 from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.messages import (
     GroupLost,
-    Heartbeat,
     LayoutRejected,
     Leaving,
     Report,
@@ -103,7 +102,7 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
             assert serving.checksums[layer, slot].tobytes() == checksum(payload)
         assert await generate(rig.worker.address, 20) == solo(PROMPT, 20)
         assert await health_of(hello.address) == health_pb2.HealthCheckResponse.SERVING
-        assert (await link.until(Heartbeat, lambda beat: beat.epoch == 1)).generation == 5
+        assert (await link.until_heartbeat(lambda beat: beat.epoch == 1)).generation == 5
 
 
 async def test_loads_are_reported_for_this_generation_and_a_last_time_for_the_previous_one(
@@ -285,7 +284,7 @@ async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
             tokens = list((await call.read()).tokens)
             rig.stop.set()
             # The balancer is notified while the requests continue.
-            await link.until(Heartbeat, lambda beat: beat.draining)
+            await link.until_heartbeat(lambda beat: beat.draining)
             with pytest.raises(grpc.aio.AioRpcError, match="w-7 is shutting down"):
                 await generate(rig.worker.address, 5)
             while (response := await call.read()) is not grpc.aio.EOF:
@@ -349,7 +348,7 @@ async def test_a_shutdown_while_waiting_for_a_balancer_or_other_ranks_is_quick(
         link = await balancer.link()
         layout = random_layout(1, num_ranks=2, slots_per_rank=6)
         link.say(join_epoch([link.hello, link.hello], layout))
-        await link.until(Heartbeat)
+        await link.until_heartbeat()
         rig.stop.set()
         await asyncio.wait_for(rig.task, 30)
     assert isinstance(link.heard[-1], Leaving)
