@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz simulate bench-gpu chaos tune protos chart model-check
+.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -111,6 +111,9 @@ model-check: $(STAMP)  ## Explore the models of leases, epochs and rollouts furt
 
 chaos: $(STAMP) redis  ## Inject seeded faults into a real fleet and check the invariants (ARGS="--runs 200")
 	$(BIN)/python -m tests.support.chaos $(ARGS)
+
+soak: $(STAMP) redis  ## Run a real fleet under faults for an hour and check that nothing grows (ARGS="--hours 8")
+	PYTHONPATH=. $(BIN)/python -m tests.support.chaos.soak $(ARGS)
 
 bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
 	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.fp8.bench $(ARGS); status=$$?; \
