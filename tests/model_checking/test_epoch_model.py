@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from equipoise.pool.health import Health
+from equipoise.pool.hello_checks import UsedNumbers
 from equipoise.pool.records import EpochMembers, PoolMemory
 from equipoise.worker.epoch_state import EpochState
 from tests.model_checking.explorer import MAX_DEPTH
@@ -18,6 +19,8 @@ from tests.support.pool_harness import PoolHarness
 
 NUM_WORKERS = 3
 RECOVERY_S = 45
+START_S = 1.8e9
+LIAR = "worker-0"
 
 
 def actions(fleet):
@@ -33,6 +36,22 @@ def actions(fleet):
         elif worker.alive:
             yield f"{name}'s stream breaks", lambda one, name=name: one.cut(name)
         yield f"{name} restarts", lambda one, name=name: one.restart(name)
+    yield f"{LIAR} restarts and lies about its numbers", lie
+
+
+def lie(fleet):
+    """The liar reports the highest numbers that are believed; ranks form in the next epoch."""
+    liar, now, pool = fleet.workers[LIAR], fleet.harness.now, fleet.harness.pool
+    known = min(pool.roster.highest_epoch, pool.layouts.next_generation - 1)
+    for claim in sorted({2**52, int(now * 1000), known + 2**32}, reverse=True):
+        fleet.kill(LIAR)
+        liar.restart()
+        liar.claim, liar.alive = claim, True
+        fleet.connect(LIAR)
+        if LIAR not in fleet.rejected:
+            break
+    liar.claim = 0
+    fleet.live(seconds=8)
 
 
 def succeed(fleet, *, forgotten):
@@ -68,11 +87,34 @@ def sequences(fleet, *, depth, story=()):
         yield from sequences(there, depth=depth, story=(*story, label))
 
 
-def first_fault(*, depth):
-    """The first sequence after which the pool does not serve, and how many there were."""
+def harness_of_today(**changes):
+    harness = PoolHarness(**changes)
+    harness.now = START_S
+    return harness
+
+
+class Worker(JoiningWorker):
+    """A worker that may lie about its numbers."""
+
+    claim = 0
+
+    def greeting(self):
+        hello = super().greeting()
+        if not self.claim:
+            return hello
+        return replace(hello, highest_epoch=self.claim, highest_generation=self.claim)
+
+
+def first_fault(*, depth, first=()):
+    """The first sequence after which the pool does not serve, and how many there were.
+
+    Each begins with the actions `first`.
+    """
     names = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
     before = PoolMemory(members=EpochMembers(epoch=56, workers=names))
-    fleet = Fleet(PoolHarness, memory=before, num_ranks=NUM_WORKERS)
+    fleet = Fleet(harness_of_today, memory=before, num_ranks=NUM_WORKERS, kind=Worker)
+    for act in first:
+        act(fleet)
     num_seen = 0
     for story, after in sequences(fleet, depth=depth):
         num_seen += 1
@@ -95,8 +137,27 @@ def ignore_in_silence(monkeypatch):
     monkeypatch.setattr(JoiningWorker, "greeting", silent)
 
 
-@pytest.mark.parametrize("plant", [ignore_in_silence])
-def test_a_planted_fault_of_epochs_is_found(plant, monkeypatch):
+def believe_relative_numbers(monkeypatch):
+    """A worker is believed if it is at most 2^32 ahead of this balancer."""
+
+    def fault(used, *, known, now):
+        for what in ("epoch", "generation"):
+            if getattr(used, what) > min(getattr(known, what) + 2**32, 2**52):
+                return what, "too far ahead"
+        return None
+
+    monkeypatch.setattr(UsedNumbers, "fault", fault)
+
+
+@pytest.mark.parametrize(
+    ("plant", "first"), [(ignore_in_silence, ()), (believe_relative_numbers, (lie, lie))]
+)
+def test_a_planted_fault_of_epochs_is_found(plant, first, monkeypatch):
     plant(monkeypatch)
-    wrong, num_seen = first_fault(depth=3)
+    wrong, num_seen = first_fault(depth=3 - len(first), first=first)
     assert wrong, f"not found in {num_seen} sequences"
+
+
+def test_a_pool_serves_after_lies_and_every_sequence_of_faults():
+    wrong, _ = first_fault(depth=MAX_DEPTH - 1, first=(lie, lie, lie))
+    assert not wrong

@@ -77,16 +77,20 @@ class Fleet:
 
     PATIENCE_S = 10.0
 
-    def __init__(self, make_harness, *, memory=None, **changes) -> None:
+    def __init__(
+        self, make_harness, *, memory=None, slots_per_rank=12, kind=JoiningWorker, **changes
+    ) -> None:
         self._make_harness = make_harness
         self._changes = changes
         self.workers = {}
         self.waiting_since = {}
         self.rejected = set()
+        self.rejections = []
+        """(worker, kind) of every Hello that was rejected."""
         self.harness = self._balancer(memory)
         for name, one in self.harness.workers.items():
-            hello = replace(one.hello, slots_per_rank=12)
-            self.workers[name] = JoiningWorker(hello)
+            hello = replace(one.hello, slots_per_rank=slots_per_rank)
+            self.workers[name] = kind(hello)
         self.harness.workers = self.workers
         self.harness.disconnected |= set(self.workers)
         self.connect()
@@ -116,7 +120,8 @@ class Fleet:
         self.rejected.discard(name)
         try:
             self.harness.hello(worker.greeting())
-        except RejectedWorkerError:
+        except RejectedWorkerError as error:
+            self.rejections.append((name, error.kind))
             self.harness.disconnected.add(name)
             self.rejected.add(name)
 

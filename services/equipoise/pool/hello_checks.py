@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from equipoise.planning.layout import Layout
 from equipoise.wire.messages import Hello
 
-MAX_LEAP = 2**32
-"""How many epochs, or generations, a worker may be ahead of this balancer. A balancer that lost its
-store meets such workers, but a wrong number could never be taken back."""
+MAX_PER_S = 1000
+"""No pool opens that many epochs, or begins that many waves, in a second, so its numbers stay below
+this times the seconds since 1970. A higher one is false, and could never be taken back."""
 
-MAX_REPORTED = 2**52
-"""Highest epoch or generation that is taken over from a worker: half of the valid numbers remain
-for those that follow."""
+MIN_BOUND = 2**32
+"""Numbers up to this are plausible at any time: the balancer's clock may not be set yet."""
 
+LARGE_LEAP = 2**20
+"""A worker that is further ahead of this balancer than that is named in the log."""
 
 NAME_TAKEN = "hello_name_taken"
 """Kind of a rejection that ends by itself, when the other process's stream ends."""
@@ -50,15 +51,29 @@ class UsedNumbers:
             generations.append(lost.generation)
         return cls(epoch=max(epochs), generation=max(generations))
 
-    def leap(self, *, highest_epoch: int, next_generation: int) -> tuple[str, int, int] | None:
-        """Return which number would use up too many, as (name, reported, known), or None."""
-        for what, reported, known in (
-            ("epoch", self.epoch, highest_epoch),
-            ("generation", self.generation, next_generation),
-        ):
-            if reported > max(known, min(known + MAX_LEAP, MAX_REPORTED)):
-                return what, reported, known
+    def leap(self, *, known: "UsedNumbers") -> str:
+        """Describe how far these are above those that the balancer knows; empty if not far."""
+        for what, reported, ours in self._beside(known):
+            if reported > ours + LARGE_LEAP:
+                return f"{what} {reported}, far above {ours}, the highest of its pool"
+        return ""
+
+    def fault(self, *, known: "UsedNumbers", now: float) -> tuple[str, str] | None:
+        """Return which number no pool can have reached, as (name, description), or None."""
+        highest = max(MIN_BOUND, int(now * MAX_PER_S))
+        for what, reported, ours in self._beside(known):
+            if reported > max(ours, highest):
+                return what, (
+                    f"{what} {reported}, but its pool is at {ours}, and no pool can have reached "
+                    f"more than {highest}"
+                )
         return None
+
+    def _beside(self, known: "UsedNumbers") -> tuple[tuple[str, int, int], ...]:
+        return (
+            ("epoch", self.epoch, known.epoch),
+            ("generation", self.generation, known.generation),
+        )
 
 
 def check_name(hello: Hello, live: Hello | None, *, is_certified: bool) -> None:

@@ -113,12 +113,12 @@ class Membership:
             RejectedWorkerError: it cannot be in this pool; nothing changed.
         """
         used = UsedNumbers.in_hello(hello)
-        self._check(hello, used)
+        self._check(hello, used, now=now)
         epoch = self._roster.epoch
         before = self._roster.members.get(hello.worker)
         member = self._roster.admit(hello, now=now)
-        self._reserve(used)
-        effects: list[Effect] = list(self._quarantine.note_hello(hello))
+        effects: list[Effect] = [*self._reserve(hello.worker, used)]
+        effects += self._quarantine.note_hello(hello)
         self._unheard -= {hello.worker}
         self._attendance.look_again()
         if before is not None and before.rank is not None and member.rank is None:
@@ -155,11 +155,12 @@ class Membership:
             InvalidMessageError: that epoch is out of reach.
         """
         assert member.rank is not None, "only a rank rejects an epoch"
-        self._count(member, UsedNumbers(epoch=rejected.highest_epoch), kind="rejected")
+        used = UsedNumbers(epoch=rejected.highest_epoch)
+        warning = self._count(member, used, kind="rejected", now=now)
         member.reject_epoch(rejected.highest_epoch)
         reason = f"it has already taken up epoch {rejected.highest_epoch}"
         effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
-        return (*effects, *self._open_if_due(now=now))
+        return (*warning, *effects, *self._open_if_due(now=now))
 
     def lose_group(self, member: Member, lost: GroupLost, *, now: float) -> Chain:
         """A rank can no longer step with the others; the rollout in progress ends.
@@ -168,9 +169,9 @@ class Membership:
             InvalidMessageError: its numbers are out of reach.
         """
         used = UsedNumbers(epoch=lost.epoch, generation=lost.generation)
-        self._count(member, used, kind="group_lost")
+        warning = self._count(member, used, kind="group_lost", now=now)
         if lost.epoch < self._roster.epoch and member.rank is not None:
-            return ()  # It has a rank in a later epoch, which it will be sent.
+            return warning  # It has a rank in a later epoch, which it will be sent.
         opened_s = self._epochs[0].opened_s if self._epochs else now
         is_first = all(one.lost_reason is None for one in self._roster.seated())
         policy, waited_s = self._policy.values, now - opened_s
@@ -183,7 +184,7 @@ class Membership:
         if member.rank is not None:
             reason = f"its group ended: {lost.reason}"
             effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
-        return (*effects, *self._open_if_due(now=now))
+        return (*warning, *effects, *self._open_if_due(now=now))
 
     # The clock and the store --------------------------------------------------------------------
 
@@ -230,11 +231,13 @@ class Membership:
 
     # Epochs -------------------------------------------------------------------------------------
 
-    def _check(self, hello: Hello, used: UsedNumbers) -> None:
-        leap = self._leap(hello.worker, used)
-        if leap is not None:
-            what, reason = leap
-            raise RejectedWorkerError(f"hello_{what}_leap", reason)
+    def _check(self, hello: Hello, used: UsedNumbers, *, now: float) -> None:
+        fault = used.fault(known=self._used, now=now)
+        if fault is not None:
+            what, finding = fault
+            raise RejectedWorkerError(
+                f"hello_{what}_leap", f"worker {hello.worker} reports {finding}: restart it"
+            )
         others_run = any(
             member.connected and member.serving and member.name != hello.worker
             for member in self._roster.seated()
@@ -243,38 +246,35 @@ class Membership:
             ours = self._layouts.get(hello.running.layout.generation)
             check_running_layout(hello, ours)
 
-    def _count(self, member: Member, used: UsedNumbers, *, kind: str) -> None:
+    def _count(self, member: Member, used: UsedNumbers, *, kind: str, now: float) -> Chain:
         """Take over the numbers that a connected worker reports.
 
         Raises:
-            InvalidMessageError: they are out of reach.
+            InvalidMessageError: no pool can have reached them.
         """
-        leap = self._leap(member.name, used)
-        if leap is not None:
-            what, reason = leap
-            raise InvalidMessageError(f"{kind}_{what}_leap", reason)
-        self._reserve(used)
+        fault = used.fault(known=self._used, now=now)
+        if fault is not None:
+            what, finding = fault
+            raise InvalidMessageError(
+                f"{kind}_{what}_leap", f"worker {member.name} reports {finding}: restart it"
+            )
+        return self._reserve(member.name, used)
 
-    def _leap(self, worker: str, used: UsedNumbers) -> tuple[str, str] | None:
-        """Which number of a worker is out of reach, and the reason to reject it; None if none is.
-
-        Numbers are never taken back, so a wrong one must not use them up.
-        """
-        leap = used.leap(
-            highest_epoch=self._roster.highest_epoch, next_generation=self._layouts.next_generation
-        )
-        if leap is None:
-            return None
-        what, reported, known = leap
-        reason = (
-            f"worker {worker} reports {what} {reported}, but its pool is at {known}: restart it"
-        )
-        return what, reason
-
-    def _reserve(self, used: UsedNumbers) -> None:
+    def _reserve(self, worker: str, used: UsedNumbers) -> Chain:
         """Use higher numbers from here on, whatever the store forgot."""
+        leap = used.leap(known=self._used)
         self._roster.reserve_epoch(used.epoch)
         self._layouts.reserve(used.generation)
+        if not leap:
+            return ()
+        text = f"worker {worker} reports {leap}: later ones are above it"
+        return (Log(text=text, is_warning=True, worker=worker),)
+
+    @property
+    def _used(self) -> UsedNumbers:
+        """The highest numbers that this balancer knows of."""
+        generation = self._layouts.next_generation - 1
+        return UsedNumbers(epoch=self._roster.highest_epoch, generation=generation)
 
     def _open_after(self, hello: Hello, *, now: float) -> Chain:
         """Open an epoch if it is due now that a worker said Hello.
