@@ -1,5 +1,5 @@
 # Two images: `docker build --target control-plane .` (balancer, gateway, command line; no torch) and
-# `docker build --target worker .` (the ranks). A container runs any `equipoise` command.
+# `docker build --target worker .` (the ranks). A container runs any `equipoise` command. `make images` builds both.
 
 FROM python:3.11-slim-bookworm AS built
 COPY pyproject.toml constraints.txt README.md LICENSE /src/
@@ -12,7 +12,12 @@ RUN python -m venv /opt/venv \
  && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[kubernetes,tracing]'
 
 FROM built AS built-worker
-RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,kernels]'
+# PyPI's torch brings gigabytes of CUDA packages; --build-arg TORCH=cpu takes PyTorch's CPU build, or fails.
+ARG TORCH=
+RUN if [ "$TORCH" = cpu ]; then \
+      set -- --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== constraints.txt)+cpu"; \
+    fi \
+ && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,kernels]' "$@"
 
 FROM python:3.11-slim-bookworm AS control-plane
 # Machine code for any x86-64 of the last ten years; another CPU compiles at its first start.
@@ -24,7 +29,13 @@ USER 10001:10001
 ENTRYPOINT ["equipoise"]
 
 FROM python:3.11-slim-bookworm AS worker
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+# Triton compiles a launcher for every kernel with the C compiler when the kernel is first used, and
+# caches it where the root file system may be written; user 10001 has no home.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/triton
 COPY --from=built-worker /opt/venv /opt/venv
 USER 10001:10001
 ENTRYPOINT ["equipoise"]

@@ -13,6 +13,8 @@ from torch import Tensor
 
 AUTO = "auto"
 
+_CPU_BUILD = ", because this PyTorch is a build without CUDA: install PyPI's"
+
 Arrive = Callable[..., None]
 """Makes the device's computation wait for copies, and keeps the given tensors' memory until it has;
 the host does not wait."""
@@ -46,8 +48,8 @@ def choose_device(wanted: str, *, environment: Mapping[str, str] = os.environ) -
             raise DeviceError(f"LOCAL_RANK is {number!r}: set it to a number, or name the device")
     if int(number) >= count:
         raise DeviceError(
-            f"there is no device cuda:{number}: this process sees {count} CUDA device(s); choose "
-            "another one, or cpu"
+            f"there is no device cuda:{number}: this process sees {count} CUDA device(s)"
+            f"{_CPU_BUILD if torch.version.cuda is None else ''}; choose another one, or cpu"
         )
     return torch.device("cuda", int(number))
 

@@ -38,8 +38,9 @@ AUTO, BF16, FP8 = "auto", "bf16", "fp8"
 
 _TORCH = "torch"
 
-# The operation that decides `auto`: if its backend is the torch twin, FP8 is slower than BF16.
+# The operation without whose kernel FP8 counts as missing: its torch twin is far too slow.
 _CORE = "grouped_gemm"
+_TRITON = "triton"
 _ATTENTION = "mla_decode"
 
 
@@ -72,9 +73,9 @@ class Operations:
     ) -> Self:
         """Resolve `auto`, `bf16` or `fp8` for a checkpoint's config as stored.
 
-        `auto` is FP8 if the checkpoint is, on a GPU with kernels, unless batch-invariant mode is
-        on: only the plain plane has it. `latents` is `bf16` (the model's compute dtype) or `fp8`.
-        With `block_tokens` 0, the best attention backend decides.
+        `auto` is FP8 on a GPU if the checkpoint is, and never falls back to float32 there; on a
+        CPU it is bf16. `latents` is `bf16` (the model's compute dtype) or `fp8`. With
+        `block_tokens` 0, the best attention backend decides.
 
         Raises:
             OperationsError: a choice does not exist or is not available here.
@@ -266,19 +267,44 @@ def _weights(
     """The FP8 that weights are stored in, or None; starts the kernels if there are any."""
     if wanted not in (AUTO, BF16, FP8):
         raise OperationsError(f"{wanted!r} is not one of auto, bf16 and fp8")
+    is_stored = config.quantization_config is not None and device.type == "cuda"
+    if wanted == BF16 or (wanted == AUTO and not is_stored):
+        return None
     reason = obstacle(config)
     if batch_invariant:
         reason = "batch-invariant mode is only available with bf16: turn it off, or choose bf16"
-    if wanted == FP8 and reason:
+    if reason is None and not _always_twins(device):
+        reason = _missing_kernels(device)
+    if reason is None:
+        return config.quantization_config or Fp8Config()
+    if wanted == FP8:
         raise OperationsError(f"FP8 is not available: {reason}")
+    raise OperationsError(
+        f"the checkpoint is in FP8, which is not available: {reason}; weights bf16 would compute "
+        "it in float32, with four times the memory"
+    )
+
+
+def _missing_kernels(device: torch.device) -> str | None:
+    """Start the kernels; return why only their torch twins could compute here, or None.
+
+    Twins that EQUIPOISE_KERNELS names are no obstacle.
+
+    Raises:
+        OperationsError: the setting of the kernels cannot be carried out.
+    """
     try:
-        if wanted == FP8 or (wanted == AUTO and not reason and _pays(config, device)):
-            if not _always_twins(device):
-                _start_kernels()
-            return config.quantization_config or Fp8Config()
+        if not selection.is_started():
+            start_process()
     except KernelsUnavailableError as error:
         raise OperationsError(str(error)) from error
-    return None
+    reason = selection.current().obstacles.get(f"{_CORE}={_TRITON}")
+    if reason is None or selection.backend(_CORE, device) != selection.REFERENCE:
+        return None
+    return (
+        f"{_CORE} has no kernel that runs on {device}, because {reason}; "
+        f"{selection.VARIABLE}={selection.REFERENCE} computes with torch, slowly"
+    )
 
 
 def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -> int:
@@ -300,19 +326,6 @@ def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -
     reasons = {f"{_ATTENTION}={name}": reason(name, block_tokens) for name in possible}
     selection.exclude({what: why for what, why in reasons.items() if why})
     return block_tokens
-
-
-def _start_kernels() -> None:
-    if not selection.is_started():
-        start_process()
-
-
-def _pays(config: ModelConfig, device: torch.device) -> bool:
-    """Whether weights are stored in FP8 and the device's kernels are not the torch twins."""
-    if config.quantization_config is None or device.type != "cuda":
-        return False
-    _start_kernels()
-    return selection.backend(_CORE, device) != selection.REFERENCE
 
 
 def _always_twins(device: torch.device) -> bool:

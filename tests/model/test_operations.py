@@ -43,6 +43,43 @@ def test_what_computes_is_chosen_by_name_or_by_what_pays():
     assert obstacle(odd) == "kv_lora_rank is 96, not a power of two of at least 16"
 
 
+GPU = torch.device("cuda", 0)
+NO_COMPILER = "its self-test failed with RuntimeError: Failed to find C compiler"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "fp8"])
+def test_fp8_on_a_gpu_is_computed_in_fp8_or_not_at_all(wanted, monkeypatch):
+    stored = dataclasses.replace(NARROW, quantization_config=Fp8Config())
+
+    def choose(config=stored, *, batch_invariant=False, wanted=wanted):
+        return Operations.choose(wanted, config=config, device=GPU, batch_invariant=batch_invariant)
+
+    def use(setting="auto", *, failing=()):
+        chosen = selection.resolve(
+            setting, lambda _, name: NO_COMPILER if name in failing else None
+        )
+        use_backends(monkeypatch, chosen)
+
+    use(failing=("flash_mla",))
+    assert choose().fp8 == Fp8Config()
+    with pytest.raises(OperationsError, match="with bf16: turn it off, or choose bf16"):
+        choose(batch_invariant=True)
+    narrow = dataclasses.replace(stored, moe_intermediate_size=48)
+    with pytest.raises(OperationsError, match="moe_intermediate_size is 48, not a multiple of 128"):
+        choose(narrow)
+    use(failing=("triton", "flash_mla"))
+    with pytest.raises(
+        OperationsError, match="not available: grouped_gemm has no kernel"
+    ) as missed:
+        choose()
+    assert "runs on cuda:0, because its self-test failed" in str(missed.value)
+    assert "Failed to find C compiler; EQUIPOISE_KERNELS=reference computes" in str(missed.value)
+    # Float32, or slow torch, only for those who name it.
+    assert choose(wanted="bf16").fp8 is None
+    use("reference")
+    assert choose().fp8 == Fp8Config()
+
+
 def test_ranks_agree_on_backends_or_report_why_not(monkeypatch):
     def without(*absent):
         absent = ("flash_mla", *absent)

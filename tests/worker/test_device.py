@@ -3,6 +3,9 @@
 It is as strict as a GPU about everything that these programs do.
 """
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -179,6 +182,22 @@ def test_a_worker_without_fp8_support_reports_the_reason(settings):
         ModelCore.load(settings(weights="fp8"))
     with pytest.raises(WorkerError, match="FP8 is not available: hidden_size is 64,"):
         ModelCore.load(settings(weights="fp8", batch_invariant=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_a_worker_that_is_to_use_a_gpu_exits_without_one():
+    done = subprocess.run(
+        [sys.executable, "-m", "equipoise.cli.main", "worker", "--device=cuda", "--weights=fp8"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "device: there is no device cuda:0: this process sees 0 CUDA device(s)" in done.stderr
+    is_cpu_build = torch.version.cuda is None
+    assert is_cpu_build == ("this PyTorch is a build without CUDA: install" in done.stderr)
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])

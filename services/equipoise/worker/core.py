@@ -1,5 +1,6 @@
 """`ModelCore`: the model and its checkpoint, with everything that does not depend on a rank."""
 
+import logging
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,6 +28,8 @@ from equipoise_model.serving_model import ServingModel
 
 ROW_BLOCK = 16
 """Rows of every matrix product in batch-invariant mode."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,6 +167,12 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
             )
         if operations.fp8 == stored.config.quantization_config:
             return stored, operations
+        if operations.fp8 is None:
+            _log.warning(
+                "the checkpoint is in FP8, and %s computes it in float32, with four times the "
+                "memory: FP8 needs a Hopper GPU",
+                device,
+            )
         return Checkpoint.open(settings.checkpoint, quantize_as=operations.fp8), operations
     except OperationsError as error:
         raise WorkerError(f"weights: {error}") from error
