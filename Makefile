@@ -69,6 +69,9 @@ helm:  ## Fetch helm for the chart's lint and tests, where this machine allows i
 demo: $(STAMP)  ## Watch a fleet drift out of balance and recover (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
+# Without bytecode on disk, each process compiles all sources and rewrites all asserts again.
+test-packages test-fleets: export PYTHONDONTWRITEBYTECODE :=
+
 test: test-packages test-fleets  ## Run every test
 
 # Tests wait for sockets and processes, so one worker more than there are processors keeps these busy.
