@@ -1,6 +1,5 @@
 """Ranks meet and exchange headers, or report why they cannot."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.worker.errors import GroupError, StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, bound_nccl, first_line, meet
 from equipoise.worker.header import Arrival, StepHeader
+from tests.support.forking import forking
 from tests.support.worker_parts import join_epoch_of
 
 
@@ -82,7 +82,7 @@ def arrival(announcement="", *, num_ranks=2, **changes):
 
 @contextmanager
 def rank_0_of_two(address, behaviour, **changes):
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     said = context.Event()
     arguments = (address, behaviour, said, changes.get("epoch", 1))
     process = context.Process(target=peer, args=arguments, daemon=True)
@@ -139,7 +139,7 @@ def begin_to_form(address, rank):
 
 def test_forming_with_peers_that_hang_meanwhile_is_bounded(rendezvous):
     """Gloo waits for those peers that connect to this rank, which their ports decide."""
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     hung = [context.Process(target=begin_to_form, args=(rendezvous, rank)) for rank in (1, 2, 3)]
     host, _, port = rendezvous.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
@@ -215,7 +215,7 @@ def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
 
 @pytest.mark.parametrize("way_out", ["bound", "abandoned", "bound, its name gone"])
 def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     told = context.Queue()
     process = context.Process(target=host, args=(told,), daemon=True)
     process.start()

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -35,6 +34,7 @@ from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.experts import checksum
 from equipoise_model.plain.transformer import Transformer
+from tests.support.forking import forking
 from tests.support.fp8_models import NARROW
 from tests.support.kernel_backends import use_backends
 
@@ -68,7 +68,7 @@ class Pool:
 
 @asynccontextmanager
 async def two_ranks(balancer, settings, join_epoch, layout, **changes):
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     started = []
 
     def start(name):
