@@ -7,6 +7,7 @@ import pytest
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
 from equipoise.gateway.rank_table import FIRST_REST_S, LONGEST_REST_S, RankInfo, RankTable
 from equipoise.gateway.routing import RankState
+from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
 from equipoise.wire.inference import GenerateRequest
 
 BOUND_S = 30.0
@@ -35,12 +36,12 @@ def told(*names, state=RankState.OPEN, **more):
     return [RankInfo(name=name, address=f"{name}:1", state=state, **more) for name in names]
 
 
-async def place(ranks, *, is_retry=False, is_suspect=False, avoid=frozenset(), bound_s=BOUND_S):
+async def place(ranks, *, is_retry=False, suspicion=None, avoid=frozenset(), bound_s=BOUND_S):
     return await ranks.reserve(
         REQUEST,
         avoid=avoid,
         is_retry=is_retry,
-        is_suspect=is_suspect,
+        suspicion=suspicion or Suspicion(),
         until_s=ranks.now() + bound_s,
         timeout_s=bound_s,
     )
@@ -236,15 +237,22 @@ async def test_a_repeated_report_counts_once(ranks):
     ours.release()
 
 
+def suspect():
+    """A request under which two ranks failed."""
+    return Suspicion(breaks={"one": {"a choice"}, "another": {"a choice"}})
+
+
 async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests(ranks):
     ranks.update(told("a", "b"))
-    suspects = [await place(ranks, is_suspect=True) for _ in range(2)]
-    assert {suspect.rank.name for suspect in suspects} == {"a", "b"}
-    third = await in_line(ranks, 1, is_retry=True, is_suspect=True)
-    fourth = await in_line(ranks, 2, is_retry=True, is_suspect=True)
+    suspects = [await place(ranks, suspicion=suspect()) for _ in range(2)]
+    assert {one.rank.name for one in suspects} == {"a", "b"}
+    third = await in_line(ranks, 1, is_retry=True, suspicion=suspect())
+    fourth = await in_line(ranks, 2, is_retry=True, suspicion=suspect())
     assert (await place(ranks)).rank.name in {"a", "b"}
     suspects[0].accepted()
     suspects[0].generated(1)
+    assert ranks.num_waiting == 2
+    suspects[0].generated(PROOF_TOKENS - 1)
     assert (await third).rank.name == suspects[0].rank.name, "its token cleared the one before"
     suspects[1].release()
     assert (await fourth).rank.name == suspects[1].rank.name
@@ -253,6 +261,31 @@ async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests
 
 async def test_other_requests_prefer_ranks_without_a_suspect(ranks):
     ranks.update(told("a", "b"))
-    suspect = await place(ranks, is_suspect=True)
+    avoided = await place(ranks, suspicion=suspect())
     others = [await place(ranks) for _ in range(3)]
-    assert suspect.rank.name not in {other.rank.name for other in others}
+    assert avoided.rank.name not in {other.rank.name for other in others}
+
+
+async def test_the_choices_of_a_suspect_run_one_at_a_time(ranks):
+    ranks.update(told("a", "b"))
+    suspicion = suspect()
+    first = await place(ranks, suspicion=suspicion)
+    second = await in_line(ranks, 1, is_retry=True, suspicion=suspicion)
+    first.accepted()
+    assert ranks.num_waiting == 1
+    first.generated(PROOF_TOKENS)
+    assert (await second).is_isolated
+
+
+async def test_running_choices_of_a_new_suspect_are_suspects_and_isolate_no_other(ranks):
+    ranks.update(told("a"))
+    suspicion = Suspicion()
+    running = await place(ranks, suspicion=suspicion)
+    running.accepted()
+    isolated = await place(ranks, suspicion=suspect())
+    assert isolated.is_isolated
+    suspicion.breaks = suspect().breaks
+    ranks.mark_suspects()
+    assert load(ranks, "a").num_suspects == 2
+    assert not isolated.is_isolated
+    assert not running.is_isolated

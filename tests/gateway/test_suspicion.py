@@ -9,13 +9,20 @@ NONE, STEP, REQUEST = Blame.NONE, Blame.STEP, Blame.REQUEST
 TOKEN = "a token"
 
 
+CHOICE, OTHER = "a choice", "another choice"
+
+
+def note_break(suspicion, choice, blame, *, failure, rank="a", was_isolated=True):
+    suspicion.note_break(choice, blame, rank=rank, failure=failure, was_isolated=was_isolated)
+
+
 def after(*events):
     suspicion = Suspicion()
-    for event in events:
+    for number, event in enumerate(events):
         if event is TOKEN:
-            suspicion.note_progress()
+            suspicion.note_proof(CHOICE)
         else:
-            suspicion.note_break(event)
+            note_break(suspicion, CHOICE, event, failure=number)
     return suspicion
 
 
@@ -49,3 +56,34 @@ def test_a_suspect_is_one_break_away_from_rejection_and_cleared_by_a_token():
     assert not after(STEP).is_strong
     assert after(STEP, STEP).is_strong
     assert not after(STEP, STEP, TOKEN).is_strong
+
+
+def test_a_rank_that_fails_with_two_choices_counts_once_until_both_make_a_token():
+    suspicion = Suspicion()
+    for failure in ("one", "another"):
+        for choice in (CHOICE, OTHER):
+            note_break(suspicion, choice, STEP, failure=failure)
+    assert suspicion.is_strong
+    assert suspicion.verdict == ""
+    suspicion.note_proof(CHOICE)
+    assert suspicion.is_strong, "another choice may still be the cause"
+    suspicion.note_proof(OTHER)
+    assert not suspicion.is_strong
+
+
+def test_failures_of_choices_count_together_and_the_last_only_without_another_suspect():
+    suspicion = Suspicion()
+    for failure, choice in enumerate((CHOICE, OTHER, CHOICE, OTHER)):
+        note_break(suspicion, choice, STEP, failure=failure, was_isolated=False)
+    assert suspicion.verdict == ""
+    note_break(suspicion, CHOICE, STEP, failure="last")
+    assert "5 consecutive ranks failed" in suspicion.verdict
+
+
+def test_one_rank_that_blames_two_choices_is_not_enough():
+    suspicion = Suspicion()
+    for failure, choice in enumerate((CHOICE, OTHER)):
+        note_break(suspicion, choice, REQUEST, failure=failure)
+    assert suspicion.verdict == ""
+    note_break(suspicion, OTHER, REQUEST, failure="last", rank="b")
+    assert "2 ranks blamed it" in suspicion.verdict

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from equipoise.wire.inference import BLAME_KEY, Blame
+from equipoise.wire.inference import ACCEPTED_KEY, BLAME_KEY, Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 
@@ -100,7 +100,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
 
     async def _serve(self, request, context, fault):
         if fault is None or fault.accept:
-            await context.send_initial_metadata(())
+            await _finished(context.send_initial_metadata(((ACCEPTED_KEY, "1"),)))
         if self.poison:
             await asyncio.sleep(0.05)
             if tuple(request.prompt) == self.poison:
@@ -117,11 +117,13 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
             await self.gate.wait()
             some = tokens[start : start + size]
             is_last = fault is None and start + size >= len(tokens)
-            await context.write(
-                pb.GenerateResponse(
-                    tokens=some,
-                    finish_reason=finish if is_last else 0,
-                    logprobs=told_logprobs(request, some),
+            await _finished(
+                context.write(
+                    pb.GenerateResponse(
+                        tokens=some,
+                        finish_reason=finish if is_last else 0,
+                        logprobs=told_logprobs(request, some),
+                    )
                 )
             )
         if fault is None:
@@ -138,6 +140,16 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         async with self.changed:
             self.num_open += change
             self.changed.notify_all()
+
+
+async def _finished(send):
+    """Finish a message even if the rank dies meanwhile: gRPC cannot end a stream amid one."""
+    sending = asyncio.ensure_future(send)
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        await asyncio.wait({sending})
+        raise
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.tokens import worker_audience
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import (
+    ACCEPTED_KEY,
     GeneratedTokens,
     GenerateRequest,
     blame_from_metadata,
@@ -75,12 +76,13 @@ async def _until_accepted(
     """Wait for the initial metadata, which a worker sends once the request is queued."""
     try:
         async with asyncio.timeout(timeout_s):
-            await call.initial_metadata()
+            metadata = await call.initial_metadata()
     except TimeoutError:
         raise RankLostError(
             f"it did not accept the request within {timeout_s:g} s (accept)"
         ) from None
-    if call.done():
+    # A rank may accept a request and end its stream at once.
+    if call.done() and ACCEPTED_KEY not in metadata:
         # The rank rejected it: reading raises the reason.
         await call.read()
         raise RankLostError("it ended the stream before the first token")

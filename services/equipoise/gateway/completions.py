@@ -28,6 +28,7 @@ from equipoise.gateway.openai_responses import (
 )
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.gateway.suspicion import Suspicion
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.wire.inference import GeneratedTokens, GenerateRequest
 
@@ -127,6 +128,7 @@ class CompletionEndpoint:
         self, request: CompletionRequest, context: ResponseContext
     ) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
         """All choices as their tokens are generated, each up to a stop string if there is one."""
+        suspicion = Suspicion()
 
         def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
             tokens = self._relay.stream(
@@ -138,7 +140,8 @@ class CompletionEndpoint:
                     sampling=replace(
                         request.sampling, seed=(request.sampling.seed + index) % 2**64
                     ),
-                )
+                ),
+                suspicion=suspicion,
             )
             decoder = ChoiceDecoder(
                 self._tokenizer, stops=request.stops, stop_tokens=request.stop_tokens

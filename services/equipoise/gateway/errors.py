@@ -101,10 +101,11 @@ class StoppingError(RequestError):
 
 
 class AttemptsExhaustedError(RequestError):
-    """The request failed on the maximum number of ranks."""
+    """The request failed on the maximum number of ranks; it may not be the cause."""
 
-    status = 502
+    status = 503
     code = "attempts_exhausted"
+    retry_after_s = DOWN_RETRY_AFTER_S
 
 
 class PoisonRequestError(RequestError):

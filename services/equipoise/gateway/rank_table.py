@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
 from equipoise.gateway.routing import NoRankChoice, RankLoad, RankState, choose
+from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
 from equipoise.wire.inference import GenerateRequest
 
 FIRST_REST_S = 0.1
@@ -106,14 +107,15 @@ class RankTable:
         *,
         avoid: frozenset[str],
         is_retry: bool,
-        is_suspect: bool,
+        suspicion: Suspicion,
         until_s: float,
         timeout_s: float,
     ) -> "Reservation":
         """Reserve a rank for a request, waiting until `until_s`; messages show `timeout_s`.
 
         A retry precedes new requests and is never rejected for the queue's length. A suspect may
-        wait longer, because it never shares a rank with another suspect.
+        wait longer: it shares no rank with another suspect, and its choices run one at a
+        time until each is proven.
 
         Raises:
             TooManyQueuedError: too many requests wait already.
@@ -121,7 +123,7 @@ class RankTable:
         """
         if until_s <= self.now():
             raise self._no_rank(timeout_s)
-        waiter = _Waiter(request=request, avoid=avoid, is_retry=is_retry, is_suspect=is_suspect)
+        waiter = _Waiter(request=request, avoid=avoid, is_retry=is_retry, suspicion=suspicion)
         # After earlier retries, before everything new.
         index = sum(one.is_retry for one in self._queue) if is_retry else len(self._queue)
         self._queue.insert(index, waiter)
@@ -158,25 +160,40 @@ class RankTable:
         """Reserve ranks, first come, first served. A suspect that must wait holds up no other."""
         for waiter in list(self._queue):
             if not waiter.reservation.done():
+                is_suspect = waiter.suspicion.is_strong
+                if is_suspect and self._is_on_trial(waiter.suspicion):
+                    self._why_none = "ranks failed, and another choice of the request is retried"
+                    continue
                 found = choose(
                     self.loads(),
                     now=self.now(),
                     avoid=waiter.avoid,
                     turn=next(self._turns),
-                    is_suspect=waiter.is_suspect,
+                    is_suspect=is_suspect,
                 )
                 if isinstance(found, NoRankChoice):
                     self._why_none = found.reason
                     self._serve_queue_at(found.retry_at_s)
-                    if waiter.is_suspect:
+                    if is_suspect:
                         continue
                     return
                 _log.debug("%s: %s", waiter.request.request_id, found.reason)
                 rank = self._ranks[found.address]
                 waiter.reservation.set_result(
-                    Reservation(rank, waiter.request, ranks=self, is_suspect=waiter.is_suspect)
+                    Reservation(rank, waiter.request, ranks=self, suspicion=waiter.suspicion)
                 )
             self._queue.remove(waiter)
+
+    def _is_on_trial(self, suspicion: Suspicion) -> bool:
+        """Whether a choice of the request runs that is not proven there yet."""
+        return any(
+            one.suspicion is suspicion for rank in self._ranks.values() for one in rank.unproven
+        )
+
+    def mark_suspects(self) -> None:
+        """A request became a suspect: its choices that run and are not proven are suspects too."""
+        for rank in self._ranks.values():
+            rank.mark_suspects()
 
     def _serve_queue_at(self, at_s: float | None) -> None:
         if self._retry is not None:
@@ -199,7 +216,7 @@ class Reservation(AbstractContextManager["Reservation"]):
     """
 
     def __init__(
-        self, rank: "_Tracked", request: GenerateRequest, *, ranks: RankTable, is_suspect: bool
+        self, rank: "_Tracked", request: GenerateRequest, *, ranks: RankTable, suspicion: Suspicion
     ) -> None:
         self.rank = rank
         self.was_accepted = False
@@ -207,8 +224,14 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._in_flight = len(request.prompt) + request.max_tokens
         self._num_prompt = len(request.prompt)
         self._cached = 0
-        self._is_suspect = is_suspect
-        rank.num_suspects += is_suspect
+        self._num_generated = 0
+        self.suspicion = suspicion
+        self.is_isolated = suspicion.is_strong
+        """Whether it started as a suspect and no other suspect ran there since."""
+        self.is_proven = False
+        """Whether it made enough tokens here to prove that it runs."""
+        rank.unproven.add(self)
+        rank.mark_suspects()
         rank.open(self._in_flight)
 
     def __exit__(self, *_: object) -> None:
@@ -229,13 +252,21 @@ class Reservation(AbstractContextManager["Reservation"]):
         self.rank.kv_tokens += run
         self._in_flight -= run
         self._cached += run
-        if self._is_suspect:
-            self._clear_suspicion()
-            self._ranks.changed(self.rank)
+        self._num_generated += num_tokens
+        if self._num_generated >= PROOF_TOKENS and not self.is_proven:
+            was_suspect = self.suspicion.is_strong
+            self.is_proven, self.is_isolated = True, False
+            self._leave_trial()
+            if was_suspect:
+                self._ranks.changed(self.rank)
 
-    def lost(self, reason: str) -> None:
-        """The rank has failed the request: back off before it is tried again."""
+    def lost(self, reason: str) -> tuple[str, float]:
+        """The rank has failed the request: back off before it is tried again.
+
+        Returns a key of the failure, the same for all requests that break at once.
+        """
         rank, now = self.rank, self._ranks.now()
+        self._leave_trial()
         if now >= rank.resting_until_s:
             # Many requests that break at once are one failure.
             rank.num_failures += 1
@@ -244,6 +275,7 @@ class Reservation(AbstractContextManager["Reservation"]):
             _log.log(level, "%s at %s failed: %s", rank.name, rank.address, reason)
             rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(rank.num_failures - 1, 16))
             rank.resting_until_s, rank.resting_reason = now + rest_s, reason
+        return rank.address, rank.resting_until_s
 
     def full(self, reason: str) -> None:
         """The rank's queue is full."""
@@ -254,7 +286,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         """The request has ended on this rank. May be repeated."""
         if self._in_flight < 0:
             return
-        self._clear_suspicion()
+        self._leave_trial()
         self.rank.num_open -= 1
         self.rank.num_unanswered -= not self.was_accepted
         self.rank.tokens_in_flight -= self._in_flight
@@ -262,9 +294,9 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._in_flight = -1
         self._ranks.changed(self.rank)
 
-    def _clear_suspicion(self) -> None:
-        self.rank.num_suspects -= self._is_suspect
-        self._is_suspect = False
+    def _leave_trial(self) -> None:
+        self.rank.unproven.discard(self)
+        self.rank.mark_suspects()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -274,7 +306,7 @@ class _Waiter:
     request: GenerateRequest
     avoid: frozenset[str]
     is_retry: bool
-    is_suspect: bool
+    suspicion: Suspicion
     reservation: "asyncio.Future[Reservation]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -292,6 +324,8 @@ class _Tracked(RankLoad):
 
     state: RankState = RankState.OPEN
     report: int = 0
+    # Requests of ours that run here, not proven yet.
+    unproven: set[Reservation] = field(default_factory=set)
     # Most requests of ours open at a time: since the latest report, and between that and the one
     # before. What a report counts beyond them is foreign.
     peak_open: int = 0
@@ -312,6 +346,14 @@ class _Tracked(RankLoad):
             self.kv_tokens_total = info.kv_tokens_total
             self.earlier_peak_kv_tokens = self.peak_kv_tokens
             self.peak_kv_tokens = self.kv_tokens + self.tokens_in_flight
+
+    def mark_suspects(self) -> None:
+        """Count the suspects; those that share the rank are not isolated from then on."""
+        suspects = [one for one in self.unproven if one.suspicion.is_strong]
+        self.num_suspects = len(suspects)
+        if len(suspects) > 1:
+            for one in suspects:
+                one.is_isolated = False
 
     def open(self, in_flight: int) -> None:
         self.num_open += 1

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import grpc
 
@@ -22,7 +23,7 @@ from equipoise.gateway.errors import (
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_table import RankTable, Reservation
 from equipoise.gateway.settings import GatewaySettings
-from equipoise.gateway.suspicion import MAX_BREAKS, Suspicion
+from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest
@@ -62,44 +63,58 @@ class Relay:
         self._credentials = credentials
         self._channels: dict[tuple[str, int], _SharedChannel] = {}
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratedTokens, None]:
+    def stream(
+        self, request: GenerateRequest, *, suspicion: Suspicion
+    ) -> AsyncGenerator[GeneratedTokens, None]:
         """Yield a request's tokens up to its finish, whatever ranks do. Close it to end it early.
+
+        All choices of an HTTP request share one suspicion.
 
         Raises:
             RequestError: the request cannot be served; says why, and whether to retry.
         """
-        return self._tally.counted(self._stream(request), now=self._ranks.now)
+        return self._tally.counted(self._stream(request, suspicion), now=self._ranks.now)
 
-    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratedTokens, None]:
-        progress = _RequestProgress(without_rank_since_s=self._ranks.now())
+    async def _stream(
+        self, request: GenerateRequest, suspicion: Suspicion
+    ) -> AsyncGenerator[GeneratedTokens, None]:
+        progress = _RequestProgress(without_rank_since_s=self._ranks.now(), suspicion=suspicion)
         while True:
             rest = request.after(tuple(progress.tokens))
             reservation = await self._ranks.reserve(
                 rest,
                 avoid=frozenset(progress.avoid),
                 is_retry=progress.was_placed,
-                is_suspect=progress.suspicion.is_strong,
+                suspicion=suspicion,
                 until_s=progress.without_rank_since_s + self._settings.queue_timeout_s,
                 timeout_s=self._settings.queue_timeout_s,
             )
             progress.was_placed = True
             with reservation:
+                self._check_verdict(progress)
                 try:
                     async with aclosing(self._attempt(reservation, rest)) as parts:
                         async for part in parts:
                             progress.tokens += part.tokens
-                            progress.suspicion.note_progress()
+                            if reservation.is_proven or part.finish is not None:
+                                suspicion.note_proof(request.request_id)
                             yield part
                     return
                 except RankFullError as full:
                     reservation.full(str(full))
                 except RankLostError as lost:
-                    reservation.lost(str(lost))
+                    failure = reservation.lost(str(lost))
                     progress.avoid.add(reservation.rank.address)
                     # A rank that blames the request accepted it, even if the end came first.
                     if reservation.was_accepted or lost.blame is Blame.REQUEST:
-                        progress.num_blamed += lost.blame is not Blame.NONE
-                        progress.suspicion.note_break(lost.blame)
+                        suspicion.note_break(
+                            request.request_id,
+                            lost.blame,
+                            rank=reservation.rank.address,
+                            failure=failure,
+                            was_isolated=reservation.is_isolated,
+                        )
+                        self._ranks.mark_suspects()
                         self._note_break(progress, reservation, request, reason=str(lost))
                 except InvalidRequestError as rejection:
                     if not progress.tokens:
@@ -150,20 +165,25 @@ class Relay:
         self._tally.replays += 1
         progress.without_rank_since_s = self._ranks.now()
         progress.failures.append(f"{reservation.rank.name}: {reason}")
-        is_last = len(progress.failures) >= self._settings.max_attempts
-        verdict = progress.suspicion.verdict
-        if is_last and not verdict and progress.num_blamed >= MAX_BREAKS:
-            verdict = f"{progress.num_blamed} ranks failed while running it"
-        if verdict:
-            self._tally.poison += 1
-            raise PoisonRequestError(
-                f"the request is rejected because {verdict} ({'; '.join(progress.failures)}): "
-                f"change the request before retrying"
-            )
-        if is_last:
+        self._check_verdict(progress)
+        if len(progress.failures) >= self._settings.max_attempts:
             raise AttemptsExhaustedError(
                 f"{len(progress.failures)} attempts failed: {'; '.join(progress.failures)}"
             )
+
+    def _check_verdict(self, progress: "_RequestProgress") -> None:
+        if verdict := progress.suspicion.verdict:
+            self._reject(progress, verdict)
+
+    def _reject(self, progress: "_RequestProgress", verdict: str) -> NoReturn:
+        # The choices of a request are rejected together, and counted once.
+        self._tally.poison += not progress.suspicion.is_rejected
+        progress.suspicion.is_rejected = True
+        failures = f" ({'; '.join(progress.failures)})" if progress.failures else ""
+        raise PoisonRequestError(
+            f"the request is rejected because {verdict}{failures}: "
+            f"change the request before retrying"
+        )
 
     @asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator["pb_grpc.InferenceAsyncStub"]:
@@ -193,6 +213,9 @@ class _RequestProgress:
     without_rank_since_s: float
     """When it last lost its rank, or arrived."""
 
+    suspicion: Suspicion
+    """Shared with the request's other choices."""
+
     was_placed: bool = False
     """Whether a rank was reserved for it before."""
 
@@ -204,11 +227,6 @@ class _RequestProgress:
 
     avoid: set[str] = field(default_factory=set)
     """Addresses of the ranks that failed."""
-
-    num_blamed: int = 0
-    """Failures that it may have caused, whether or not tokens came between them."""
-
-    suspicion: Suspicion = field(default_factory=Suspicion)
 
 
 @dataclass(slots=True, kw_only=True)

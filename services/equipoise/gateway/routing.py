@@ -68,7 +68,7 @@ class RankLoad:
     """Tokens that the cache has room for; 0 if unknown."""
 
     num_suspects: int = 0
-    """Requests without a token since two consecutive ranks failed while running them."""
+    """Requests, not proven here yet, of which a choice ran on two ranks that failed."""
 
     num_failures: int = 0
     """Failures since it last accepted a request. While above 0, it gets one request at a time."""

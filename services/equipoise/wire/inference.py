@@ -13,6 +13,9 @@ from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise_api.v1 import worker_pb2 as pb
 
+ACCEPTED_KEY = "equipoise-accepted"
+"""Key of the initial metadata with which a worker reports that a request is queued."""
+
 BLAME_KEY = "equipoise-blame"
 """Key of the trailing metadata with which a worker ends a stream early."""
 

@@ -13,6 +13,7 @@ import grpc
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import (
+    ACCEPTED_KEY,
     BLAME_KEY,
     Blame,
     GeneratedTokens,
@@ -124,7 +125,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         try:
             self._engine.submit(queued)
             # Reports that the request is queued: later failures count as failures of this request.
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             await self._write(context, request, stream, key)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
