@@ -133,6 +133,45 @@ async def test_messages_without_tokens_do_not_extend_the_timeout(run_gateway, fl
     assert fleet.num_requests == 2
 
 
+def waiting(step):
+    return pb.GenerateResponse(epoch=1, step=step, is_waiting=True)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_time_in_the_queue_of_a_rank_that_works_is_not_a_break(run_gateway, fleet, after):
+    """Also after some tokens: a preempted request is queued again."""
+    for rank in fleet.ranks:
+        rank.waits_s = [0.15] * 6
+        rank.waits_after = after
+    async with run_gateway(
+        workers=tuple(fleet.addresses), first_token_timeout_s=0.4, silence_timeout_s=0.4
+    ) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 1
+
+
+async def test_reports_of_waiting_without_steps_do_not_extend_the_timeout(run_gateway, fleet):
+    stuck = Fault(also=(waiting(7),) * 3, hang=True)
+    fleet.ranks[0].faults.append(stuck)
+    async with run_gateway(workers=tuple(fleet.addresses), first_token_timeout_s=0.3) as gateway:
+        assert await streamed(gateway) == EXPECTED
+    assert fleet.num_requests == 2
+
+
+async def test_a_request_that_waits_too_long_in_a_ranks_queue_gets_503(run_gateway, fleet):
+    for rank in fleet.ranks:
+        rank.waits_s = [0.05] * 1000
+    async with run_gateway(
+        workers=tuple(fleet.addresses), rank_queue_timeout_s=0.5, first_token_timeout_s=9
+    ) as gateway:
+        response = await gateway.post(prompt="hello")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "queue_timeout"
+    assert int(response.headers["retry-after"]) >= 1
+    assert fleet.num_requests == 1
+    await fleet.until_idle()
+
+
 async def test_a_rank_that_does_not_accept_a_request_is_left_after_the_timeout(run_gateway, fleet):
     fleet.ranks[0].faults.append(Fault(hang=True, accept=False))
     async with run_gateway(workers=tuple(fleet.addresses), accept_timeout_s=0.2) as gateway:

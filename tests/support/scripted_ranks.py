@@ -74,6 +74,10 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.tokens_a_message = 1
+        self.waits_s = []
+        """Pauses before a token, after each of which it reports that the request waits."""
+        self.waits_after = 0
+        """Tokens before these pauses."""
         self.poison = None
         self.num_deaths = 0
         self._serving = set()
@@ -102,12 +106,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         if fault is None or fault.accept:
             await _finished(context.send_initial_metadata(((ACCEPTED_KEY, "1"),)))
         if self.poison:
-            await asyncio.sleep(0.05)
-            if tuple(request.prompt) == self.poison:
-                self.num_deaths += 1
-                for serving in self._serving:
-                    serving.cancel()
-            await asyncio.sleep(0)
+            await self._die_of_poison(request)
         num_tokens = request.max_tokens if fault is None else min(request.max_tokens, fault.after)
         tokens = undisturbed(request.prompt, num_tokens, request.stop_tokens)
         stopped = tokens[-1:] and tokens[-1] in request.stop_tokens
@@ -115,6 +114,8 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         size = self.tokens_a_message
         for start in range(0, len(tokens), size):
             await self.gate.wait()
+            if start == self.waits_after:
+                await self._report_waiting(context)
             some = tokens[start : start + size]
             is_last = fault is None and start + size >= len(tokens)
             await _finished(
@@ -135,6 +136,19 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         if fault.code is not None:
             blame = () if fault.blame is None else ((BLAME_KEY, fault.blame.value),)
             await context.abort(fault.code, fault.words, trailing_metadata=blame)
+
+    async def _die_of_poison(self, request):
+        await asyncio.sleep(0.05)
+        if tuple(request.prompt) == self.poison:
+            self.num_deaths += 1
+            for serving in self._serving:
+                serving.cancel()
+        await asyncio.sleep(0)
+
+    async def _report_waiting(self, context):
+        for step, wait_s in enumerate(self.waits_s, start=1):
+            await asyncio.sleep(wait_s)
+            await context.write(pb.GenerateResponse(epoch=1, step=step, is_waiting=True))
 
     async def _count(self, change):
         async with self.changed:

@@ -214,6 +214,25 @@ def test_a_request_that_fills_the_context_to_the_last_token_is_served():
         request_from_proto(request(max_tokens=92), vocab_size=64, context_length=96)
 
 
+async def test_a_queued_request_hears_of_steps_for_others_until_its_turn(bench, solo):
+    bench.gate.open.clear()
+    first = [bench.stub.Generate(request(max_tokens=80), timeout=60) for _ in range(2)]
+    others = [asyncio.create_task(generated(call)) for call in first]
+    await several(bench.engine.submitted, 2)
+    queued = bench.stub.Generate(request(), timeout=60)
+    reports = [await queued.read() for _ in range(2)]
+    assert all(report.is_waiting and not report.tokens for report in reports)
+    # While the rank makes no steps, their number shows it.
+    assert {(report.epoch, report.step) for report in reports} == {(1, 0)}
+    bench.gate.open.set()
+    responses = [*reports]
+    while (response := await queued.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    assert [token for response in responses for token in response.tokens] == solo(PROMPT, 8)
+    for tokens, _ in await asyncio.gather(*others):
+        assert tokens == solo(PROMPT, 80)
+
+
 async def test_a_full_queue_rejects_at_once_and_affects_no_other_request(bench, solo):
     bench.gate.open.clear()
     calls = [bench.stub.Generate(request(), timeout=60) for _ in range(3)]

@@ -220,7 +220,9 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """GenerateResponse carries the tokens of one step, in order."""
+    """GenerateResponse carries the tokens of one step, in order. A message without tokens reports how the
+    request waits.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -230,6 +232,7 @@ class GenerateResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    IS_WAITING_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message."""
     generation: _builtins.int
@@ -238,6 +241,10 @@ class GenerateResponse(_message.Message):
     """That step's number, counted from 1 in every epoch, the same on all ranks."""
     epoch: _builtins.int
     """Epoch of that step."""
+    is_waiting: _builtins.bool
+    """The request is queued, or its prompt is still being run. Sent about once per second, without tokens,
+    with the epoch and number of the latest step: the rank works, on other requests.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids; usually one."""
@@ -255,10 +262,11 @@ class GenerateResponse(_message.Message):
         step: _builtins.int = ...,
         epoch: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        is_waiting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "logprobs", b"logprobs", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "is_waiting", b"is_waiting", "logprobs", b"logprobs", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

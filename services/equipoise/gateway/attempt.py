@@ -9,7 +9,12 @@ from typing import Any
 
 import grpc
 
-from equipoise.gateway.errors import InvalidRequestError, RankFullError, RankLostError
+from equipoise.gateway.errors import (
+    InvalidRequestError,
+    QueuedTooLongError,
+    RankFullError,
+    RankLostError,
+)
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.tokens import worker_audience
@@ -38,13 +43,14 @@ async def attempt(
 ) -> AsyncGenerator[GeneratedTokens, None]:
     """Yield a request's tokens from the rank `worker`, up to and including its finish.
 
-    The settings' accept, first-token and silence timeouts bound the waits. Calls `accepted` once
-    the rank has accepted the request. Closing the generator ends the call.
+    The settings' accept, first-token, silence and rank queue timeouts bound the waits. Calls
+    `accepted` once the rank has accepted the request. Closing the generator ends the call.
 
     Raises:
         RankFullError: the rank's queue is full.
         RankLostError: the rank failed, timed out, or sent an invalid response.
         InvalidRequestError: the rank rejects the request; its own message.
+        QueuedTooLongError: the request waited too long for its turn on a rank that works.
     """
     audience = worker_audience(settings.pool, worker)
     call = stub.Generate(
@@ -56,7 +62,12 @@ async def attempt(
         num_tokens, timeout_s = 0, settings.first_token_timeout_s
         while True:
             generated = await _next(
-                call, request, num_tokens, timeout_s=timeout_s, vocab_size=vocab_size
+                call,
+                request,
+                num_tokens,
+                timeout_s=timeout_s,
+                queue_timeout_s=settings.rank_queue_timeout_s,
+                vocab_size=vocab_size,
             )
             num_tokens, timeout_s = num_tokens + len(generated.tokens), settings.silence_timeout_s
             yield generated
@@ -94,11 +105,14 @@ async def _next(
     num_before: int,
     *,
     timeout_s: float,
+    queue_timeout_s: float,
     vocab_size: int,
 ) -> GeneratedTokens:
-    """The next tokens. Empty messages do not extend the timeout."""
+    """The next tokens. Reports of waiting restart the timeout while the rank's steps advance."""
+    now = asyncio.get_running_loop().time
+    queued_until_s, latest = now() + queue_timeout_s, (0, 0)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as bound:
             while True:
                 response = await call.read()
                 if not isinstance(response, pb.GenerateResponse):
@@ -107,7 +121,14 @@ async def _next(
                     return response_from_proto(
                         response, request=request, num_before=num_before, vocab_size=vocab_size
                     )
+                if response.is_waiting and (response.epoch, response.step) > latest:
+                    latest = (response.epoch, response.step)
+                    bound.reschedule(min(now() + timeout_s, queued_until_s))
     except TimeoutError:
+        if now() >= queued_until_s:
+            raise QueuedTooLongError(
+                f"the request waited for {queue_timeout_s:g} s in the queue of a rank (rank queue)"
+            ) from None
         which = "silence" if num_before else "first token"
         raise RankLostError(f"it sent no token for {timeout_s:g} s ({which})") from None
 

@@ -92,6 +92,14 @@ class NoRankError(RequestError):
     retry_after_s = DOWN_RETRY_AFTER_S
 
 
+class QueuedTooLongError(RequestError):
+    """The request waited too long in a rank's queue; nothing is wrong with the rank."""
+
+    status = 503
+    code = "queue_timeout"
+    retry_after_s = DOWN_RETRY_AFTER_S
+
+
 class StoppingError(RequestError):
     """This gateway is stopping; another one may serve the request."""
 

@@ -75,7 +75,11 @@ class GatewaySettings:
     """Seconds within which a rank must queue a request."""
 
     first_token_timeout_s: _Seconds = 60.0
-    """Seconds from then to the first token, including the wait in the rank's queue."""
+    """Seconds from then to the first token. Starts again while the rank reports that it runs other
+    requests first."""
+
+    rank_queue_timeout_s: _Seconds = 300.0
+    """Seconds that a request may wait in a rank's queue before it is answered with 503."""
 
     silence_timeout_s: _Seconds = 15.0
     """Seconds between two tokens after which a rank counts as failed. Keep it above the workers'

@@ -196,6 +196,11 @@ def response_to_proto(
     )
 
 
+def waiting_to_proto(*, epoch: int, step: int) -> pb.GenerateResponse:
+    """Convert the report that a request waits while steps run; the latest step."""
+    return pb.GenerateResponse(epoch=epoch, step=step, is_waiting=True)
+
+
 def response_from_proto(
     message: pb.GenerateResponse, *, request: GenerateRequest, num_before: int, vocab_size: int
 ) -> GeneratedTokens:

@@ -9,11 +9,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
-import torch
 from torch.distributed import DistError
 
 from equipoise.telemetry.histogram import Histogram
@@ -32,12 +31,13 @@ from equipoise.worker.header import (
 from equipoise.worker.held import HeldExperts, StagedGeneration
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
+from equipoise.worker.step_inputs import draft_lines, step_batch
 from equipoise_model.dispatch import ExpertParallel, SlotLoad
-from equipoise_model.drafting import Drafter, DraftLine
+from equipoise_model.drafting import Drafter
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SampledToken
-from equipoise_model.step import StepBatch, StepOutput
+from equipoise_model.step import StepOutput
 
 IDLE_WAIT_S = 0.005
 """How often an idle rank looks for its peers' work; its own work wakes it at once."""
@@ -146,6 +146,12 @@ class Engine:
         """Forget a request, if there is one with this key."""
         with self._lock:
             self._scheduler.cancel(key)
+
+    def latest_step_if_waiting(self, key: int) -> tuple[int, int] | None:
+        """Return the latest step's epoch and number if the request waits for its turn."""
+        with self._lock:
+            is_waiting = self._scheduler.is_waiting(key)
+            return (self._group.epoch, self._num_steps) if is_waiting else None
 
     def offer(self, staged: StagedGeneration) -> bool:
         """Make a generation ready for the switch, in place of any other.
@@ -313,7 +319,7 @@ class Engine:
         # Other ranks' tokens run here too, up to the logits.
         num_foreign = sum(tokens_by_rank) - plan.num_tokens
         try:
-            output = self._model.step(_batch(plan), self._cache, self._experts)
+            output = self._model.step(step_batch(plan), self._cache, self._experts)
             num_foreign = 0
             sampled = sample(output.logits_SV, [row for c in plan.chunks for row in c.sampling])
             drafts = self._draft(plan, sampled, output)
@@ -345,51 +351,13 @@ class Engine:
         """Return guesses, by request, at what follows the tokens of this step."""
         if self._drafter is None or not plan.drafts:
             return {}
-        guesses = self._drafter.draft(output, _draft_lines(plan, sampled))
+        guesses = self._drafter.draft(output, draft_lines(plan, sampled))
         return {chunk.key: guess for chunk, guess in zip(plan.chunks, guesses, strict=True)}
 
 
 def idle_wait_s(num_idle_turns: int) -> float:
     """Return how long to sleep after this many consecutive idle turns, seconds."""
     return LONG_IDLE_WAIT_S if num_idle_turns > LONG_IDLE_TURNS else IDLE_WAIT_S
-
-
-def _batch(plan: StepPlan) -> StepBatch:
-    tokens: list[int] = []
-    positions: list[int] = []
-    sequences: list[int] = []
-    samples: list[int] = []
-    for index, chunk in enumerate(plan.chunks):
-        tokens += chunk.tokens
-        positions += range(chunk.start, chunk.start + len(chunk.tokens))
-        sequences += [index] * len(chunk.tokens)
-        samples += range(len(tokens) - len(chunk.sampling), len(tokens))
-    return StepBatch(
-        tokens_T=torch.tensor(tokens, dtype=torch.int64),
-        positions_T=torch.tensor(positions, dtype=torch.int64),
-        sequences_T=torch.tensor(sequences, dtype=torch.int64),
-        block_tables=[chunk.blocks for chunk in plan.chunks],
-        sample_rows_S=torch.tensor(samples, dtype=torch.int64),
-    )
-
-
-def _draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLine]:
-    tokens = iter(sampled)
-    lines = []
-    for chunk in plan.chunks:
-        standing = [one.token for one in chunk.accepted([next(tokens) for _ in chunk.sampling])]
-        sampling = None
-        if chunk.sampling:
-            last = chunk.sampling[len(standing) - 1]
-            sampling = replace(last, output=[*last.output, standing[-1]])
-        lines.append(
-            DraftLine(
-                num_rows=len(chunk.tokens),
-                tokens=(*chunk.known, *standing, *chunk.upcoming),
-                sampling=sampling,
-            )
-        )
-    return lines
 
 
 def _median(durations_us: deque[int]) -> int:

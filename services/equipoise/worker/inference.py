@@ -21,6 +21,7 @@ from equipoise.wire.inference import (
     TokenLogprob,
     request_from_proto,
     response_to_proto,
+    waiting_to_proto,
 )
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.errors import QueueFullError, StepError
@@ -32,6 +33,9 @@ from equipoise_model.sampling_params import SamplingError, SamplingParams
 _Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 _Token = tuple[StepResult, Emission]
 _Stream = asyncio.Queue[_Token | None]
+
+WAITING_REPORT_S = 1.0
+"""How often a worker reports that a request waits for its turn, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +146,12 @@ class InferenceService(pb_grpc.InferenceServicer):
         """Send tokens up to the finish, or end the stream with the reason."""
         last_s = 0.0
         while True:
-            tokens = await _all_queued(stream)
+            try:
+                async with asyncio.timeout(WAITING_REPORT_S):
+                    tokens = await _all_queued(stream)
+            except TimeoutError:
+                await self._report_waiting(context, key)
+                continue
             if not tokens:
                 await _end(
                     context, grpc.StatusCode.UNAVAILABLE, self._closed, blame=self._blame(key)
@@ -162,6 +171,13 @@ class InferenceService(pb_grpc.InferenceServicer):
                 await _end(context, grpc.StatusCode.INTERNAL, reason, blame=Blame.REQUEST)
             if last.finish is not None:
                 return
+
+    async def _report_waiting(self, context: _Context, key: int) -> None:
+        assert self._engine is not None
+        latest = self._engine.latest_step_if_waiting(key)
+        if latest is not None:
+            epoch, step = latest
+            await context.write(waiting_to_proto(epoch=epoch, step=step))
 
     def _blame(self, key: int) -> Blame:
         """How far a request is the cause of the engine's end."""

@@ -129,6 +129,12 @@ class Scheduler:
                 return True
         return False
 
+    def is_waiting(self, key: int) -> bool:
+        """Whether a request is queued, or its prompt has not run yet."""
+        if key in self._active:
+            return not self._active[key].is_generating
+        return any(waiting.request.key == key for waiting in self._queue)
+
     def plan(self) -> StepPlan:
         """Admit and preempt requests as blocks allow, and choose the tokens of the next step.
 

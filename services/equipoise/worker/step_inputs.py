@@ -1,0 +1,51 @@
+"""A plan as the model and the drafter take it: tensors of tokens, and lines to continue."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from equipoise.worker.sequence import StepPlan
+from equipoise_model.drafting import DraftLine
+from equipoise_model.sampling_params import SampledToken
+from equipoise_model.step import StepBatch
+
+
+def step_batch(plan: StepPlan) -> StepBatch:
+    """Return the tokens of all chunks as the model's input."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    sequences: list[int] = []
+    samples: list[int] = []
+    for index, chunk in enumerate(plan.chunks):
+        tokens += chunk.tokens
+        positions += range(chunk.start, chunk.start + len(chunk.tokens))
+        sequences += [index] * len(chunk.tokens)
+        samples += range(len(tokens) - len(chunk.sampling), len(tokens))
+    return StepBatch(
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        positions_T=torch.tensor(positions, dtype=torch.int64),
+        sequences_T=torch.tensor(sequences, dtype=torch.int64),
+        block_tables=[chunk.blocks for chunk in plan.chunks],
+        sample_rows_S=torch.tensor(samples, dtype=torch.int64),
+    )
+
+
+def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLine]:
+    """Return what the drafter continues: each chunk's tokens, with the accepted samples."""
+    tokens = iter(sampled)
+    lines = []
+    for chunk in plan.chunks:
+        standing = [one.token for one in chunk.accepted([next(tokens) for _ in chunk.sampling])]
+        sampling = None
+        if chunk.sampling:
+            last = chunk.sampling[len(standing) - 1]
+            sampling = replace(last, output=[*last.output, standing[-1]])
+        lines.append(
+            DraftLine(
+                num_rows=len(chunk.tokens),
+                tokens=(*chunk.known, *standing, *chunk.upcoming),
+                sampling=sampling,
+            )
+        )
+    return lines
