@@ -16,8 +16,8 @@ from equipoise.planning.rollout import (
     DeadlineCheck,
     State,
 )
-from equipoise.worker.errors import GroupError
-from equipoise.worker.header import (
+from equipoise.rank.errors import GroupError
+from equipoise.rank.header import (
     StepHeader,
     agreed_generation,
     check_group,

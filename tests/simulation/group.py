@@ -8,9 +8,10 @@ import asyncio
 import itertools
 from typing import Any
 
-from equipoise.worker.errors import GroupError, StepTimeoutError
+from equipoise.rank.errors import GroupError
+from equipoise.rank.header import Arrival, StepHeader, digest_word, peers_digest
+from equipoise.worker.errors import StepTimeoutError
 from equipoise.worker.group import _agree
-from equipoise.worker.header import Arrival, StepHeader, digest_word, peers_digest
 from tests.simulation.loop import Process, current_process
 from tests.simulation.network import Network
 

@@ -19,11 +19,11 @@ from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
 from equipoise.pool.records import Hold
 from equipoise.pool.rollouts import Rollouts
+from equipoise.rank.agent import Agent
+from equipoise.rank.transfer import ExpertPuller
 from equipoise.worker import engine, group
-from equipoise.worker.agent import Agent
 from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.lifecycle import Worker
-from equipoise.worker.transfer import ExpertPuller
 from tests.simulation.experts import SimCheckpoint
 from tests.simulation.schedule import USUAL
 from tests.simulation.store import SimStore

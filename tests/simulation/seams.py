@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
-from equipoise.worker import engine, epochs, held, joining, rank, stager
+from equipoise.rank import held, stager
+from equipoise.worker import engine, epochs, joining, rank
 from equipoise.worker.reading import CheckpointReader
 from tests.simulation import group
 from tests.simulation.engine import SimEngine
@@ -103,7 +104,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (engine, "time", _TIME),
     (stager, "time", _TIME),
     (held, "time", _TIME),
-    (held, "placement_of", SimPlacement),
+    (joining, "placement_of", SimPlacement),
     (rank, "placement_of", SimPlacement),
     (rank, "Engine", SimEngine),
     (rank, "_expert_parallel", SimExperts),

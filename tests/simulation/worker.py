@@ -8,7 +8,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from equipoise.worker.agent import Agent, Outbox
+from equipoise.rank.agent import Agent, Outbox
+from equipoise.rank.transfer import ExpertTransferService
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import Location
@@ -17,8 +18,7 @@ from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
-from equipoise.worker.transfer import ExpertTransferService
-from equipoise.worker.waits import Waits
+from equipoise.worker.waits import waits_of
 from equipoise_api.v1 import worker_pb2
 from tests.simulation.engine import SimScheduler
 from tests.simulation.experts import CPU, SimCheckpoint, SimSlots
@@ -146,7 +146,7 @@ class SimWorker(Worker):
         self._rejected = asyncio.get_running_loop().create_future()
         self._outbox = Outbox()
         credentials = SimCredentials(world.network, process, world.identity(settings))
-        waits = Waits.of(settings)
+        waits = waits_of(settings)
         self._parts = WorkerParts(
             settings=settings,
             boot_id=boot_id,

@@ -11,10 +11,10 @@ from equipoise.balancer.store.store import StoreError
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
+from equipoise.rank.errors import WorkerError
 from equipoise.trust.identity import Identity, Role
 from equipoise.trust.settings import Tls
 from equipoise.wire.balancer_messages import BalancerMessage
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.settings import WorkerSettings
 from tests.simulation import operators
 from tests.simulation.balancer import SimBalancer

@@ -4,11 +4,11 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from equipoise.rank.agent import Agent, Outbox
+from equipoise.rank.waits import Waits
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.balancer_messages import JoinEpoch, Stage
 from equipoise.wire.messages import Heartbeat
-from equipoise.worker.agent import Agent, Outbox
-from equipoise.worker.waits import Waits
 from tests.support.joining_workers import JoiningWorker
 
 WAIT_S = 120.0

@@ -5,7 +5,7 @@ import numpy as np
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.engine import Engine
 from equipoise.worker.group import RankGroup
-from equipoise.worker.held import placement_of
+from equipoise.worker.placement import placement_of
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise_model.dispatch import ExpertParallel

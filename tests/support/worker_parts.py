@@ -1,5 +1,7 @@
 """Builders for a worker's classes, with defaults for what a test is not about."""
 
+from equipoise.rank.transfer import ExpertPuller, ExpertTransferService
+from equipoise.rank.waits import Waits
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.balancer_messages import JoinEpoch, Peer
 from equipoise.worker.health import WorkerHealth
@@ -8,8 +10,7 @@ from equipoise.worker.parts import WorkerParts
 from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
-from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
-from equipoise.worker.waits import Waits
+from equipoise.worker.waits import waits_of
 
 
 def join_epoch_of(*addresses, epoch=1, rank=0, layout=None, **changes):
@@ -43,7 +44,7 @@ def puller_of(core, held, join_epoch, **changes):
 
 def parts_of(settings, *, core=None, scheduler=None, **changes):
     """The parts of a worker that has no balancer."""
-    timings, waits = Timings(), Waits.of(settings)
+    timings, waits = Timings(), waits_of(settings)
     fields = {
         "settings": settings,
         "boot_id": "boot-1",

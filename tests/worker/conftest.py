@@ -11,17 +11,19 @@ import torch
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.rank.held import Contents, StagedGeneration
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Peer, Stage
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.messages import Heartbeat, Report
 from equipoise.worker.core import ModelCore
-from equipoise.worker.held import Contents, HeldExperts, StagedGeneration, placement_of
+from equipoise.worker.placement import placement_of
 from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_link_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.generate import greedy
 from equipoise_model.plain.transformer import Transformer
+from tests.support.held_slots import held_by
 from tests.support.holders import ranks_of_expert
 from tests.support.small_models import SMALL as CONFIG
 
@@ -122,7 +124,7 @@ def rank_of_one(settings, random_layout):
         core = ModelCore.load(settings(**changes))
         layout = random_layout(1)
         core.checkpoint.load_slots(core.model, layout.expert_of_slot)
-        return core, HeldExperts(core.slots, layout=layout, rank=0)
+        return core, held_by(core, layout)
 
     return build
 
@@ -147,7 +149,7 @@ def staged_from_checkpoint():
                 layout=layout,
                 checksums=checksums.reshape(layout.num_layers, layout.num_slots, 16),
             ),
-            placement=placement_of(layout).to(core.device),
+            tables=placement_of(layout).to(core.device),
             experts=StagedExperts.prepare(payloads, core.slots),
         )
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
+from equipoise.rank.agent import Outbox
+from equipoise.rank.waits import Waits
 from equipoise.wire.balancer_messages import Abort, Rejection
 from equipoise.wire.messages import (
     Heartbeat,
@@ -18,8 +20,6 @@ from equipoise.wire.messages import (
     Report,
     Wait,
 )
-from equipoise.worker.agent import Outbox
-from equipoise.worker.waits import Waits
 from tests.support.agent_ranks import RecordingHandler, agent_of
 
 REJECTED = LayoutRejected(epoch=1, rank=0, generation=2, reason="no")

@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.rank.errors import TransferError, WorkerError
+from equipoise.rank.transfer import ExpertTransferService
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import TransferError, WorkerError
 from equipoise.worker.joining import WorkerSlots
-from equipoise.worker.transfer import ExpertTransferService
 from equipoise_model.experts import checksum
 from tests.support.damaged_files import flip_bit
 from tests.support.expert_servers import served

@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from equipoise.planning.layout import Layout
+from equipoise.rank.errors import WorkerError
+from equipoise.rank.stager import Stager
+from equipoise.rank.transfer import PullResult
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.group import RankGroup
-from equipoise.worker.held import HeldExperts
 from equipoise.worker.rank import _expert_parallel
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
-from equipoise.worker.stager import Stager
-from equipoise.worker.transfer import PullResult
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
@@ -31,6 +30,7 @@ from equipoise_model.fp8 import graphs
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling_params import SamplingParams
 from tests.support.fp8_models import NARROW
+from tests.support.held_slots import held_by
 from tests.support.kernel_backends import use_backends
 from tests.support.lone_engine import lone_engine
 from tests.support.pretended_device import CUDA, DeviceMixError, OnDevice, pretended_device
@@ -138,7 +138,7 @@ def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
             for generation, row in ((1, [0, 1, 2, 3, 0]), (2, [2, 1, 0, 3, 1]))
         )
         core.checkpoint.load_slots(core.model, first.expert_of_slot)
-        held = HeldExperts(core.slots, layout=first, rank=0)
+        held = held_by(core, first)
         staged = staged_from_checkpoint(core, first, second)
         result = tokens_and_loads(core, held, staged, chosen)
         return result, [checksum(core.slots[0].read(slot)) for slot in range(5)]

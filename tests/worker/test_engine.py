@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from equipoise.rank.errors import GroupError
 from equipoise.wire.inference import Blame, FinishReason
 from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_TURNS, LONG_IDLE_WAIT_S, idle_wait_s
-from equipoise.worker.errors import GroupError, QueueFullError, StepError
-from equipoise.worker.held import placement_of
+from equipoise.worker.errors import QueueFullError, StepError
+from equipoise.worker.placement import placement_of
 from equipoise.worker.sequence import Request
 from equipoise_model.dispatch import ExpertParallel
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equipoise.worker.errors import GroupError
+from equipoise.rank.errors import GroupError
 from equipoise.worker.group import RankGroup
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.worker.errors import GroupError, StepTimeoutError
+from equipoise.rank.errors import GroupError
+from equipoise.rank.header import Arrival, StepHeader
+from equipoise.worker.errors import StepTimeoutError
 from equipoise.worker.group import Rendezvous, backend, bound_nccl, first_line, meet
-from equipoise.worker.header import Arrival, StepHeader
 from tests.support.forking import forking
 from tests.support.worker_parts import join_epoch_of
 

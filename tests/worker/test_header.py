@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.wire.balancer_messages import Peer
-from equipoise.worker.errors import GroupError, PeerLeftError
-from equipoise.worker.header import (
+from equipoise.rank.errors import GroupError, PeerLeftError
+from equipoise.rank.header import (
     Arrival,
     StepHeader,
     agreed_generation,
@@ -19,6 +18,7 @@ from equipoise.worker.header import (
     peers_digest,
     staged_conflict,
 )
+from equipoise.wire.balancer_messages import Peer
 from tests.support.worker_parts import join_epoch_of
 
 

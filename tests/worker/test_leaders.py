@@ -10,11 +10,11 @@ import pytest_asyncio
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.topology import ModelShape
+from equipoise.rank.agent import Outbox
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.balancer_messages import Abort, Rejection, Stage, TermConfirmed
 from equipoise.wire.checks import MAX_TERM
 from equipoise.wire.messages import Heartbeat, Hello
-from equipoise.worker.agent import Outbox
 from equipoise.worker.settings import WorkerSettings
 from tests.support.agent_ranks import RecordingHandler, agent_of
 

@@ -11,6 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.planning.counters import Phase
+from equipoise.rank.errors import WorkerError
+from equipoise.rank.held import HeldExperts
 from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.messages import (
     GroupLost,
@@ -23,9 +25,8 @@ from equipoise.wire.messages import (
     Wait,
 )
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import RejectedError, WorkerError
+from equipoise.worker.errors import RejectedError
 from equipoise.worker.health import LIVE
-from equipoise.worker.held import HeldExperts
 from equipoise.worker.lifecycle import Worker, serve
 from equipoise.worker.location import find_location
 from equipoise_api.v1 import worker_pb2 as pb

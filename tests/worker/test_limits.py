@@ -9,16 +9,16 @@ from collections import Counter
 import grpc
 import pytest
 
+from equipoise.rank import transfer
+from equipoise.rank.transfer import ExpertTransferService
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.guard import Guard
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import worker_audience
-from equipoise.worker import transfer
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.lifecycle import _RIGHTS
 from equipoise.worker.scheduler import Scheduler
-from equipoise.worker.transfer import ExpertTransferService
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from tests.support.authority import write_keys

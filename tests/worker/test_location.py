@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from equipoise.worker.errors import WorkerError
+from equipoise.rank.errors import WorkerError
 from equipoise.worker.location import Location, find_location
 from equipoise.worker.settings import WorkerSettings
 

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
+from equipoise.rank.errors import GroupError, TransferError
+from equipoise.rank.waits import Waits
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.messages import Wait
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import GroupError, TransferError
 from equipoise.worker.joining import WorkerSlots
 from equipoise.worker.reading import MAX_READS, CheckpointReader
-from equipoise.worker.waits import Waits
 from tests.support.worker_parts import join_epoch_of, parts_of
 
 

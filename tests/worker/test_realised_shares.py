@@ -8,7 +8,7 @@ import torch
 from equipoise.planning.layout import Layout
 from equipoise.planning.realised import realised_shares
 from equipoise.planning.shares import WHOLE, even_shares
-from equipoise.worker.held import placement_of
+from equipoise.worker.placement import placement_of
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.counters import Phase
+from equipoise.rank.engine import EngineProgress
+from equipoise.rank.reporter import FINAL_REPORTS, Reporter
+from equipoise.rank.waits import Waits
 from equipoise.wire.messages import RankStats, Wait, WorkerTimeout
-from equipoise.worker.engine import EngineProgress
-from equipoise.worker.reporter import FINAL_REPORTS, Reporter
-from equipoise.worker.waits import Waits
 from equipoise_model.dispatch import SlotLoad
 from tests.support.worker_parts import join_epoch_of
 

@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from equipoise.rank.errors import DamagedSlotError
+from equipoise.rank.scrubber import Scrubber
 from equipoise.wire.messages import Serving
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import DamagedSlotError
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import find_location
-from equipoise.worker.scrubber import Scrubber
 
 LAYER, SLOT = 1, 4
 

@@ -6,13 +6,13 @@ from statistics import median
 import pytest
 
 from equipoise.planning.layout import contiguous_layout
+from equipoise.rank.errors import WorkerError
 from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import WorkerError
-from equipoise.worker.held import HeldExperts
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.sampling_params import SamplingParams
+from tests.support.held_slots import held_by
 from tests.support.lone_engine import lone_engine
 
 CODE = (
@@ -56,7 +56,7 @@ def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=
 
     engine = lone_engine(
         core,
-        HeldExperts(core.slots, layout=layout, rank=0),
+        held_by(core, layout),
         publish,
         scheduler=Scheduler(
             blocks=core.block_pool(),

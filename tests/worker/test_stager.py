@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.shares import WHOLE
+from equipoise.rank.errors import StageRejectedError
+from equipoise.rank.stager import Stager, check_stage
 from equipoise.wire.balancer_messages import Abort
 from equipoise.wire.messages import LayoutRejected, Staged
-from equipoise.worker.errors import StageRejectedError
 from equipoise.worker.spans import RankSpans
-from equipoise.worker.stager import Stager, check_stage
 from equipoise_model.experts import checksum
 from tests.support.worker_parts import join_epoch_of, puller_of
 
@@ -166,7 +166,7 @@ async def test_a_generation_that_changes_only_shares_pulls_nothing(rig, stage_to
     answer = await rig.answer()
     assert isinstance(answer, Staged)
     assert (answer.peer_bytes, answer.checkpoint_bytes) == (0, 0)
-    assert rig.engine.staged.placement.share_ends is not None
+    assert rig.engine.staged.tables.share_ends is not None
     rig.engine.switch()
     assert rig.running.same_placement(other)
 

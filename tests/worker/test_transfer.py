@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.rank.errors import NotHeldError, TransferError
+from equipoise.rank.transfer import CHUNK_BYTES, ExpertTransferService
+from equipoise.rank.waits import Waits
 from equipoise.wire.messages import Wait
-from equipoise.worker.errors import NotHeldError, TransferError
-from equipoise.worker.transfer import CHUNK_BYTES, ExpertTransferService
-from equipoise.worker.waits import Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum

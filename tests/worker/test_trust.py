@@ -4,11 +4,11 @@ import grpc
 import pytest
 
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.rank.transfer import ExpertTransferService
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.guard import Guard
 from equipoise.trust.tokens import BALANCER, worker_audience
 from equipoise.worker.lifecycle import _RIGHTS
-from equipoise.worker.transfer import ExpertTransferService
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum

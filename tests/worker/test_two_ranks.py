@@ -16,6 +16,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.policy import Policy
 from equipoise.planning.slowness import RankPace, find_slow, slowdowns
+from equipoise.rank.errors import WorkerError
 from equipoise.wire.messages import (
     GroupLost,
     LayoutRejected,
@@ -26,7 +27,6 @@ from equipoise.wire.messages import (
     Switched,
 )
 from equipoise.worker.alone import engine_alone
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.sequence import Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc

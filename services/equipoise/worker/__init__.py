@@ -1,1 +1,1 @@
-"""The data plane's I/O: engine, reporter, stager, agent; the only package that sees both planes."""
+"""The data plane's I/O: our engine around `equipoise.rank`. Only these two see both planes."""

@@ -5,10 +5,10 @@ import signal
 
 from opentelemetry.trace import Tracer
 
+from equipoise.rank.errors import WorkerError
 from equipoise.telemetry.logs import configure_logs
 from equipoise.telemetry.tracing import tracing
 from equipoise.worker.core import single_threaded
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.lifecycle import serve
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.torch_workarounds import collect_process_groups

@@ -12,7 +12,7 @@ from equipoise.telemetry.loading import Loading
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.group import RankGroup
-from equipoise.worker.held import HeldExperts, placement_of
+from equipoise.worker.placement import HeldSlots, placement_of
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.dispatch import ExpertParallel
@@ -48,7 +48,12 @@ def engine_alone(
     return Engine(
         core=core,
         experts=ExpertParallel.local(config, placement_of(layout), device=core.device),
-        held=HeldExperts(core.slots, layout=layout, rank=0),
+        held=HeldSlots(
+            core.slots,
+            layout=layout,
+            rank=0,
+            tables=lambda other: placement_of(other).to(core.device),
+        ),
         group=RankGroup.alone(settings.worker),
         scheduler=core.scheduler(settings),
         drafter=core.drafter(settings),

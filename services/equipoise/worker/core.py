@@ -7,9 +7,9 @@ from typing import Self
 import torch
 
 from equipoise.planning.topology import ModelShape
+from equipoise.rank.errors import WorkerError
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.blocks import BlockPool
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise_kernels.plain.row_invariance import RowVarianceError

@@ -15,26 +15,29 @@ from statistics import median
 
 from torch.distributed import DistError
 
-from equipoise.telemetry.histogram import Histogram
-from equipoise.wire.inference import Blame
-from equipoise.wire.messages import LayoutRejected, RankStats, Switched
-from equipoise.worker.core import ModelCore
-from equipoise.worker.errors import StepError
-from equipoise.worker.group import RankGroup, collective_failed
-from equipoise.worker.header import (
+from equipoise.rank.engine import EngineProgress
+from equipoise.rank.header import (
     StepHeader,
     agreed_generation,
     check_group,
     digest_word,
     staged_conflict,
 )
-from equipoise.worker.held import HeldExperts, StagedGeneration
+from equipoise.rank.held import StagedGeneration
+from equipoise.telemetry.histogram import Histogram
+from equipoise.wire.inference import Blame
+from equipoise.wire.messages import LayoutRejected, RankStats, Switched
+from equipoise.worker.core import ModelCore
+from equipoise.worker.errors import StepError
+from equipoise.worker.group import RankGroup, collective_failed
+from equipoise.worker.placement import HeldSlots
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
 from equipoise.worker.step_inputs import draft_lines, step_batch
-from equipoise_model.dispatch import ExpertParallel, SlotLoad
+from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.drafting import Drafter
 from equipoise_model.exchange import ExchangeError
+from equipoise_model.placement import PlacementTables
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SampledToken
 from equipoise_model.step import StepOutput
@@ -66,15 +69,6 @@ class StepResult:
     """Set if the ranks cannot switch to what they staged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EngineProgress:
-    """A rank's counters after a step."""
-
-    loads: tuple[SlotLoad, ...]
-    """Of the current generation, then of the previous one."""
-    stats: RankStats
-
-
 class Engine:
     """Generates tokens as one rank of an epoch.
 
@@ -86,7 +80,7 @@ class Engine:
         *,
         core: ModelCore,
         experts: ExpertParallel,
-        held: HeldExperts,
+        held: HeldSlots,
         group: RankGroup,
         scheduler: Scheduler,
         publish: Callable[[StepResult], None],
@@ -110,7 +104,7 @@ class Engine:
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._staged: StagedGeneration | None = None
+        self._staged: StagedGeneration[PlacementTables] | None = None
         self._leaving = False
         self._num_idle_turns = 0
         self._num_steps = 0
@@ -153,7 +147,7 @@ class Engine:
             is_waiting = self._scheduler.is_waiting(key)
             return (self._group.epoch, self._num_steps) if is_waiting else None
 
-    def offer(self, staged: StagedGeneration) -> bool:
+    def offer(self, staged: StagedGeneration[PlacementTables]) -> bool:
         """Make a generation ready for the switch, in place of any other.
 
         Returns False, and changes nothing, if the ranks have left its base generation.
@@ -258,7 +252,7 @@ class Engine:
         return True
 
     def _header(
-        self, plan: StepPlan, staged: StagedGeneration | None, *, leaving: bool
+        self, plan: StepPlan, staged: StagedGeneration[PlacementTables] | None, *, leaving: bool
     ) -> StepHeader:
         return StepHeader(
             epoch=self._group.epoch,
@@ -277,11 +271,11 @@ class Engine:
         """Total time this rank has spent in exchanges with its peers, seconds."""
         return self._group.waited_s + self._experts.waited_s
 
-    def _switch(self, staged: StagedGeneration) -> Switched:
+    def _switch(self, staged: StagedGeneration[PlacementTables]) -> Switched:
         """Use a staged generation from the coming step on; serving stalls while this runs."""
         began = time.perf_counter()
         self._held.switch(staged)
-        self._experts.switch(staged.placement)
+        self._experts.switch(staged.tables)
         stall_us = _microseconds_since(began)
         loads = self._experts.loads()
         with self._lock:
@@ -299,7 +293,7 @@ class Engine:
                 median_step_us=_median(self._recent_us),
             )
 
-    def _reject(self, staged: StagedGeneration, reason: str) -> LayoutRejected:
+    def _reject(self, staged: StagedGeneration[PlacementTables], reason: str) -> LayoutRejected:
         """Drop a staged generation, unless another has replaced it."""
         with self._lock:
             if self._staged is staged:

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import threading
 
+from equipoise.rank.errors import GroupError, TransferError, WorkerError
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.messages import Wait
 from equipoise.worker.epoch_state import EpochState
-from equipoise.worker.errors import GroupError, StepTimeoutError, TransferError, WorkerError
+from equipoise.worker.errors import StepTimeoutError
 from equipoise.worker.joining import EpochGroup, WorkerSlots, join
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.rank import Rank

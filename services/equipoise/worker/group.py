@@ -16,10 +16,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from equipoise.settings.address import parse_address
-from equipoise.wire.balancer_messages import JoinEpoch
-from equipoise.worker.errors import GroupError, StepTimeoutError
-from equipoise.worker.header import (
+from equipoise.rank.errors import GroupError
+from equipoise.rank.header import (
     HEADER_WIDTH,
     Arrival,
     StepHeader,
@@ -27,6 +25,9 @@ from equipoise.worker.header import (
     digest_word,
     peers_digest,
 )
+from equipoise.settings.address import parse_address
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.worker.errors import StepTimeoutError
 from equipoise.worker.torch_workarounds import (
     interruptible_store,
     reset_group_count,

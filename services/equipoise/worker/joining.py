@@ -18,12 +18,13 @@ from torch import Tensor
 
 from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.moves import Move
+from equipoise.rank.errors import GroupError
+from equipoise.rank.held import SlotIndex
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.balancer_messages import JoinEpoch
-from equipoise.worker.errors import GroupError
 from equipoise.worker.group import RankGroup, first_line, meet
-from equipoise.worker.held import HeldExperts, SlotIndex
 from equipoise.worker.parts import WorkerParts
+from equipoise.worker.placement import HeldSlots, placement_of
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
 
@@ -39,7 +40,7 @@ class EpochGroup:
 
     join_epoch: JoinEpoch
     group: RankGroup
-    held: HeldExperts
+    held: HeldSlots
     exchange: SlotExchange | None
     """Carries rows between ranks for the FP8 model; None for the plain model and a single rank."""
 
@@ -51,7 +52,7 @@ class WorkerSlots:
         self._parts = parts
         self._core = parts.core
         self._loading = loading
-        self.held: HeldExperts | None = None
+        self.held: HeldSlots | None = None
         """None until the slots were filled once."""
 
     async def stage(
@@ -168,7 +169,12 @@ class WorkerSlots:
             self._core.slots[layer].write(slot, payload)
 
     def _hold(self, join_epoch: JoinEpoch) -> None:
-        self.held = HeldExperts(self._core.slots, layout=join_epoch.layout, rank=join_epoch.rank)
+        self.held = HeldSlots(
+            self._core.slots,
+            layout=join_epoch.layout,
+            rank=join_epoch.rank,
+            tables=lambda layout: placement_of(layout).to(self._core.device),
+        )
 
 
 async def join(

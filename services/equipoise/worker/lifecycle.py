@@ -18,6 +18,9 @@ from opentelemetry.trace import Tracer
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import checksums_digest
+from equipoise.rank.agent import Agent, Outbox
+from equipoise.rank.errors import WorkerError
+from equipoise.rank.transfer import ExpertTransferService
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probe_routes
@@ -29,10 +32,9 @@ from equipoise.trust.tokens import worker_audience
 from equipoise.wire.balancer_messages import Abort, BalancerMessage, JoinEpoch, Rejection, Stage
 from equipoise.wire.limits import max_request_bytes
 from equipoise.wire.messages import Heartbeat, Hello, LayoutRejected, Wait
-from equipoise.worker.agent import Agent, Outbox
 from equipoise.worker.core import ModelCore
 from equipoise.worker.epochs import Epochs
-from equipoise.worker.errors import RejectedError, StepError, WorkerError
+from equipoise.worker.errors import RejectedError, StepError
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
@@ -44,8 +46,7 @@ from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
-from equipoise.worker.transfer import ExpertTransferService
-from equipoise.worker.waits import Waits
+from equipoise.worker.waits import waits_of
 from equipoise_api.v1 import worker_link_pb2, worker_pb2, worker_pb2_grpc
 from equipoise_model.device import name_of
 
@@ -117,7 +118,7 @@ class Worker:
         self._rendezvous = Rendezvous(listener)
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox = Outbox()
-        timings, waits = Timings(), Waits.of(settings)
+        timings, waits = Timings(), waits_of(settings)
         self._parts = WorkerParts(
             settings=settings,
             boot_id=uuid.uuid4().hex,

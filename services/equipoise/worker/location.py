@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.worker.errors import WorkerError
+from equipoise.rank.errors import WorkerError
 from equipoise.worker.settings import WorkerSettings
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -4,20 +4,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from equipoise.rank.transfer import ExpertPuller, ExpertTransferService
+from equipoise.rank.waits import Waits
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.messages import WorkerMessage
 from equipoise.worker.core import ModelCore
 from equipoise.worker.health import WorkerHealth
-from equipoise.worker.held import HeldExperts
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.placement import HeldSlots
 from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
-from equipoise.worker.transfer import ExpertPuller, ExpertTransferService
-from equipoise.worker.waits import Waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class WorkerParts:
     spans: RankSpans
 
     def puller(
-        self, join_epoch: JoinEpoch, *, held: HeldExperts | None, bytes_per_s: float = math.inf
+        self, join_epoch: JoinEpoch, *, held: HeldSlots | None, bytes_per_s: float = math.inf
     ) -> ExpertPuller:
         """Return a puller of experts from the peers of an epoch."""
         return ExpertPuller(

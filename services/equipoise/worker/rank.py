@@ -8,17 +8,17 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from equipoise.rank.errors import DamagedSlotError, NotHeldError
+from equipoise.rank.reporter import Reporter
+from equipoise.rank.scrubber import Scrubber
+from equipoise.rank.stager import Stager
 from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import DamagedSlotError, NotHeldError
-from equipoise.worker.held import placement_of
 from equipoise.worker.joining import EpochGroup
 from equipoise.worker.parts import WorkerParts
-from equipoise.worker.reporter import Reporter
-from equipoise.worker.scrubber import Scrubber
-from equipoise.worker.stager import Stager
+from equipoise.worker.placement import placement_of
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
 

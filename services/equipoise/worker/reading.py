@@ -11,9 +11,10 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from equipoise.rank.errors import TransferError
+from equipoise.rank.waits import Waits
 from equipoise.wire.messages import Wait
-from equipoise.worker.errors import TransferError
-from equipoise.worker.waits import READ_TIMEOUT_S, Waits
+from equipoise.worker.waits import READ_TIMEOUT_S
 from equipoise_model.checkpoint import CheckpointError
 
 MAX_READS = 4

@@ -9,12 +9,12 @@ from queue import Empty, SimpleQueue
 from equipoise.cli.generate.settings import GenerateSettings
 from equipoise.gateway.choice import ChoiceDecoder
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.rank.errors import WorkerError
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.inference import GeneratedTokens
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import WorkerError
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.sampling_params import SamplingError, SamplingParams

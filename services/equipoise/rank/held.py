@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -11,14 +11,15 @@ from torch import Tensor
 from equipoise.planning.arrays import Checksums, ExpertTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
-from equipoise.worker.errors import NotHeldError
+from equipoise.rank.errors import NotHeldError
 from equipoise_model.experts import PhysicalSlots, StagedExperts, checksum
-from equipoise_model.placement import PlacementTables
 
 SlotIndex = tuple[int, int]
 """A MoE layer and one of this rank's slots in it, both from 0."""
 
 _T = TypeVar("_T")
+_Tables = TypeVar("_Tables")
+"""What an engine looks slots up in, made from a layout."""
 
 _READ_ATTEMPTS = 100
 _READ_PAUSE_S = 0.002
@@ -42,14 +43,15 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StagedGeneration:
+class StagedGeneration(Generic[_Tables]):
     """Everything a switch needs, built from verified bytes off the engine's thread."""
 
     base_generation: int
     """Generation that the switch starts from."""
     contents: Contents
     """What the slots hold after the switch."""
-    placement: PlacementTables
+    tables: _Tables
+    """What the engine looks slots up in after the switch."""
     experts: StagedExperts
 
     @property
@@ -70,7 +72,7 @@ class SlotHash:
     """Checksum of the bytes that are in the slot, 16 bytes."""
 
 
-class HeldExperts:
+class HeldExperts(Generic[_Tables]):
     """The experts in one rank's slots, and the layout that names them.
 
     Only the engine's thread writes, between steps. Any thread may read, without a lock that the
@@ -78,9 +80,20 @@ class HeldExperts:
     even afterwards, and a reader discards its copy if the version was odd or has changed.
     """
 
-    def __init__(self, slots: Sequence[PhysicalSlots], *, layout: Layout, rank: int) -> None:
-        """`slots` must already hold the experts of `rank` in `layout`."""
+    def __init__(
+        self,
+        slots: Sequence[PhysicalSlots],
+        *,
+        layout: Layout,
+        rank: int,
+        tables: Callable[[Layout], _Tables],
+    ) -> None:
+        """`slots` must already hold the experts of `rank` in `layout`.
+
+        `tables` makes what the engine looks slots up in, on any thread and on its device.
+        """
         self._slots = slots
+        self._tables = tables
         self.rank = rank
         """The rank whose share of the layout the slots hold."""
         self._version = 0
@@ -99,7 +112,7 @@ class HeldExperts:
 
     def prepare(
         self, base: Contents, contents: Contents, payloads: Mapping[SlotIndex, Tensor]
-    ) -> StagedGeneration:
+    ) -> StagedGeneration[_Tables]:
         """Copy payloads to staging memory and build the tables of `contents`; on any thread.
 
         Raises:
@@ -108,11 +121,11 @@ class HeldExperts:
         return StagedGeneration(
             base_generation=base.layout.generation,
             contents=contents,
-            placement=placement_of(contents.layout).to(self._slots[0].device),
+            tables=self._tables(contents.layout),
             experts=StagedExperts.prepare(payloads, self._slots),
         )
 
-    def switch(self, staged: StagedGeneration) -> None:
+    def switch(self, staged: StagedGeneration[_Tables]) -> None:
         """Copy staged experts into their slots; on the engine's thread, between steps."""
         self.replace(staged.contents, rank=self.rank, fill=staged.experts.apply)
 
@@ -197,17 +210,6 @@ class HeldExperts:
             f"rank {self.rank} does not hold expert {expert} of layer {layer} "
             f"in generation {layout.generation}: ask another source"
         )
-
-
-def placement_of(layout: Layout) -> PlacementTables:
-    """Return the tables that the model dispatches by in a layout."""
-    return PlacementTables.from_layout(
-        layout.expert_of_slot,
-        num_experts=layout.num_experts,
-        num_ranks=layout.num_ranks,
-        generation=layout.generation,
-        share_of_slot=layout.share_of_slot,
-    )
 
 
 def _checksums(slots: Sequence[PhysicalSlots]) -> Checksums:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.counters import LoadReport, Phase
+from equipoise.rank.engine import EngineProgress, SwitchingEngine
+from equipoise.rank.waits import Waits
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.messages import Report
-from equipoise.worker.engine import Engine, EngineProgress
-from equipoise.worker.waits import Waits
 
 FINAL_REPORTS = 3
 """How often a generation's final counters are sent after a switch."""
@@ -26,7 +26,7 @@ class Reporter:
         self,
         join_epoch: JoinEpoch,
         *,
-        engine: Engine,
+        engine: SwitchingEngine,
         boot_id: str,
         send: Callable[[Report], object],
         waits: Waits,

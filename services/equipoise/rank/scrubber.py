@@ -6,12 +6,13 @@ this reads slot after slot at a bounded rate, off the engine's thread.
 
 import asyncio
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 
 from equipoise.planning.arrays import Checksums
-from equipoise.worker.errors import DamagedSlotError, NotHeldError
-from equipoise.worker.held import Contents, HeldExperts, SlotHash
+from equipoise.rank.errors import DamagedSlotError, NotHeldError
+from equipoise.rank.held import Contents, HeldExperts, SlotHash
 
 MIN_PAUSE_S = 0.1
 """Least time between two slots, which keeps small experts from taking the interpreter's time."""
@@ -22,7 +23,7 @@ class Scrubber:
 
     def __init__(
         self,
-        held: HeldExperts,
+        held: HeldExperts[Any],
         *,
         checksums: Checksums,
         expert_bytes: int,

@@ -13,8 +13,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from equipoise.planning.layout import DIGEST_BYTES, digest_text
+from equipoise.rank.errors import GroupError, PeerLeftError
 from equipoise.wire.balancer_messages import JoinEpoch, Peer
-from equipoise.worker.errors import GroupError, PeerLeftError
 
 _WORD_BYTES = 8
 """What a header carries of a digest: an int64."""

@@ -14,6 +14,8 @@ from typing import Protocol
 import grpc
 
 from equipoise.planning.layout import Layout
+from equipoise.rank.errors import LinkLostError, NotLeadingError
+from equipoise.rank.waits import ACK_TIMEOUT_S, Waits
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import BALANCER
@@ -29,8 +31,6 @@ from equipoise.wire.balancer_messages import (
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Heartbeat, Hello, Leaving, Report, Wait, WorkerMessage
-from equipoise.worker.errors import LinkLostError, NotLeadingError
-from equipoise.worker.waits import ACK_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_link_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
 

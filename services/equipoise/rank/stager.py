@@ -8,21 +8,31 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from equipoise.planning.layout import Layout
+from equipoise.rank.engine import SwitchingEngine
+from equipoise.rank.errors import StageRejectedError, TransferError
+from equipoise.rank.held import Contents, HeldExperts, StagedGeneration
+from equipoise.rank.transfer import ExpertPuller, PullResult
 from equipoise.wire.balancer_messages import Abort, Stage
 from equipoise.wire.messages import LayoutRejected, Staged
-from equipoise.worker.engine import Engine
-from equipoise.worker.errors import StageRejectedError, TransferError
-from equipoise.worker.held import Contents, HeldExperts, StagedGeneration
-from equipoise.worker.spans import RankSpans
-from equipoise.worker.transfer import ExpertPuller, PullResult
 from equipoise_model.experts import PayloadError
 
 _log = logging.getLogger(__name__)
+
+
+class StageSpans(Protocol):
+    """Records the staging of generations, for traces."""
+
+    def staging(
+        self, stage: Stage
+    ) -> AbstractContextManager[Callable[[Staged | LayoutRejected], None]]:
+        """Record the staging of a generation; call the result with the answer."""
 
 
 class Stager:
@@ -31,12 +41,12 @@ class Stager:
     def __init__(
         self,
         *,
-        engine: Engine,
-        held: HeldExperts,
+        engine: SwitchingEngine,
+        held: HeldExperts[Any],
         puller: ExpertPuller,
         epoch: int,
         send: Callable[[Staged | LayoutRejected], object],
-        spans: RankSpans,
+        spans: StageSpans,
     ) -> None:
         self._engine = engine
         self._held = held
@@ -167,7 +177,7 @@ class Stager:
             )
         return pulled
 
-    def _build(self, stage: Stage, pulled: PullResult, base: Contents) -> StagedGeneration:
+    def _build(self, stage: Stage, pulled: PullResult, base: Contents) -> StagedGeneration[Any]:
         first = stage.layout.own_slots(self._held.rank).start
         indices = [(move.layer, move.slot - first) for move in stage.moves]
         checksums = [move.checksum for move in stage.moves]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc
@@ -17,15 +18,15 @@ from torch import Tensor
 
 from equipoise.planning.arrays import Checksums
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
+from equipoise.rank.errors import NotHeldError, TransferError
+from equipoise.rank.held import HeldExperts
+from equipoise.rank.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import worker_audience
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.messages import Wait
-from equipoise.worker.errors import NotHeldError, TransferError
-from equipoise.worker.held import HeldExperts
-from equipoise.worker.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 from equipoise_model.experts import checksum, payload_from_bytes
@@ -55,7 +56,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
 
     def __init__(self, *, write_timeout_s: float = _WRITE_TIMEOUT_S) -> None:
         self._write_timeout_s = write_timeout_s
-        self._held: HeldExperts | None = None
+        self._held: HeldExperts[Any] | None = None
         self._epoch = 0
         self._epoch_changed = asyncio.Event()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
@@ -64,7 +65,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         self.num_stalled = 0
         """Streams ended because the peer did not read."""
 
-    def open(self, held: HeldExperts, *, epoch: int) -> None:
+    def open(self, held: HeldExperts[Any], *, epoch: int) -> None:
         """Start serving the peers of an epoch; callers in another epoch are rejected."""
         self._held, self._epoch = held, epoch
         # Wakes all tasks that wait now.
@@ -142,7 +143,7 @@ class ExpertPuller:
         join_epoch: JoinEpoch,
         *,
         pool: str,
-        held: HeldExperts | None,
+        held: HeldExperts[Any] | None,
         read_checkpoint: Callable[[int, int], Awaitable[Tensor]],
         checksums: Checksums,
         expert_bytes: int,
