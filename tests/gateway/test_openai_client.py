@@ -193,6 +193,22 @@ async def test_a_stream_that_is_closed_frees_the_rank(client, fleet):
     await fleet.until_idle()
 
 
+async def test_a_conversation_continues_with_the_answer_as_it_came(client, fleet):
+    messages = [{"role": "user", "content": "hello"}]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+        messages.append(answer.choices[0].message)
+    messages.append(answer.choices[0].message.model_dump())
+    messages.append({"role": "assistant", "content": "a", "tool_calls": [], "annotations": []})
+    await client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+    assert fleet.num_requests == 3
+
+
+async def test_a_field_that_is_null_counts_as_missing(client):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "prediction": None}
+    await client.post("/chat/completions", body=body, cast_to=object)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -211,6 +227,14 @@ async def test_a_stream_that_is_closed_frees_the_rank(client, fleet):
         ),
         ({"messages": [{"role": "user", "content": "a", "id": 1}]}, "messages[0].id"),
         ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]},
+            "messages[0].refusal",
+        ),
         ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
         ({"prompt": "a"}, "prompt"),
     ],

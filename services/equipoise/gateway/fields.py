@@ -18,7 +18,6 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], *, path: str = "") -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
-        self._names = tuple(values)
         self._path = path
 
     @classmethod
@@ -45,7 +44,7 @@ class Fields:
 
     def only(self, known: Collection[str]) -> None:
         """Raise InvalidRequestError if there is a field of another name."""
-        for name in self._names:
+        for name in self._values:
             if name not in known:
                 raise InvalidRequestError(
                     f"unknown field {shown(self._path + name)}", param=self._path + name

@@ -65,6 +65,8 @@ _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
 }
+# Fields of answers' messages, which clients send back.
+_EMPTY_IN_MESSAGES = ("tool_calls", "annotations", "refusal", "audio", "function_call")
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -275,7 +277,10 @@ def _message(value: Any, *, path: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{path} must be an object", param=path)
     message = Fields(value, path=f"{path}.")
-    message.only({"role", "content", "name"})
+    message.only({"role", "content", "name", *_EMPTY_IN_MESSAGES})
+    for field in _EMPTY_IN_MESSAGES:
+        if message.get(field) not in (None, []):
+            raise message.reject(field, "is not supported")
     role = message.get("role")
     if role not in _ROLES:
         raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
