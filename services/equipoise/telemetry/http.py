@@ -27,7 +27,9 @@ def open_listener(address: str) -> socket.socket:
     family, _, _, _, bound = socket.getaddrinfo(
         listen.bare_host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    return socket.create_server(bound[:2], family=family)
+    listener = socket.create_server(bound[:2], family=family)
+    # asyncio turns Nagle's algorithm off only for sockets that name their protocol.
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
 
 
 def address_of(listener: socket.socket, *, listen: str) -> str:
