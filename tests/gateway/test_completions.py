@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import socket
 
 import grpc
 import pytest
 
 from equipoise_api.v1 import worker_pb2 as pb
+from tests.support.scrapes import scrape
 from tests.support.scripted_ranks import (
     BOUND_S,
     END_TOKEN,
@@ -131,6 +133,21 @@ async def test_a_stop_string_ends_the_answer_and_frees_the_rank(gateway, fleet, 
     assert "".join(choice["text"] for choice in choices) == "one"
     assert choices[-1]["finish_reason"] == "stop"
     await fleet.until_idle()
+
+
+@pytest.mark.parametrize("stop", [None, "\n\n"])
+async def test_an_answer_that_ends_well_counts_as_finished(run_gateway, fleet, stop):
+    tokens = tuple(pb.GenerateResponse(tokens=[token]) for token in b"one\n\ntwo")
+    if stop:
+        fleet.fail(Fault(also=tokens, hang=True))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    async with run_gateway(workers=tuple(fleet.addresses), metrics_listen=address) as gateway:
+        response = await gateway.post(prompt=PROMPT, max_tokens=9, stop=stop)
+        assert response.status_code == 200
+        samples = (await scrape(address))["equipoise_gateway_requests"].samples
+    assert {one.labels["outcome"]: one.value for one in samples if one.value} == {"finished": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,9 @@
 """tokenizer.json is encoded and decoded as by Hugging Face's library."""
 
 import json
+import threading
+import time
+from itertools import pairwise
 
 import pytest
 import tokenizers
@@ -116,3 +119,40 @@ def changed(**fields):
 def test_an_invalid_tokenizer_file_is_a_one_line_error(folder, files, words):
     with pytest.raises(GatewayError, match=words):
         Tokenizer.of_checkpoint(folder(**files))
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(folder):
+    document = json.loads(THEIRS.to_str())
+    limits = {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    document["truncation"] = limits
+    document["padding"] = {
+        "strategy": {"Fixed": 99},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": END,
+    }
+    tokenizer = Tokenizer.of_checkpoint(folder(tokenizer=json.dumps(document)))
+    assert tokenizer.encode(CORPUS[0]) == tuple(THEIRS.encode(CORPUS[0]).ids)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(ours):
+    text, ticks, done = " ".join(CORPUS) * 600, [], threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    while not ticks:
+        time.sleep(0.001)
+    began = time.perf_counter()
+    ours.encode(text)
+    duration_s = time.perf_counter() - began
+    done.set()
+    ticking.join()
+    times = [began, *(one for one in ticks if one > began), began + duration_s]
+    longest_s = max(after - before for before, after in pairwise(times))
+    assert longest_s < max(0.1, duration_s / 3), f"{longest_s:.2f} of {duration_s:.2f} s"

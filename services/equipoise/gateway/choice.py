@@ -58,6 +58,11 @@ class ChoiceDecoder:
         self._num_shown = 0
         self._waiting: deque[TokenText] = deque()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the choice."""
+        return self._stop.stopped
+
     def read(self, generated: GeneratedTokens) -> ChoiceDelta:
         """The part that these tokens complete."""
         final = generated.finish is not None
@@ -111,6 +116,9 @@ async def merged_deltas(
                 delta = decoder.read(task.result())
                 if delta.finish is None:
                     pending[asyncio.ensure_future(anext(parts))] = (index, decoder, parts)
+                else:
+                    # A stop string ends the choice before its rank does.
+                    await parts.aclose()
                 yield index, delta
     finally:
         for task in pending:

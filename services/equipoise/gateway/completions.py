@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,9 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.wire.inference import GeneratedTokens, GenerateRequest
+
+LONG_BODY_BYTES = 2**16
+"""Longer bodies are parsed one at a time, so that they do not hold up short ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class CompletionEndpoint:
         self._open_requests = open_requests
         self._parse = parse
         self._form = form
+        self._long_turn = asyncio.Semaphore(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -69,8 +73,7 @@ class CompletionEndpoint:
         response_id = f"{self._form.prefix}-{uuid.uuid4().hex}"
         try:
             body = await client.body(max_bytes=self._settings.max_body_bytes)
-            # In a thread, because a long text takes time to tokenize.
-            request = await asyncio.to_thread(self._parse, body)
+            request = await self._parsed(body)
             context = ResponseContext(
                 response_id=response_id,
                 model=self._model,
@@ -88,6 +91,11 @@ class CompletionEndpoint:
                 raise
             _log.warning("%s: %s", response_id, error)
             await client.send_event(error_object(error), is_last=True)
+
+    async def _parsed(self, body: bytes) -> CompletionRequest:
+        """Parse in a thread, because a long text takes time to tokenize; long ones take turns."""
+        async with self._long_turn if len(body) > LONG_BODY_BYTES else nullcontext():
+            return await asyncio.to_thread(self._parse, body)
 
     async def _whole(
         self, request: CompletionRequest, context: ResponseContext, client: HttpClient
@@ -131,6 +139,9 @@ class CompletionEndpoint:
         suspicion = Suspicion()
 
         def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
+            decoder = ChoiceDecoder(
+                self._tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
+            )
             tokens = self._relay.stream(
                 GenerateRequest(
                     request_id=context.response_id + (f"-{index}" if index else ""),
@@ -142,9 +153,7 @@ class CompletionEndpoint:
                     ),
                 ),
                 suspicion=suspicion,
-            )
-            decoder = ChoiceDecoder(
-                self._tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
+                is_complete=lambda: decoder.stopped,
             )
             return decoder, tokens
 

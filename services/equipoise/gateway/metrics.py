@@ -43,9 +43,16 @@ class RequestTally:
     """Time between tokens, seconds."""
 
     async def counted(
-        self, parts: AsyncGenerator[GeneratedTokens, None], *, now: Callable[[], float]
+        self,
+        parts: AsyncGenerator[GeneratedTokens, None],
+        *,
+        now: Callable[[], float],
+        is_complete: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[GeneratedTokens, None]:
-        """Yield the same parts of a request, and count them."""
+        """Yield the same parts of a request, and count them.
+
+        `is_complete`: whether a caller that reads no further has all that it needs.
+        """
         last_s, is_first, outcome = now(), True, "ended"
         try:
             async with aclosing(parts):
@@ -65,6 +72,10 @@ class RequestTally:
             outcome = "finished"
         except RequestError:
             outcome = "failed"
+            raise
+        except GeneratorExit:
+            if is_complete():
+                outcome = "finished"
             raise
         finally:
             self.outcomes[outcome] += 1

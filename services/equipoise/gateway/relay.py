@@ -5,7 +5,7 @@ the next rank gets the prompt with the tokens so far and continues, sampling inc
 """
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -64,16 +64,23 @@ class Relay:
         self._channels: dict[tuple[str, int], _SharedChannel] = {}
 
     def stream(
-        self, request: GenerateRequest, *, suspicion: Suspicion
+        self,
+        request: GenerateRequest,
+        *,
+        suspicion: Suspicion,
+        is_complete: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """Yield a request's tokens up to its finish, whatever ranks do. Close it to end it early.
 
-        All choices of an HTTP request share one suspicion.
+        All choices of an HTTP request share one suspicion. `is_complete`: whether the choice that
+        is closed needs no more tokens, which counts as finished.
 
         Raises:
             RequestError: the request cannot be served; says why, and whether to retry.
         """
-        return self._tally.counted(self._stream(request, suspicion), now=self._ranks.now)
+        return self._tally.counted(
+            self._stream(request, suspicion), now=self._ranks.now, is_complete=is_complete
+        )
 
     async def _stream(
         self, request: GenerateRequest, suspicion: Suspicion

@@ -37,6 +37,9 @@ def read_tokenizer_file(
             f"{path}: decoder {decoder.get('type')!r} is not supported: this gateway decodes "
             f"byte-level tokens (ByteLevel)"
         )
+    # They would silently change prompts; the gateway has its own limits.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     added = tokenizer.get_added_tokens_decoder()
     bytes_of = dict.fromkeys(range(vocab_size), b"")
     for piece, token in tokenizer.get_vocab(with_added_tokens=False).items():
@@ -51,7 +54,9 @@ def read_tokenizer_file(
     begin = _begin_token(folder, tokenizer)
 
     def encode(text: str, begins: bool) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=begins).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        (encoding,) = tokenizer.encode_batch([text], add_special_tokens=begins)
+        ids: list[int] = encoding.ids
         return [begin, *ids] if begins and begin is not None and ids[:1] != [begin] else ids
 
     return tuple(bytes_of[token] for token in range(vocab_size)), encode
