@@ -308,7 +308,10 @@ def test_a_worker_returns_although_another_one_left_rank_0(serving_harness):
     for worker in (first, second, third):
         serving_harness.lose(worker)
     mistaken = first.reconnecting()
-    serving_harness.hello(replace(mistaken, running=replace(mistaken.running, rank=second.rank)))
+    running = replace(mistaken.running, rank=second.rank)
+    error = rejection_of(serving_harness, replace(mistaken, running=running))
+    assert error.kind == "hello_rank_taken"
+    assert second.hello.worker in str(error)
     third.join_epoch = None
     serving_harness.hello(third.hello)
     assert third.join_epoch.rank == 2

@@ -13,7 +13,6 @@ from equipoise.pool.effects import (
     WriteProposed,
 )
 from equipoise.pool.health import Health
-from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 
 
@@ -98,8 +97,12 @@ async def test_a_rank_that_runs_another_layout_under_the_number_is_named(
         harness.hello(worker.reconnecting())
     ran = odd.layout
     odd.layout = ran.with_placement(ran.expert_of_slot[:, ::-1].copy(), generation=2)
-    with pytest.raises(RejectedWorkerError, match="worker-3 runs generation 2 with another layout"):
-        harness.hello(odd.reconnecting())
+    harness.hello(odd.reconnecting())
+    assert "worker-3 is left out: it runs generation 2 as layout" in harness.pool.diagnosis().reason
+    assert harness.pool.layouts.current.same_placement(ran)
+    odd.layout = ran
+    harness.hello(odd.reconnecting())
+    assert harness.pool.diagnosis().health is Health.SERVING
 
 
 async def test_averages_and_the_last_decision_survive(serving_harness, skewed, restart):

@@ -208,6 +208,7 @@ class ScriptedWorker:
         running = RunningState(
             epoch=self.epoch,
             rank=self.rank,
+            workers=tuple(peer.worker for peer in self.join_epoch.peers),
             staged_generation=self.staged.layout.generation if self.staged else 0,
             layout=self.layout,
             checksums=self.checksums(),

@@ -84,6 +84,7 @@ REPORT = Report(
 RUNNING = RunningState(
     epoch=2,
     rank=1,
+    workers=("worker-0", "worker-1"),
     staged_generation=5,
     layout=LAYOUT,
     checksums=CHECKSUMS,

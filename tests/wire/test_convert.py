@@ -52,7 +52,9 @@ def test_any_layout_and_any_counters_survive_a_round_trip(
     model = ModelShape(num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1)
     hello = replace(good.hello, model=model, slots_per_rank=slots_per_rank, num_ranks=num_ranks)
     checksums = np.zeros((num_layers, slots_per_rank, 16), dtype=np.uint8)
+    workers = (hello.worker, *(f"worker-{rank}-of-many" for rank in range(1, layout.num_ranks)))
     running = replace(good.running, rank=0, staged_generation=0, layout=layout, checksums=checksums)
+    running = replace(running, workers=workers)
     hello = replace(hello, running=running)
     assert_same(good.received_by_balancer(to_balancer(hello)), hello)
 

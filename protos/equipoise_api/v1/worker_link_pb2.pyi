@@ -343,6 +343,7 @@ class RunningState(_message.Message):
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -361,6 +362,12 @@ class RunningState(_message.Message):
     def layout(self) -> Global___Layout:
         """Layout of `generation`; a balancer that lost its store recovers it from here."""
 
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers of the epoch in rank order, as in its JoinEpoch. A balancer that did not open the epoch
+        takes over what most of them report alike.
+        """
+
     def __init__(
         self,
         *,
@@ -372,10 +379,11 @@ class RunningState(_message.Message):
         slot_checksums: _builtins.bytes = ...,
         steps: _builtins.str = ...,
         expert_checksums: _builtins.bytes = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,8 +105,8 @@ class PoolController:
                 raise InvalidMessageError(
                     "hello_repeated", f"worker {worker} has already connected"
                 )
-            case _ if value.epoch < pool.roster.epoch:
-                return ()  # The worker sent it before it joined the current epoch.
+            case _ if value.epoch < pool.roster.epoch or member.is_claiming:
+                return ()  # Of another epoch; a rank that is taken over reports it again.
             case _:
                 self._check(member, value)
                 answer = self._answer(member, value, now=now)
@@ -272,7 +272,7 @@ class PoolController:
 
     def _report(self, member: Member, report: Report, *, now: float) -> Chain:
         load, pool = report.load, self.pool
-        if load.epoch < pool.roster.epoch:
+        if load.epoch < pool.roster.epoch or member.is_claiming:
             return ()  # Counters belong to one epoch.
         if member.rank is None or load.rank != member.rank:
             rank = "none yet" if member.rank is None else member.rank

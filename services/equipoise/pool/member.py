@@ -41,6 +41,9 @@ class Member:
     serving: bool = False
     """Whether it holds its part of a layout and takes part in steps."""
 
+    claim: RunningState | None = None
+    """What it reported to run in an epoch that this balancer did not open; else None."""
+
     lost_reason: str | None = None
     """Why its group ended; None while it has one."""
 
@@ -71,6 +74,11 @@ class Member:
     def connected(self) -> bool:
         """Whether the worker has a stream now."""
         return self.gone_reason is None
+
+    @property
+    def is_claiming(self) -> bool:
+        """Whether it reports to run in an epoch in which it does not count as a rank."""
+        return self.claim is not None and self.rank is None
 
     def note_heard(self, *, now: float) -> None:
         """A message arrived."""
@@ -109,14 +117,29 @@ class Member:
         """Its group ended; it waits for a rank and keeps what its slots hold."""
         if self.lost_reason is None:
             self.since_s = now
-        self.lost_reason, self.left_out = lost.reason, None
-        self.held = lost.expert_of_slot
-        self.serving = False
-        self.staged_generation = 0
+        self._wait_for_epoch(lost.reason, lost.expert_of_slot)
 
     def reject_epoch(self, later_epoch: int) -> None:
         """It cannot join the current epoch, because it has taken up `later_epoch`."""
         self.later_epoch = later_epoch
+
+    def note_claim(self, running: RunningState) -> None:
+        """It reports to run in an epoch that this balancer did not open."""
+        self.claim = running
+
+    def resume_claim(self) -> None:
+        """It counts as the rank that it reports to be."""
+        assert self.claim is not None, "it claims to run"
+        self.resume(self.claim)
+
+    def give_up_claim(self, reason: str) -> None:
+        """The group that it reports to run is not taken over: it needs another epoch."""
+        assert self.claim is not None, "it claims to run"
+        self._wait_for_epoch(reason, _part(self.claim.layout, self.claim.rank))
+
+    def leave_out(self, reason: str) -> None:
+        """It gets no rank for now, although it is connected."""
+        self.rank, self.left_out, self.serving = None, reason, False
 
     def leave(self, reason: str) -> None:
         """Its stream has ended."""
@@ -129,13 +152,14 @@ class Member:
     def reopen(self, *, left_out: str | None) -> None:
         """An epoch opens: it has no rank in it yet, or for the reason `left_out` none at all."""
         self.left_out = left_out or self.left_out
-        self.rank = None
+        if self.rank is not None:
+            self.rank = self.claim = None
         self.serving = self.joined = False
 
     def seat(self, rank: int, *, now: float) -> None:
         """Assign a rank of a new epoch."""
         self.rank, self.since_s = rank, now
-        self.lost_reason = self.left_out = None
+        self.lost_reason = self.left_out = self.claim = None
         self.generation = self.staged_generation = self.later_epoch = 0
 
     def keep_seat(self, known: "Member", held: ExpertTable | None) -> None:
@@ -145,8 +169,8 @@ class Member:
             self.since_s = known.since_s
 
     def resume(self, running: RunningState) -> None:
-        """It runs a layout in an epoch already."""
-        self.rank = running.rank
+        """It runs a layout in the epoch already."""
+        self.rank, self.left_out = running.rank, None
         self.generation = running.generation
         self.staged_generation = running.staged_generation
         self.serving, self.steps = True, running.steps
@@ -154,5 +178,15 @@ class Member:
 
     def _hold(self, layout: Layout | None) -> None:
         assert self.rank is not None, "only a rank has a part"
-        first, last = (rank * self.hello.slots_per_rank for rank in (self.rank, self.rank + 1))
-        self.held = None if layout is None else layout.expert_of_slot[:, first:last]
+        self.held = None if layout is None else _part(layout, self.rank)
+
+    def _wait_for_epoch(self, reason: str, held: ExpertTable | None) -> None:
+        self.lost_reason, self.left_out, self.claim = reason, None, None
+        self.held = held
+        self.serving = False
+        self.staged_generation = 0
+
+
+def _part(layout: Layout, rank: int) -> ExpertTable:
+    """A rank's part of a layout."""
+    return layout.expert_of_slot[:, layout.own_slots(rank)]

@@ -6,6 +6,7 @@ It neither sends nor stores. `planning/membership.py` decides when ranks are ass
 from collections.abc import Container, Mapping, Sequence
 
 from equipoise.planning.membership import EpochCandidate, MemberState
+from equipoise.planning.resumption import GroupChoice, RunningClaim
 from equipoise.planning.topology import Topology
 from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape
 from equipoise.pool.member import Member
@@ -21,6 +22,8 @@ class Roster:
         self._pool = pool
         self.epoch = 0
         """The current epoch; 0 before the first one."""
+        self.opened_here = False
+        """Whether this balancer opened it; else it found its ranks running."""
         self.highest_epoch = highest_epoch
         """The highest epoch ever seen: epochs are never reused."""
         self.num_ranks = 0
@@ -59,7 +62,7 @@ class Roster:
         check_kernels(hello, shape, (member.hello for member in present), pool=self._pool)
         member = Member(hello=hello, last_heard_s=now, since_s=now)
         if hello.running is not None:
-            self._resume(member, hello.running)
+            self._return_running(member, known, hello.running)
         elif hello.group_lost is not None:
             self._return_without_group(member, known, hello.group_lost, now=now)
         elif known is not None and known.hello.boot_id == hello.boot_id:
@@ -70,6 +73,8 @@ class Roster:
         self.shape = shape
         self._members[hello.worker] = member
         self._note_seats()
+        if self.opened_here and member.rank is not None:
+            self._leave_out_claims()
         return member
 
     def leave(self, worker: str, *, reason: str) -> None:
@@ -89,7 +94,7 @@ class Roster:
         are forgotten.
         """
         self.highest_epoch += 1
-        self.epoch = self.highest_epoch
+        self.epoch, self.opened_here = self.highest_epoch, True
         self._members = {name: one for name, one in self._members.items() if one.connected}
         chosen = [one for name, one in self._members.items() if name in workers]
         for member in self._members.values():
@@ -134,6 +139,55 @@ class Roster:
             )
             for member in self._members.values()
         ]
+
+    def claims(self) -> Sequence[RunningClaim]:
+        """What connected workers report to run in an epoch that this balancer did not open.
+
+        Empty once a rank of an epoch that it opened is connected: that epoch counts.
+        """
+        if self.opened_here and self._is_followed():
+            return ()
+        return [
+            RunningClaim(
+                worker=member.name,
+                epoch=member.claim.epoch,
+                workers=member.claim.workers,
+                generation=member.claim.generation,
+                digest=member.claim.layout.digest(),
+                is_rank=member.rank is not None,
+            )
+            for member in self._members.values()
+            if member.claim is not None and member.connected
+        ]
+
+    def take_over(self, choice: GroupChoice) -> Sequence[Member]:
+        """Make the claims that agree the ranks of their epoch; returns the ranks that are new."""
+        if choice.is_new_group:
+            self._forget_seats()
+            self.epoch, workers = choice.ranks[0].group
+            self.num_ranks, self.opened_here = len(workers), False
+        for worker, reason in choice.contradicting.items():
+            self._members[worker].leave_out(reason)
+        resumed = [self._members[one.worker] for one in choice.ranks if not one.is_rank]
+        for member in resumed:
+            member.resume_claim()
+        self._note_seats()
+        return resumed
+
+    def release_claims(self, reason: str) -> None:
+        """No group is taken over: workers that report to run wait for another epoch."""
+        for member in self._members.values():
+            if member.claim is not None:
+                member.give_up_claim(reason)
+
+    @property
+    def contradicting(self) -> Mapping[str, str]:
+        """Connected workers that report to run what the ranks do not, each with the reason."""
+        return {
+            member.name: member.left_out
+            for member in self._members.values()
+            if member.is_claiming and member.connected and member.left_out is not None
+        }
 
     @property
     def wanted_ranks(self) -> int:
@@ -205,44 +259,57 @@ class Roster:
                 lost_s = known.since_s  # However often it reconnects: the pool waits once for it.
         member.lose_group(lost, now=lost_s)
 
-    def _resume(self, member: Member, running: RunningState) -> None:
-        """Give a worker the rank that it reports to run as, if the others agree."""
-        others = [
-            other
-            for other in self._present(excluding=member.name)
-            if other.rank is not None and other.lost_reason is None
-        ]
-        if running.epoch != self.epoch:
-            if others:
-                raise RejectedWorkerError(
-                    "hello_epoch",
-                    f"worker {member.name} runs in epoch {running.epoch}, but pool {self._pool} is "
-                    f"in epoch {self.epoch}: it can join once its group has ended",
-                )
-            # No other worker runs anything: what this balancer knew is older.
-            self._forget_seats()
-            self.epoch = running.epoch
-        elif others and running.layout.num_ranks != self.num_ranks:
-            raise RejectedWorkerError(
-                "hello_num_ranks",
-                f"worker {member.name} runs a layout of {running.layout.num_ranks} ranks in epoch "
-                f"{running.epoch}, but that epoch of pool {self._pool} has {self.num_ranks}: "
-                "restart it",
-            )
-        holder = self._holder(running.rank)
-        if holder is not None and holder.name != member.name and holder.connected:
-            raise RejectedWorkerError(
-                "hello_rank_taken",
-                f"worker {member.name} runs as rank {running.rank} of epoch {running.epoch}, which "
-                f"is held by worker {holder.name}: restart it",
-            )
-        if holder is not None and holder.name != member.name:
-            del self._members[holder.name]
-        self.num_ranks = running.layout.num_ranks
-        member.resume(running)
+    def _return_running(self, member: Member, known: Member | None, running: RunningState) -> None:
+        """A worker that runs reconnects as the rank that it had; else what it runs is a claim."""
+        suits = (running.epoch, running.layout.num_ranks) == (self.epoch, self.num_ranks)
+        if not self.opened_here:
+            member.note_claim(running)
+        if known is not None and known.rank == running.rank and suits:
+            member.resume(running)
+        elif not self.opened_here:
+            return
+        elif known is not None and not known.serving and running.epoch < self.epoch:
+            member.keep_seat(known, known.held)  # It has yet to take up the current epoch.
+        elif self._is_followed(excluding=member.name):
+            raise self._rejection(member, running)
+        else:
+            member.note_claim(running)
 
-    def _holder(self, rank: int) -> Member | None:
-        return next((other for other in self._members.values() if other.rank == rank), None)
+    def _rejection(self, member: Member, running: RunningState) -> RejectedWorkerError:
+        """Why a worker cannot be a rank of the epoch, which this balancer opened."""
+        what = f"worker {member.name} runs"
+        if running.epoch != self.epoch:
+            return RejectedWorkerError(
+                "hello_epoch",
+                f"{what} in epoch {running.epoch}, but pool {self._pool} is in epoch {self.epoch}: "
+                "it can join once its group has ended",
+            )
+        if running.layout.num_ranks != self.num_ranks:
+            return RejectedWorkerError(
+                "hello_num_ranks",
+                f"{what} a layout of {running.layout.num_ranks} ranks in epoch {running.epoch}, "
+                f"but that epoch of pool {self._pool} has {self.num_ranks}: restart it",
+            )
+        holder = self.peers[running.rank].worker
+        return RejectedWorkerError(
+            "hello_rank_taken",
+            f"{what} as rank {running.rank} of epoch {running.epoch}, which is held by worker "
+            f"{holder}: restart it",
+        )
+
+    def _leave_out_claims(self) -> None:
+        """A rank of the epoch that this balancer opened is connected: what others run is over."""
+        for member in self._members.values():
+            if member.claim is not None and member.is_claiming:
+                reason = str(self._rejection(member, member.claim))
+                member.leave_out(reason)
+
+    def _is_followed(self, *, excluding: str = "") -> bool:
+        """Whether a connected worker is a rank of the epoch."""
+        return any(
+            other.rank is not None and other.lost_reason is None
+            for other in self._present(excluding=excluding)
+        )
 
     def _forget_seats(self) -> None:
         self.peers = ()

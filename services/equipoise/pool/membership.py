@@ -5,18 +5,18 @@ rank is sent an epoch before the store has recorded it.
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from equipoise.planning.membership import EpochDecision, next_epoch
 from equipoise.planning.moves import Move
 from equipoise.planning.recovery import recover, recovery_moves
+from equipoise.planning.resumption import GroupChoice
 from equipoise.planning.rollout import RankLost
 from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
+from equipoise.pool.epochs import EpochHistory, EpochRecord
 from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers, check_running_layout
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
@@ -24,6 +24,7 @@ from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.records import EpochMembers
+from equipoise.pool.resumption import Resumption
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
@@ -35,32 +36,9 @@ FIRST_LOOK_S = 1.0
 """Seconds between two looks at a pool that waits for its first ranks. The last Hello that it waits
 for is acted on at once; ticks only update the displayed reason and end waits of minutes."""
 
-MAX_EPOCHS = 16
-"""Epochs kept for status."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochRecord:
-    """An epoch that this balancer opened."""
-
-    epoch: int
-    """Its number."""
-
-    workers: tuple[str, ...]
-    """Its workers, in rank order."""
-
-    reason: str
-    """Why it was opened."""
-
-    opened_s: float
-    """When, in unix seconds."""
-
-    serving_after_s: float = 0.0
-    """Seconds until all its ranks served; 0 while they do not."""
-
 
 class Membership:
-    """Decides about one pool's epochs; `unheard` are workers that only the store knows so far."""
+    """Decides about one pool's epochs; `recorded` is the latest one in the store."""
 
     def __init__(
         self,
@@ -75,7 +53,7 @@ class Membership:
         windows: Windows,
         rollouts: Rollouts,
         counters: Counters,
-        unheard: frozenset[str],
+        recorded: EpochMembers | None,
     ) -> None:
         self._policy = policy
         self._roster = roster
@@ -87,10 +65,12 @@ class Membership:
         self._windows = windows
         self._rollouts = rollouts
         self._timeouts = counters.timeouts
-        self._unheard = unheard
+        self._resumption = Resumption(policy, roster=roster, layouts=layouts, recorded=recorded)
+        # Workers that only the store knows so far.
+        self._unheard = frozenset(recorded.workers if recorded is not None else ())
         self.opening = EpochDecision()
         """The latest decision about the next epoch."""
-        self._epochs: deque[EpochRecord] = deque(maxlen=MAX_EPOCHS)
+        self._history = EpochHistory()
         # The chain that opens the epoch, until the store has recorded it.
         self._unwritten: Chain = ()
         self._must_write_again = False
@@ -102,7 +82,7 @@ class Membership:
     @property
     def epochs(self) -> Sequence[EpochRecord]:
         """The latest epochs that this balancer opened, newest first."""
-        return self._epochs
+        return self._history.records
 
     # Workers ------------------------------------------------------------------------------------
 
@@ -114,7 +94,6 @@ class Membership:
         """
         used = UsedNumbers.in_hello(hello)
         self._check(hello, used, now=now)
-        epoch = self._roster.epoch
         before = self._roster.members.get(hello.worker)
         member = self._roster.admit(hello, now=now)
         effects: list[Effect] = [*self._reserve(hello.worker, used)]
@@ -124,13 +103,8 @@ class Membership:
         if before is not None and before.rank is not None and member.rank is None:
             restarted = f"worker {member.name} restarted"
             effects += self._rollouts.handle(RankLost(rank=before.rank, reason=restarted), now=now)
-        if hello.running is not None:
-            if self._roster.epoch != epoch:
-                self._begin_epoch(opened_here=False, now=now)
-            self._layouts.remember(hello.running.layout)
-            effects += self._agreement.note_bytes(
-                member, hello.running.layout, hello.running, now=now
-            )
+        if member.serving:
+            effects += self._note_running(member, now=now)
         if hello.group_lost is not None:
             # A worker that reconnects later may have staged one more.
             self._layouts.reserve(hello.group_lost.generation + 1)
@@ -172,9 +146,8 @@ class Membership:
         warning = self._count(member, used, kind="group_lost", now=now)
         if lost.epoch < self._roster.epoch and member.rank is not None:
             return warning  # It has a rank in a later epoch, which it will be sent.
-        opened_s = self._epochs[0].opened_s if self._epochs else now
         is_first = all(one.lost_reason is None for one in self._roster.seated())
-        policy, waited_s = self._policy.values, now - opened_s
+        policy, waited_s = self._policy.values, self._history.since_opened_s(now=now)
         if self._windows.loads is None and is_first and waited_s >= policy.meet_timeout_s:
             name = "join" if waited_s >= policy.join_timeout_s else "meet"
             self._timeouts.note(name, f"epoch {lost.epoch} was abandoned: {lost.reason}")
@@ -205,9 +178,7 @@ class Membership:
         effects = self._agreement.settle(now=now)
         if self._windows.loads is not None and not self._is_serving_noted:
             self._is_serving_noted = True
-            if self._epochs and self._epochs[0].epoch == self._roster.epoch:
-                newest = self._epochs[0]
-                self._epochs[0] = replace(newest, serving_after_s=now - newest.opened_s)
+            self._history.note_serving(self._roster.epoch, now=now)
         return effects
 
     def note_written(self, members: EpochMembers) -> Chain:
@@ -238,11 +209,13 @@ class Membership:
             raise RejectedWorkerError(
                 f"hello_{what}_leap", f"worker {hello.worker} reports {finding}: restart it"
             )
+        before = self._roster.members.get(hello.worker)
         others_run = any(
             member.connected and member.serving and member.name != hello.worker
             for member in self._roster.seated()
         )
-        if hello.running is not None and others_run:
+        is_rank = before is not None and before.rank is not None
+        if hello.running is not None and is_rank and others_run:
             ours = self._layouts.get(hello.running.layout.generation)
             check_running_layout(hello, ours)
 
@@ -304,6 +277,12 @@ class Membership:
         is_waiting = silent or excluded or quarantined or self._unheard or self.opening.reason
         if self._roster.settled and not is_waiting:
             return ()  # The usual case, at every tick of every pool: there is nothing to decide.
+        choice = self._resumption.choose(now=now)
+        if choice is not None and choice.is_waiting:
+            self.opening = EpochDecision(reason=choice.reason)
+            return told
+        if choice is not None:
+            told = (*told, *self._take_over(choice, now=now))
         opening = next_epoch(
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.wanted_ranks,
@@ -318,6 +297,32 @@ class Membership:
         if opening.workers:
             return (*told, *self._open(opening, shape, now=now))
         return (*told, *(self._attendance.recall_excluded() if opening.is_down else ()))
+
+    def _take_over(self, choice: GroupChoice, *, now: float) -> Chain:
+        """Count workers that run an epoch which this balancer did not open as its ranks."""
+        if choice.is_late:
+            self._timeouts.note("reform", choice.reason)
+        if not choice.ranks:
+            self._roster.release_claims(choice.reason)
+            return (Log(text=choice.reason, is_warning=True),)
+        resumed = self._roster.take_over(choice)
+        if choice.is_new_group:
+            self._begin_epoch(opened_here=False, now=now)
+            self._unwritten, self._must_write_again = (), False
+        effects: list[Effect] = [
+            Log(text=f"worker {worker} is not followed: {reason}", is_warning=True, worker=worker)
+            for worker, reason in choice.contradicting.items()
+        ]
+        for member in resumed:
+            effects += self._note_running(member, now=now)
+        return (*effects, *self._join_returned())
+
+    def _note_running(self, member: Member, *, now: float) -> Chain:
+        """A worker counts as a rank that runs what it reported."""
+        running = member.hello.running
+        assert running is not None, "a rank that resumes runs"
+        self._layouts.remember(running.layout)
+        return self._agreement.note_bytes(member, running.layout, running, now=now)
 
     def _open(self, opening: EpochDecision, shape: Hello, *, now: float) -> Chain:
         roster, layouts = self._roster, self._layouts
@@ -358,11 +363,7 @@ class Membership:
         members = self._roster.epoch_members()
         if opening.timeout:
             self._timeouts.note(opening.timeout, opening.reason)
-        self._epochs.appendleft(
-            EpochRecord(
-                epoch=members.epoch, workers=members.workers, reason=opening.reason, opened_s=now
-            )
-        )
+        self._history.note_opened(members, reason=opening.reason, now=now)
         self.opening, self._unheard = EpochDecision(), frozenset()
         return Log(
             text=f"epoch {members.epoch} opens with {len(members.workers)} ranks: {opening.reason}",

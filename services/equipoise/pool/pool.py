@@ -79,7 +79,7 @@ class Pool:
             windows=windows,
             rollouts=rollouts,
             counters=counters,
-            unheard=frozenset(members.workers if members is not None else ()),
+            recorded=members,
         )
         self.decisions = Decisions(
             policy,
@@ -109,6 +109,7 @@ class Pool:
             self.roster,
             opening=self.membership.opening,
             silent=self.attendance.silent,
+            contradicting=self.roster.contradicting,
             quarantined=self.quarantine.reasons,
             faults=self.agreement.faults,
             store_fault=self.journal.store_fault,

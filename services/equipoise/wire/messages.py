@@ -27,6 +27,9 @@ class RunningState:
     rank: int
     """The worker's rank in it."""
 
+    workers: tuple[str, ...]
+    """The workers of that epoch, in rank order."""
+
     staged_generation: int
     """Generation that is verified but not switched to; 0 for none."""
 

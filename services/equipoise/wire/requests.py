@@ -209,6 +209,7 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
     return RunningState(
         epoch=checks.count("running", "epoch", message.epoch, least=1),
         rank=checks.rank("running", message.rank, num_ranks=layout.num_ranks),
+        workers=_workers(message, hello=hello, num_ranks=layout.num_ranks),
         staged_generation=checks.staged_generation(
             "running", message.staged_generation, generation=layout.generation
         ),
@@ -217,6 +218,18 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
         steps=message.steps and checks.reason(message.steps),
         expert_checksums=layouts.expert_checksums_from_proto("running", message, hello=hello),
     )
+
+
+def _workers(message: pb.RunningState, *, hello: Hello, num_ranks: int) -> tuple[str, ...]:
+    """The workers of the epoch that a worker runs in, itself at its rank."""
+    workers = tuple(message.workers)
+    if not len(workers) == len(set(workers)) == num_ranks or workers[message.rank] != hello.worker:
+        raise InvalidMessageError(
+            "running_workers",
+            f"running: the {len(workers)} workers of the epoch must be those of the layout's "
+            f"{num_ranks} ranks, each once, with {hello.worker} at rank {message.rank}",
+        )
+    return tuple(checks.name("running", "workers", worker) for worker in workers)
 
 
 def _experts_digest(message: pb.Hello) -> bytes:

@@ -112,6 +112,7 @@ class Rank:
         return RunningState(
             epoch=self.join_epoch.epoch,
             rank=self.join_epoch.rank,
+            workers=tuple(peer.worker for peer in self.join_epoch.peers),
             staged_generation=self.engine.staged_generation,
             layout=contents.layout,
             checksums=contents.checksums,

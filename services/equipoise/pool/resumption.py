@@ -1,0 +1,66 @@
+"""`Resumption`: which ranks a balancer takes over that run an epoch which it did not open.
+
+`planning/resumption.py` decides. Until then no worker's report of what it runs has an effect.
+"""
+
+from equipoise.planning.resumption import GroupChoice, choose_group
+from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.members import Roster
+from equipoise.pool.policy import PoolPolicy
+from equipoise.pool.records import EpochMembers
+
+
+class Resumption:
+    """Weighs what workers report to run; `recorded` is the latest epoch in the store."""
+
+    def __init__(
+        self,
+        policy: PoolPolicy,
+        *,
+        roster: Roster,
+        layouts: PoolLayouts,
+        recorded: EpochMembers | None,
+    ) -> None:
+        self._policy = policy
+        self._roster = roster
+        self._layouts = layouts
+        self._recorded = recorded
+        self._since_s: float | None = None
+
+    def choose(self, *, now: float) -> GroupChoice | None:
+        """Which group to take over, or to wait for; None if that is decided already."""
+        claims = self._roster.claims()
+        outside = [claim for claim in claims if not claim.is_rank]
+        contradicting = self._roster.contradicting
+        is_open = any(claim.worker not in contradicting for claim in outside)
+        if not is_open:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now
+        if not outside:
+            return None
+        members = [one for one in self._roster.members.values() if one.connected]
+        choice = choose_group(
+            claims,
+            recorded=self._latest(),
+            connected=frozenset(member.name for member in members),
+            num_lost=sum(member.lost_reason is not None for member in members),
+            known={
+                claim.generation: layout.digest()
+                for claim in claims
+                if (layout := self._layouts.get(claim.generation)) is not None
+            },
+            waited_s=0.0 if self._since_s is None else now - self._since_s,
+            policy=self._policy.values,
+        )
+        if choice.is_waiting:
+            return choice if is_open else None
+        self._since_s = None
+        is_new = is_open or any(not claim.is_rank for claim in choice.ranks)
+        return choice if is_new or not choice.ranks else None
+
+    def _latest(self) -> tuple[int, tuple[str, ...]]:
+        """The epoch opened here, else that of the store, with its workers."""
+        opened_here = self._roster.opened_here
+        latest = self._roster.epoch_members() if opened_here else self._recorded
+        return (0, ()) if latest is None else (latest.epoch, latest.workers)
