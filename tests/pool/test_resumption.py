@@ -165,9 +165,8 @@ def test_a_liar_that_had_the_bound_to_itself_is_outvoted_later(successor, lie):
     assert pool.layouts.get(1).same_placement(honest[0].layout)
     successor.hello(liar.reconnecting())
     assert pool.diagnosis().health is Health.SERVING
-    assert {
-        join.epoch for name in names(honest) for join in successor.sent_to(name, JoinEpoch)
-    } == {1}
+    sent = [join for name in names(honest) for join in successor.sent_to(name, JoinEpoch)]
+    assert {join.epoch for join in sent} == {1}
 
 
 def test_a_majority_is_resumed_at_once_although_one_rank_is_missing(succeed, recorded):

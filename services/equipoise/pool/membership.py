@@ -16,7 +16,7 @@ from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
-from equipoise.pool.epochs import EpochHistory, EpochRecord
+from equipoise.pool.epochs import EpochHistory, EpochRecord, UnwrittenEpoch
 from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers, check_running_layout
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
@@ -71,9 +71,7 @@ class Membership:
         self.opening = EpochDecision()
         """The latest decision about the next epoch."""
         self._history = EpochHistory()
-        # The chain that opens the epoch, until the store has recorded it.
-        self._unwritten: Chain = ()
-        self._must_write_again = False
+        self._unwritten = UnwrittenEpoch()
         # Copies that bring each rank to the first layout of the epoch.
         self._moves: Mapping[int, tuple[Move, ...]] = {}
         self._is_serving_noted = False
@@ -185,30 +183,22 @@ class Membership:
         """The store has recorded an epoch's members."""
         if members.epoch != self._roster.epoch:
             return ()
-        self._unwritten, self._must_write_again = (), False
+        self._unwritten.begin(())
         return self._join_returned()
 
     def note_failed(self, lost: Chain) -> None:
         """The store did not accept a write; `lost` are that and what depended on it."""
-        if any(effect is one for effect in lost for one in self._unwritten):
-            self._must_write_again = True
+        self._unwritten.note_failed(lost)
 
     def write_again(self) -> Chain:
         """What opens the epoch, once more, if the store did not accept it."""
-        if not self._must_write_again:
-            return ()
-        self._must_write_again = False
-        return self._unwritten
+        return self._unwritten.again()
 
     # Epochs -------------------------------------------------------------------------------------
 
     def _check(self, hello: Hello, used: UsedNumbers, *, now: float) -> None:
-        fault = used.fault(known=self._used, now=now)
-        if fault is not None:
-            what, finding = fault
-            raise RejectedWorkerError(
-                f"hello_{what}_leap", f"worker {hello.worker} reports {finding}: restart it"
-            )
+        if (fault := self._fault(hello.worker, used, now=now)) is not None:
+            raise RejectedWorkerError(f"hello_{fault[0]}_leap", fault[1])
         before = self._roster.members.get(hello.worker)
         others_run = any(
             member.connected and member.serving and member.name != hello.worker
@@ -225,13 +215,14 @@ class Membership:
         Raises:
             InvalidMessageError: no pool can have reached them.
         """
-        fault = used.fault(known=self._used, now=now)
-        if fault is not None:
-            what, finding = fault
-            raise InvalidMessageError(
-                f"{kind}_{what}_leap", f"worker {member.name} reports {finding}: restart it"
-            )
+        if (fault := self._fault(member.name, used, now=now)) is not None:
+            raise InvalidMessageError(f"{kind}_{fault[0]}_leap", fault[1])
         return self._reserve(member.name, used)
+
+    def _fault(self, worker: str, used: UsedNumbers, *, now: float) -> tuple[str, str] | None:
+        """Which number no pool can have reached, and the reason to reject it."""
+        fault = used.fault(known=self._used, now=now)
+        return fault and (fault[0], f"worker {worker} reports {fault[1]}: restart it")
 
     def _reserve(self, worker: str, used: UsedNumbers) -> Chain:
         """Use higher numbers from here on, whatever the store forgot."""
@@ -308,7 +299,7 @@ class Membership:
         resumed = self._roster.take_over(choice)
         if choice.is_new_group:
             self._begin_epoch(opened_here=False, now=now)
-            self._unwritten, self._must_write_again = (), False
+            self._unwritten.begin(())
         effects: list[Effect] = [
             Log(text=f"worker {worker} is not followed: {reason}", is_warning=True, worker=worker)
             for worker, reason in choice.contradicting.items()
@@ -328,10 +319,9 @@ class Membership:
         roster, layouts = self._roster, self._layouts
         load = self._windows.average_load(shape.model)
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
-        left_out = f"it is not part of the next epoch: {opening.reason}"
-        roster.open_epoch(
-            frozenset(opening.workers), left_out=None if self._unwritten else left_out, now=now
-        )
+        is_known = not self._unwritten.is_pending
+        left_out = f"it is not part of the next epoch: {opening.reason}" if is_known else None
+        roster.open_epoch(frozenset(opening.workers), left_out=left_out, now=now)
         topology, seated = roster.topology(), roster.seated()
         held = [member.held for member in seated]
         layout = recover(
@@ -356,8 +346,8 @@ class Membership:
             layouts.begin_adoption(layout.generation)
         effects.append(WriteMembership(members=self._roster.epoch_members()))
         effects += [self._join(member) for member in seated]
-        self._unwritten, self._must_write_again = tuple(effects), False
-        return (log, *self._unwritten)
+        self._unwritten.begin(tuple(effects))
+        return (log, *effects)
 
     def _note_opened(self, opening: EpochDecision, *, now: float) -> Log:
         members = self._roster.epoch_members()
@@ -380,7 +370,7 @@ class Membership:
 
     def _join_returned(self) -> Chain:
         """Send ranks that reconnected the list of peers, once all are known and recorded."""
-        if self._unwritten or not self._roster.peers:
+        if self._unwritten.is_pending or not self._roster.peers:
             return ()
         return tuple(
             self._join(member)
