@@ -37,26 +37,26 @@ class OnePool:
         return metrics.families()
 
 
-def told_of(pool, *, now):
+def families_of(pool, *, now):
     registry = CollectorRegistry()
     registry.register(OnePool(pool, now=now))
     text = generate_latest(registry).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_harness, skewed):
+def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=10)
-    told, window = told_of(harness.pool, now=harness.now), harness.pool.windows.closed[-1]
+    families, window = families_of(harness.pool, now=harness.now), harness.pool.windows.closed[-1]
     per_layer = window.rank_load.mean(axis=1) / window.rank_load.max(axis=1)
     labels = {"pool": "tiny", "phase": "mixed"}
-    assert value_of(told, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
-    worst = value_of(told, "equipoise_balancedness_worst_layer", **labels)
+    assert value_of(families, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
+    worst = value_of(families, "equipoise_balancedness_worst_layer", **labels)
     assert worst == pytest.approx(per_layer.min())
-    p5 = value_of(told, "equipoise_balancedness_p5_layer", **labels)
+    p5 = value_of(families, "equipoise_balancedness_p5_layer", **labels)
     assert worst <= p5 <= np.median(per_layer)
     ratios = [
-        value_of(told, "equipoise_rank_load_ratio", pool="tiny", rank=str(rank))
+        value_of(families, "equipoise_rank_load_ratio", pool="tiny", rank=str(rank))
         for rank in range(4)
     ]
     assert np.mean(ratios) == pytest.approx(1.0)
@@ -66,43 +66,43 @@ def test_a_pool_tells_its_balance_as_receivers_measured_it(serving_harness, skew
 def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=20)
-    told, pool = told_of(harness.pool, now=harness.now), harness.pool
-    waves = value_of(told, "equipoise_waves_total", pool="tiny")
+    families, pool = families_of(harness.pool, now=harness.now), harness.pool
+    waves = value_of(families, "equipoise_waves_total", pool="tiny")
     assert waves == len(pool.rollouts.switches) > 0
-    assert value_of(told, "equipoise_moves_total", pool="tiny") == sum(
+    assert value_of(families, "equipoise_moves_total", pool="tiny") == sum(
         switch.moves for switch in pool.rollouts.switches
     )
-    yes = value_of(told, "equipoise_decisions_total", pool="tiny", verdict="yes")
-    no = value_of(told, "equipoise_decisions_total", pool="tiny", verdict="no")
+    yes = value_of(families, "equipoise_decisions_total", pool="tiny", verdict="yes")
+    no = value_of(families, "equipoise_decisions_total", pool="tiny", verdict="no")
     assert (yes, no) == (1, 1)
-    assert value_of(told, "equipoise_switch_stall_seconds_count", pool="tiny") == waves
-    assert value_of(told, "equipoise_wave_state_seconds_count", pool="tiny", state="staging")
-    assert value_of(told, "equipoise_generation", pool="tiny") == pool.layouts.stored_generation
+    assert value_of(families, "equipoise_switch_stall_seconds_count", pool="tiny") == waves
+    assert value_of(families, "equipoise_wave_state_seconds_count", pool="tiny", state="staging")
+    assert value_of(families, "equipoise_generation", pool="tiny") == pool.layouts.stored_generation
 
 
 def test_ranks_are_counted_by_what_they_do(serving_harness):
     harness = serving_harness
     harness.lose(harness.ranks[3])
-    told = told_of(harness.pool, now=harness.now)
+    families = families_of(harness.pool, now=harness.now)
     counts = {
-        state: value_of(told, "equipoise_ranks", pool="tiny", state=state)
+        state: value_of(families, "equipoise_ranks", pool="tiny", state=state)
         for state in ("serving", "loading", "silent", "gone")
     }
     assert counts == {"serving": 3, "loading": 0, "silent": 0, "gone": 1}
-    assert value_of(told, "equipoise_pool_health", pool="tiny", health="degraded") == 1
+    assert value_of(families, "equipoise_pool_health", pool="tiny", health="degraded") == 1
 
 
 def test_judged_rollouts_are_counted_by_outcome_and_the_policy_is_named(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=50)
-    told = told_of(harness.pool, now=harness.now)
+    families = families_of(harness.pool, now=harness.now)
     counts = {
-        outcome: value_of(told, "equipoise_rollouts_judged_total", pool="tiny", outcome=outcome)
+        outcome: value_of(families, "equipoise_rollouts_judged_total", pool="tiny", outcome=outcome)
         for outcome in ("kept", "traffic_changed", "rolled_back")
     }
     assert counts == {"kept": 1, "traffic_changed": 0, "rolled_back": 0}
     hash_of = harness.pool.policy.in_force.digest
-    assert value_of(told, "equipoise_policy_info", pool="tiny", hash=hash_of) == 1
+    assert value_of(families, "equipoise_policy_info", pool="tiny", hash=hash_of) == 1
 
 
 async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
@@ -159,8 +159,8 @@ async def test_the_running_balancer_exports_exactly_the_documented_metrics(
     assert "process_resident_memory_bytes" in families
     harness.run_traffic(skewed(1), seconds=50)
     harness.pool.counters.rejections.count("report_shape", "worker worker-0: ...")
-    told = {**ours(families), **ours(told_of(harness.pool, now=harness.now))}
-    assert told == documented("Balancer")
+    metrics = {**ours(families), **ours(families_of(harness.pool, now=harness.now))}
+    assert metrics == documented("Balancer")
 
 
 async def test_a_metrics_port_in_use_is_a_one_line_error(tmp_path, policy):
@@ -195,8 +195,8 @@ def test_a_histogram_counts_a_value_on_its_bound_below_it():
 
 def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
     pool = Pool("big", policies=PolicyBook(policy), memory=PoolMemory())
-    told = [WorkerTimeout(name=wait, timeout_s=1.0) for wait in Wait]
-    pool.counters.timeouts.add("worker-0", boot_id="boot-1", reported=told)
+    timeouts = [WorkerTimeout(name=wait, timeout_s=1.0) for wait in Wait]
+    pool.counters.timeouts.add("worker-0", boot_id="boot-1", reported=timeouts)
     for rank in range(num_ranks):
         hello = hello_of(f"worker-{rank}", num_ranks=num_ranks)
         pool.roster._members[hello.worker] = Member(
@@ -217,4 +217,4 @@ def _series_of_a_pool(hello_of, policy, *, num_layers, num_ranks):
     pool.windows._closed.append(replace(window, rank_load=rank_load, assignments=rank_load.sum()))
     for kind in range(2 * MAX_KINDS):
         pool.counters.rejections.count(f"kind_{kind}", "text")
-    return sum(len(family.samples) for family in told_of(pool, now=10.0).values())
+    return sum(len(family.samples) for family in families_of(pool, now=10.0).values())

@@ -73,8 +73,8 @@ def gone(*pids):
 
 
 def all_children():
-    told = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    return sorted(map(int, " ".join(told).split()))
+    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    return sorted(map(int, " ".join(lists).split()))
 
 
 async def test_a_process_plans_as_this_one_would(planner, request_of_four_ranks, children):

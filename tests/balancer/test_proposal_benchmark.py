@@ -63,9 +63,9 @@ def test_a_proposal_takes_few_times_what_the_published_greedy_does(is_chained, c
 def proposed(request):
     """A proposal, and what its way took of the planner's and of the balancer's CPU time."""
     sent_s = time.process_time()
-    told = bytes(ForkingPickler.dumps(request))
+    sent = bytes(ForkingPickler.dumps(request))
     heard_s = time.process_time()
-    made = propose(pickle.loads(told))
+    made = propose(pickle.loads(sent))
     answer = bytes(ForkingPickler.dumps((made.plan, made.verdict, made.waves)))
     answered_s = time.process_time()
     pickle.loads(answer)

@@ -33,7 +33,7 @@ async def port(tmp_path):
 
 
 async def test_none_of_thousands_of_streams_that_come_at_once_is_turned_away(port):
-    told, ended = [], []
+    answers, ended = [], []
     loop = asyncio.get_running_loop()
     nameless = worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat())
     everybody = asyncio.Event()
@@ -49,11 +49,11 @@ async def test_none_of_thousands_of_streams_that_come_at_once_is_turned_away(por
         )
         for _ in range(STREAMS_A_CONNECTION):
             stream = connection.open(
-                heard=lambda data: note(told, data), ended=lambda why: note(ended, why)
+                heard=lambda data: note(answers, data), ended=lambda why: note(ended, why)
             )
             stream.write(nameless.SerializeToString())
     async with asyncio.timeout(60):
         await everybody.wait()
-    assert len(told) == NUM_STREAMS, "each got an answer"
-    answer = worker_link_pb2.ConnectResponse.FromString(told[0])
+    assert len(answers) == NUM_STREAMS, "each got an answer"
+    answer = worker_link_pb2.ConnectResponse.FromString(answers[0])
     assert "Hello" in answer.rejection.reason

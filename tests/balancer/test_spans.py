@@ -40,9 +40,9 @@ class Harness:
     """Rollouts that are followed after every event."""
 
     def __init__(self):
-        self._told = InMemorySpanExporter()
+        self._exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self._told))
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.spans = PoolSpans("blue", tracer=provider.get_tracer("test"))
         layouts = PoolLayouts(PoolMemory(committed=BASE))
         topology = Topology(node_of_rank=("node", "node"), slots_per_rank=1)
@@ -74,19 +74,19 @@ class Harness:
         )
 
     @property
-    def told(self):
+    def finished(self):
         """Ended spans as (name of the parent, own name), in the order in which they began."""
-        ended = sorted(self._told.get_finished_spans(), key=lambda span: span.start_time)
+        ended = sorted(self._exporter.get_finished_spans(), key=lambda span: span.start_time)
         names = {span.context.span_id: span.name for span in ended}
         return [(names.get(span.parent and span.parent.span_id), span.name) for span in ended]
 
     @property
     def traces(self):
-        return {span.context.trace_id for span in self._told.get_finished_spans()}
+        return {span.context.trace_id for span in self._exporter.get_finished_spans()}
 
     @property
     def faults(self):
-        ended = self._told.get_finished_spans()
+        ended = self._exporter.get_finished_spans()
         return {span.name: span.status.description for span in ended if not span.status.is_ok}
 
 
@@ -111,9 +111,9 @@ def test_a_plan_and_all_its_waves_are_one_trace(harness):
     harness.spans.decided(planning, adopted=True)
     harness.start()
     harness.switch(8)
-    assert ("rebalance", "rebalance") not in harness.told
+    assert ("rebalance", "rebalance") not in harness.finished
     harness.switch(9)
-    assert harness.told == [(None, "rebalance"), ("rebalance", "plan"), *WAVE, *WAVE]
+    assert harness.finished == [(None, "rebalance"), ("rebalance", "plan"), *WAVE, *WAVE]
     assert len(harness.traces) == 1
     assert harness.faults == {}
 
@@ -123,7 +123,7 @@ def test_a_plan_that_is_not_adopted_is_a_trace_by_itself(harness):
     planning = harness.spans.planning()
     planning.made(proposal(accepted=False))
     harness.spans.decided(planning, adopted=False)
-    assert harness.told == [(None, "rebalance"), ("rebalance", "plan")]
+    assert harness.finished == [(None, "rebalance"), ("rebalance", "plan")]
     harness.spans.planning().abandoned("it took too long")
     assert harness.faults == {"plan": "it took too long"}
 
@@ -131,7 +131,7 @@ def test_a_plan_that_is_not_adopted_is_a_trace_by_itself(harness):
 def test_an_abort_ends_the_trace_with_its_reason(harness):
     harness.start()
     harness.handle(Persisted(generation=8), RankLost(rank=1, reason="it died"))
-    assert harness.told == [(None, "rebalance"), *WAVE[:2]]
+    assert harness.finished == [(None, "rebalance"), *WAVE[:2]]
     assert harness.faults == dict.fromkeys(
         ("stage", "wave", "rebalance"), "rank 1 was lost: it died"
     )
@@ -142,16 +142,16 @@ def test_a_pool_that_re_forms_leaves_no_span_open(harness):
     harness.handle(Persisted(generation=8))
     harness.rollouts.begin_epoch()
     harness.spans.follow(harness.rollouts)
-    assert harness.told == [(None, "rebalance"), *WAVE[:2]]
+    assert harness.finished == [(None, "rebalance"), *WAVE[:2]]
     assert set(harness.faults) == {"wave", "rebalance"}
 
 
 def test_ranks_receive_only_the_wave_that_they_stage(harness):
     harness.start()
     harness.handle(Persisted(generation=8))
-    told = harness.spans.parent_for_ranks(8)
-    assert told.startswith("00-")
+    parent = harness.spans.parent_for_ranks(8)
+    assert parent.startswith("00-")
     assert harness.spans.parent_for_ranks(9) == ""
     harness.switch(8)
     harness.handle(Persisted(generation=9))
-    assert harness.spans.parent_for_ranks(9) not in {"", told}
+    assert harness.spans.parent_for_ranks(9) not in {"", parent}

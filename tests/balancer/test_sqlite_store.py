@@ -210,15 +210,15 @@ def knowing(file, pool):
 
 async def test_writes_that_wait_are_made_durable_together_and_fail_alone(tmp_path):
     file = SqliteFile(tmp_path / "state")
-    told = []
-    file.db.set_trace_callback(told.append)
+    statements = []
+    file.db.set_trace_callback(statements.append)
     writes = [(knowing(file, name), TERM) for name in ("a", "b", "b", "c")]
     outcomes = await at_once(file, *writes, (knowing(file, "d"), TERM - 1))
     assert outcomes[:2] == ["a", "b"]
     assert isinstance(outcomes[2], StoreError), "there is a pool of that name already"
     assert outcomes[3] == "c"
     assert isinstance(outcomes[4], TermOverError)
-    assert told.count("COMMIT") == 1
+    assert statements.count("COMMIT") == 1
     await file.close()
     again = SqliteStore(tmp_path / "state")
     assert await again.pools() == ("a", "b", "c")

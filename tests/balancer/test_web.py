@@ -110,16 +110,16 @@ def test_the_page_is_on_loopback_only_unless_insecure_is_set():
 
 
 def test_the_state_has_the_fleet_one_pool_and_its_load(busy):
-    told = browse(state_of(busy)).get("/state.json").json()
-    assert told["fleet"]["leads"]
-    assert [pool["pool"] for pool in told["fleet"]["pools"]] == ["tiny"]
-    pool, window = told["pool"], busy.windows.latest
+    state = browse(state_of(busy)).get("/state.json").json()
+    assert state["fleet"]["leads"]
+    assert [pool["pool"] for pool in state["fleet"]["pools"]] == ["tiny"]
+    pool, window = state["pool"], busy.windows.latest
     assert (pool["pool"], pool["num_ranks"]) == ("tiny", 4)
     assert pool["balancedness"] == pytest.approx(window.balancedness)
     assert [one["generation"] for one in pool["switches"]] == sorted(
         (one.generation for one in busy.rollouts.switches), reverse=True
     )
-    percent = np.array(told["heat"]["percent"])
+    percent = np.array(state["heat"]["percent"])
     assert percent.shape == window.rank_load.shape
     assert percent.mean(axis=1) == pytest.approx(100, abs=1)
 

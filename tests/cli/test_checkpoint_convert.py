@@ -44,9 +44,9 @@ def test_fp8_weights_are_about_half_the_size_and_other_files_are_copied(in_fp8):
 def test_back_in_bf16_readers_get_the_numbers_that_fp8_had_from_more_files(in_fp8, tmp_path):
     path, _ = in_fp8
     arguments = ("--checkpoint", path, "--out", tmp_path, "--weights", "bf16")
-    told = json.loads(convert(*arguments, "--shard-gib", 0.002, "--json"))
-    assert (told["weights"], told["files"]) == ("bf16", 4)
-    assert told["bytes_after"] > 1.8 * told["bytes_before"]
+    result = json.loads(convert(*arguments, "--shard-gib", 0.002, "--json"))
+    assert (result["weights"], result["files"]) == ("bf16", 4)
+    assert result["bytes_after"] > 1.8 * result["bytes_before"]
     back, source = Checkpoint.open(tmp_path), Checkpoint.open(path)
     assert not back.is_fp8
     assert back.read_expert(0, 5).tolist() == source.read_expert(0, 5).tolist()

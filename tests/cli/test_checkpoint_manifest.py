@@ -53,9 +53,9 @@ def test_damage_is_named(folder):
 def test_a_change_on_purpose_needs_to_be_said(folder):
     before = Checkpoint.open(folder).fingerprint
     flip_bit(folder, EXPERT)
-    told = manifest(folder, "--replace")
-    assert told["written"]
-    assert told["fingerprint"] != before
+    result = manifest(folder, "--replace")
+    assert result["written"]
+    assert result["fingerprint"] != before
     assert manifest(folder)["verified"]
 
 

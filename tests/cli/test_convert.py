@@ -40,11 +40,11 @@ def test_loads_go_into_a_peers_format_and_come_back(tmp_path, form, name):
 @pytest.mark.parametrize("form", Format)
 def test_a_layout_can_be_written_in_every_format(tmp_path, form):
     (tmp_path / "map.json").write_text("[[0, 1, 2, 0], [2, 1, 1, 0]]")
-    told = json.loads(
+    result = json.loads(
         equipoise("--file", tmp_path / "map.json", "--out", tmp_path / "out", "--format", form,
                   "--ranks", 2, "--first-moe-layer", 3, "--json")
     )  # fmt: skip
-    assert told == {
+    assert result == {
         "kind": "layout",
         "layers": 2,
         "experts": 3,

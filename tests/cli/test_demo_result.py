@@ -86,23 +86,23 @@ def outcome(**changes) -> DemoResult:
 
 
 def test_recovery_is_counted_in_windows_from_the_shift():
-    told = shift(1.6, 1.1, 1.7, 1.05, 1.1, 1.08)
-    assert told.intervals_to_recover == 2
-    assert told.max_over_mean_before == pytest.approx(1.1)
-    assert told.max_over_mean_after == pytest.approx(1.7)
-    assert told.max_over_mean_recovered == pytest.approx(1.08)
+    found = shift(1.6, 1.1, 1.7, 1.05, 1.1, 1.08)
+    assert found.intervals_to_recover == 2
+    assert found.max_over_mean_before == pytest.approx(1.1)
+    assert found.max_over_mean_after == pytest.approx(1.7)
+    assert found.max_over_mean_recovered == pytest.approx(1.08)
 
 
 def test_a_first_window_diluted_by_running_requests_is_no_recovery():
-    told = shift(1.1, 1.1, 1.15, 1.7, 1.1)
-    assert told.max_over_mean_after == pytest.approx(1.7)
-    assert told.intervals_to_recover == 3
+    found = shift(1.1, 1.1, 1.15, 1.7, 1.1)
+    assert found.max_over_mean_after == pytest.approx(1.7)
+    assert found.intervals_to_recover == 3
 
 
 def test_balance_that_stays_away_is_no_recovery():
-    told = shift(1.1, 1.1, 1.7, 1.5, 1.4)
-    assert told.intervals_to_recover is None
-    assert told.max_over_mean_recovered == pytest.approx(1.45)
+    found = shift(1.1, 1.1, 1.7, 1.5, 1.4)
+    assert found.intervals_to_recover is None
+    assert found.max_over_mean_recovered == pytest.approx(1.45)
 
 
 def test_windows_of_the_next_domain_do_not_count_for_this_shift():
@@ -110,9 +110,9 @@ def test_windows_of_the_next_domain_do_not_count_for_this_shift():
 
 
 def test_a_shift_without_windows_is_not_recovered_and_not_measured():
-    told = shift()
-    assert told.intervals_to_recover is None
-    assert math.isnan(told.max_over_mean_after)
+    found = shift()
+    assert found.intervals_to_recover is None
+    assert math.isnan(found.max_over_mean_after)
 
 
 def test_tokens_are_compared_one_by_one_at_their_place():
@@ -192,10 +192,10 @@ def test_the_document_says_the_least_favourable_of_all_shifts():
 def test_the_document_is_json_even_when_nothing_was_measured():
     nothing = Latency(p50_ms=math.nan, p95_ms=math.nan, p99_ms=math.nan, samples=0)
     document = outcome(shifts=(shift(),), switches=(), quiet=nothing, during_rollout=nothing)
-    told = json.loads(json.dumps(document.to_json(), allow_nan=False))
-    assert told["p95_inter_token_ratio_during_rollout"] is None
-    assert told["max_switch_stall_ms"] is None
-    assert told["intervals_to_recover"] is None
+    written = json.loads(json.dumps(document.to_json(), allow_nan=False))
+    assert written["p95_inter_token_ratio_during_rollout"] is None
+    assert written["max_switch_stall_ms"] is None
+    assert written["intervals_to_recover"] is None
 
 
 def test_windows_are_ordered_by_closing_time_without_empty_ones():

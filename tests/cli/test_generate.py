@@ -35,9 +35,9 @@ def test_the_model_in_this_process_makes_the_reference_models_tokens(capsys):
 
 def test_loading_progress_goes_to_stderr(capsys):
     assert run(settings(max_tokens=2)) == 0
-    told = capsys.readouterr()
-    assert "loaded" not in told.out
-    dense, experts = told.err.splitlines()
+    output = capsys.readouterr()
+    assert "loaded" not in output.out
+    dense, experts = output.err.splitlines()
     assert dense.startswith("loaded dense weights: 2.4 MiB in ")
     assert experts.startswith("loaded experts: 4.5 MiB in ")
 

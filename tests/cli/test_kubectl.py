@@ -197,10 +197,10 @@ async def test_a_status_comes_through_the_forward_under_tls(cluster, tmp_path, m
             stderr=subprocess.PIPE,
         )
         async with asyncio.timeout(BOUND_S):
-            told, faults = await process.communicate()
+            output, faults = await process.communicate()
     await store.close()
     assert not faults.decode()
-    assert json.loads(told) == {"pools": []}
+    assert json.loads(output) == {"pools": []}
 
 
 @pytest.mark.parametrize("asked_by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

@@ -119,17 +119,17 @@ def test_a_layout_is_shown_by_layer_and_one_layer_by_rank(address, capsys):
 
 def test_a_layout_as_json_is_whole(address, capsys):
     layouts.show(LayoutShowSettings(address=address, json=True))
-    told = json.loads(capsys.readouterr().out)
-    assert told["expert_of_slot"] == moved(FIRST).expert_of_slot.tolist()
-    assert told["node_of_rank"] == ["a", "a", "b", "b"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["expert_of_slot"] == moved(FIRST).expert_of_slot.tolist()
+    assert printed["node_of_rank"] == ["a", "a", "b", "b"]
 
 
 def test_two_generations_are_compared_and_the_exit_status_shows_it(address, capsys):
     settings = LayoutDiffSettings(address=address, before="1", json=True)
     assert layouts.diff(settings) == layouts.EXIT_DIFFERENT
-    told = json.loads(capsys.readouterr().out)
-    assert (told["moves"], told["moves_of_layer"]) == (1, [0, 1, 0])
-    assert told["moves_of_rank"] == [1, 0, 0, 0]
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["moves"], printed["moves_of_layer"]) == (1, [0, 1, 0])
+    assert printed["moves_of_rank"] == [1, 0, 0, 0]
     assert layouts.diff(replace(settings, json=False)) == layouts.EXIT_DIFFERENT
     assert "layer 1: 1 moves; replicas per expert: 0 -1  7 +1" in capsys.readouterr().out
     assert layouts.diff(replace(settings, before="2", after="2")) == 0
@@ -168,10 +168,10 @@ def test_a_file_for_another_pool_is_not_imported(address, balancer, tmp_path):
 def test_loads_are_shown_by_layer_and_rank(address, balancer, capsys):
     of_rank = a_window(balancer)
     assert loads.run(LoadsSettings(address=address, json=True)) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["pool"], told["generation"]) == ("decode", 2)
-    assert told["rank_load"] == of_rank.tolist()
-    assert told["balancedness_of_layer"] == pytest.approx([25 / 40, 1.0, 25 / 70])
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["pool"], printed["generation"]) == ("decode", 2)
+    assert printed["rank_load"] == of_rank.tolist()
+    assert printed["balancedness_of_layer"] == pytest.approx([25 / 40, 1.0, 25 / 70])
     assert loads.run(LoadsSettings(address=address)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["2", "0.357", "0.40", "0.40", "0.40", "2.80"] in rows
@@ -215,8 +215,8 @@ def test_decisions_are_shown_newest_first(address, balancer, capsys):
     out = capsys.readouterr().out
     assert out.index("it pays") < out.index("it [b]does[/b] not")
     assert decisions.run(DecisionsSettings(address=address, json=True, limit=1)) == 0
-    (told,) = json.loads(capsys.readouterr().out)["decisions"]
-    assert (told["sequence"], told["accepted"], told["reason"]) == (2, True, "it pays")
+    (printed,) = json.loads(capsys.readouterr().out)["decisions"]
+    assert (printed["sequence"], printed["accepted"], printed["reason"]) == (2, True, "it pays")
 
 
 def test_epochs_are_shown_with_their_reasons(address, balancer, capsys):

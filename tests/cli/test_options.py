@@ -162,11 +162,11 @@ def test_explanations_are_the_strings_below_the_fields():
 
 def test_the_address_comes_from_the_environment_unless_it_is_given():
     runner = CliRunner()
-    told = {"EQUIPOISE_ADDRESS": "nonsense"}
+    environment = {"EQUIPOISE_ADDRESS": "nonsense"}
     for command in (["status"], ["pause"], ["loads"], ["layout", "show"]):
-        error = runner.invoke(program, command, env=told).exception
+        error = runner.invoke(program, command, env=environment).exception
         assert str(error) == "address must be host:port with a port from 1 to 65535, not 'nonsense'"
-    error = runner.invoke(program, ["status", "--address", "also:bad"], env=told).exception
+    error = runner.invoke(program, ["status", "--address", "also:bad"], env=environment).exception
     assert "'also:bad'" in str(error)
 
 

@@ -44,20 +44,20 @@ def total_load():
 
 def test_the_numbers_are_those_of_the_layout_that_is_written(tmp_path):
     out = tmp_path / "layout.json"
-    told = planned(*POOL, "--out", str(out))
+    result = planned(*POOL, "--out", str(out))
     placement = read_placement(out)
     carried = rank_loads(placement.expert_of_slot, load=total_load(), num_ranks=4)
-    assert told["balancedness"] == pytest.approx(balancedness(carried))
-    assert told["balancedness_min_layer"] == pytest.approx(
+    assert result["balancedness"] == pytest.approx(balancedness(carried))
+    assert result["balancedness_min_layer"] == pytest.approx(
         (carried.mean(axis=1) / carried.max(axis=1)).min()
     )
     in_order = np.tile(np.arange(40) % 32, (4, 1))
-    assert told["moves"] == np.count_nonzero(placement.expert_of_slot != in_order)
-    assert told["bytes"] == told["moves"] * told["expert_bytes"]
-    assert told["balancedness_current"] < told["balancedness"] <= told["bound"] + 1e-9
-    assert 0 <= told["off_node_share"] <= 1
-    assert told["plan_ms"] > 0
-    assert told["reason"]
+    assert result["moves"] == np.count_nonzero(placement.expert_of_slot != in_order)
+    assert result["bytes"] == result["moves"] * result["expert_bytes"]
+    assert result["balancedness_current"] < result["balancedness"] <= result["bound"] + 1e-9
+    assert 0 <= result["off_node_share"] <= 1
+    assert result["plan_ms"] > 0
+    assert result["reason"]
     assert placement.num_ranks == 4
 
 
@@ -73,10 +73,10 @@ def test_a_plan_is_written_for_every_engine_and_read_again_as_the_current_layout
 
 
 def test_a_model_config_gives_groups_layers_and_bytes():
-    told = planned("--loads", LOADS, "--ranks", "4", "--model-config", str(TINY / "config.json"))
-    assert (told["num_groups"], told["first_moe_layer"]) == (8, 1)
-    assert told["expert_bytes"] == 3 * 128 * 48 * 2
-    assert told["num_slots"] == 32
+    result = planned("--loads", LOADS, "--ranks", "4", "--model-config", str(TINY / "config.json"))
+    assert (result["num_groups"], result["first_moe_layer"]) == (8, 1)
+    assert result["expert_bytes"] == 3 * 128 * 48 * 2
+    assert result["num_slots"] == 32
 
 
 def test_only_the_windows_that_are_named_are_planned_for():
@@ -86,8 +86,8 @@ def test_only_the_windows_that_are_named_are_planned_for():
 
 
 def test_hierarchical_plans_serve_everything_on_its_node():
-    told = planned(*POOL, "--algorithm", "hierarchical")
-    assert (told["algorithm"], told["off_node_share"]) == ("hierarchical", pytest.approx(0))
+    result = planned(*POOL, "--algorithm", "hierarchical")
+    assert (result["algorithm"], result["off_node_share"]) == ("hierarchical", pytest.approx(0))
 
 
 @pytest.fixture
@@ -151,11 +151,11 @@ def test_locality_ranges_from_hierarchical_to_global():
 
 def test_excluded_ranks_get_nothing(tmp_path):
     out = tmp_path / "layout.json"
-    told = planned(
+    result = planned(
         "--loads", LOADS, "--ranks", "8", "--slots", "56", "--exclude-ranks", "3,6-7",
         "--out", str(out),
     )  # fmt: skip
-    assert (told["num_ranks"], told["num_slots"]) == (5, 35)
+    assert (result["num_ranks"], result["num_slots"]) == (5, 35)
     assert read_placement(out).expert_of_slot.shape == (4, 35)
 
 
@@ -164,22 +164,22 @@ def test_twins_of_a_peers_layout_are_repaired_and_counted(tmp_path):
     table[2, 32:34] = [29, 29]
     path = tmp_path / "peer.json"
     write_placement(ExpertPlacement(expert_of_slot=table, num_experts=32), path, form=Format.VLLM)
-    told = planned(*POOL, "--current", str(path))
-    assert told["twins_in_current"] > 0
+    result = planned(*POOL, "--current", str(path))
+    assert result["twins_in_current"] > 0
     assert "hold" in equipoise(*POOL, "--current", str(path))
 
 
 def test_the_text_output_has_the_same_figures(tmp_path):
     out = tmp_path / "layout.json"
     text = equipoise(*POOL, "--expert-bytes", "1048576", "--out", str(out))
-    told = planned(*POOL, "--expert-bytes", "1048576")
+    result = planned(*POOL, "--expert-bytes", "1048576")
     for words in (
         "4 layers x 32 experts, 12 windows of loads; 4 ranks on 2 nodes, 40 slots",
-        f"{told['balancedness_current']:.4f}",
-        f"{told['balancedness']:.4f}",
-        f"{told['moves']:,}",
+        f"{result['balancedness_current']:.4f}",
+        f"{result['balancedness']:.4f}",
+        f"{result['moves']:,}",
         "1.0 MiB per expert (from --expert-bytes)",
-        told["reason"],
+        result["reason"],
         f"wrote {out} (equipoise format)",
     ):
         assert " ".join(words.split()) in " ".join(text.split())
@@ -282,14 +282,14 @@ def test_a_plan_is_the_same_every_time():
 
 def test_the_shared_expert_is_planned_as_one_routed_more():
     pool = ["--loads", LOADS, "--ranks", "40", "--shared-expert", "--experts-per-token", "4"]
-    told = planned(*pool)
-    assert (told["num_experts"], told["num_slots"], told["num_groups"]) == (33, 40, 1)
-    assert told["balancedness"] == pytest.approx(told["bound"], rel=1e-6)
-    assert len(told["shared_replicas"]) == 4
-    assert min(told["shared_replicas"]) >= 1
+    result = planned(*pool)
+    assert (result["num_experts"], result["num_slots"], result["num_groups"]) == (33, 40, 1)
+    assert result["balancedness"] == pytest.approx(result["bound"], rel=1e-6)
+    assert len(result["shared_replicas"]) == 4
+    assert min(result["shared_replicas"]) >= 1
     fixed = planned(*pool, "--shared-ranks", "3")
     assert fixed["shared_replicas"] == [3, 3, 3, 3]
-    assert fixed["balancedness"] <= told["balancedness"]
+    assert fixed["balancedness"] <= result["balancedness"]
     assert "shared expert" in equipoise(*pool)
 
 
@@ -322,9 +322,9 @@ def test_contradictions_about_slots_are_rejected(arguments, words):
 
 def test_ranks_may_have_unequal_slots():
     pool = ["--loads", LOADS, "--nodes", "2", "--ranks", "4"]
-    told = planned(*pool, "--slots-of-rank", "8x2,12x2")
-    assert (told["num_slots"], told["num_ranks"]) == (40, 4)
-    assert told["balancedness"] > max(0.95, told["balancedness_current"])
+    result = planned(*pool, "--slots-of-rank", "8x2,12x2")
+    assert (result["num_slots"], result["num_ranks"]) == (40, 4)
+    assert result["balancedness"] > max(0.95, result["balancedness_current"])
     with pytest.raises(InvalidSettingsError, match="31 slots, too few for 32 experts"):
         equipoise(*pool, "--slots-of-rank", "8x3,7")
 
@@ -333,10 +333,10 @@ def test_shares_are_written_and_match_the_figures(tmp_path):
     out = tmp_path / "layout.json"
     sparse = ["--loads", LOADS, "--ranks", "24", "--slots", "48", "--algorithm", "global"]
     even = planned(*sparse)
-    told = planned(*sparse, "--weighted", "--out", str(out))
+    result = planned(*sparse, "--weighted", "--out", str(out))
     assert even["uneven_layers"] == 0
-    assert told["uneven_layers"] > 0
-    assert told["balancedness"] > even["balancedness"]
+    assert result["uneven_layers"] > 0
+    assert result["balancedness"] > even["balancedness"]
     placement = read_placement(out)
     carried = rank_loads(
         placement.expert_of_slot,
@@ -344,9 +344,9 @@ def test_shares_are_written_and_match_the_figures(tmp_path):
         num_ranks=24,
         share_of_slot=placement.share_of_slot,
     )
-    assert told["balancedness"] == pytest.approx(balancedness(carried))
+    assert result["balancedness"] == pytest.approx(balancedness(carried))
     again = planned(*sparse, "--weighted", "--current", str(out))
-    assert again["balancedness_current"] == pytest.approx(told["balancedness"])
+    assert again["balancedness_current"] == pytest.approx(result["balancedness"])
     assert again["moves"] == 0
     assert "uneven shares" in equipoise(*sparse, "--weighted")
 

@@ -221,8 +221,8 @@ def test_without_matplotlib_a_picture_is_rejected_before_the_work(monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        told.err == "equipoise: this needs matplotlib: run pip install '.[plots]' in a checkout\n"
+        output.err == "equipoise: this needs matplotlib: run pip install '.[plots]' in a checkout\n"
     )
-    assert not told.out
+    assert not output.out

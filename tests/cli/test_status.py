@@ -61,7 +61,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
                 revision = status.revision
             async with self.changed:
                 await self.changed.wait_for(
-                    lambda told=status: self.pools[told.pool].revision != told.revision
+                    lambda sent=status: self.pools[sent.pool].revision != sent.revision
                 )
 
     async def _pool(self, name, context):

@@ -12,15 +12,15 @@ BOUND_S = 30.0
 
 
 class Balancer(status_pb2_grpc.StatusServicer):
-    """Tells its watchers whatever tests put in."""
+    """Sends its watchers the statuses that tests put in."""
 
     def __init__(self):
-        self.told = asyncio.Queue()
+        self.statuses = asyncio.Queue()
 
     async def WatchStatus(self, request, context):  # noqa: N802 - the contract's name
         assert request.pool == "demo"
         while True:
-            yield status_pb2.WatchStatusResponse(status=await self.told.get())
+            yield status_pb2.WatchStatusResponse(status=await self.statuses.get())
 
 
 @asynccontextmanager
@@ -53,7 +53,7 @@ def status(revision: int, **fields) -> status_pb2.PoolStatus:
 async def test_history_beyond_the_status_is_kept():
     balancer = Balancer()
     for number in (1, 2):
-        balancer.told.put_nowait(
+        balancer.statuses.put_nowait(
             status(
                 number,
                 windows=[status_pb2.WindowStatus(window=number, closed_unix_s=number)],
@@ -62,17 +62,17 @@ async def test_history_beyond_the_status_is_kept():
             )
         )
     async with serving(balancer) as address, following(address) as feed:
-        await feed.until(lambda told: told.revision == 2, timeout_s=BOUND_S)
+        await feed.until(lambda status: status.revision == 2, timeout_s=BOUND_S)
     assert list(feed.windows) == [1.0, 2.0]
     assert list(feed.decisions) == list(feed.switches) == [1, 2]
 
 
 async def test_a_condition_that_holds_already_is_not_waited_for():
     balancer = Balancer()
-    balancer.told.put_nowait(status(1))
+    balancer.statuses.put_nowait(status(1))
     async with serving(balancer) as address, following(address) as feed:
-        await feed.until(lambda told: told.revision == 1, timeout_s=BOUND_S)
-        again = await feed.until(lambda told: told.revision == 1, timeout_s=0)
+        await feed.until(lambda status: status.revision == 1, timeout_s=BOUND_S)
+        again = await feed.until(lambda status: status.revision == 1, timeout_s=0)
     assert again.pool == "demo"
 
 
@@ -88,6 +88,6 @@ async def test_a_balancer_that_went_away_is_asked_again_until_it_is_back(monkeyp
     async with following(address) as feed:
         for revision in (1, 2):
             balancer = Balancer()
-            balancer.told.put_nowait(status(revision))
+            balancer.statuses.put_nowait(status(revision))
             async with serving(balancer, address):
-                await feed.until(lambda told, r=revision: told.revision == r, timeout_s=BOUND_S)
+                await feed.until(lambda status, r=revision: status.revision == r, timeout_s=BOUND_S)

@@ -122,8 +122,8 @@ def test_the_table_has_the_same_figures(columns):
     document = json.loads(equipoise(*SMALL, "--json"))
     assert "36.0 KiB (from the model config), 4 windows" in text
     rows = [line.split() for line in text.splitlines() if line[:5].strip().isdigit()]
-    told = [(int(row[0]), int(row[1]), float(row[2])) for row in rows]
-    assert told == [
+    shown = [(int(row[0]), int(row[1]), float(row[2])) for row in rows]
+    assert shown == [
         (one["num_ranks"], one["num_redundant"], pytest.approx(one["balancedness"], abs=1e-4))
         for one in document["choices"]
     ]

@@ -161,12 +161,14 @@ def test_a_worker_without_a_certificate_is_rejected(release):
     ended = threading.Timer(BOUND_S, intruder.kill)
     ended.start()
     try:
-        told = next((line for line in iter(intruder.stderr.readline, "") if "balancer" in line), "")
+        line_of_balancer = next(
+            (line for line in iter(intruder.stderr.readline, "") if "balancer" in line), ""
+        )
     finally:
         ended.cancel()
         intruder.kill()
         intruder.communicate()
-    assert "it may require TLS: set tls_ca here" in told
+    assert "it may require TLS: set tls_ca here" in line_of_balancer
     assert "intruder" not in {rank["worker"] for rank in release.until_serving()["ranks"]}
 
 

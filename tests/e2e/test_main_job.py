@@ -146,8 +146,8 @@ def test_a_plan_and_its_rollout_on_all_ranks_are_one_trace(figures, collector):
     for wave in waves:
         below = [span for span in spans if span.parent == wave.id]
         assert {span.trace for span in below} == {wave.trace}
-        told = Counter((span.service, span.name) for span in below)
-        assert told == {
+        counts = Counter((span.service, span.name) for span in below)
+        assert counts == {
             **{("equipoise-balancer", name): 1 for name in ("stage", "switch", "commit")},
             **{("equipoise-worker", f"rank {name}"): 4 for name in ("stage", "switch")},
         }

@@ -97,8 +97,8 @@ async def test_a_streamed_chat_adds_up_to_the_whole(client):
     assert parts[0].choices[0].delta.role == "assistant"
     text = "".join(part.choices[0].delta.content or "" for part in parts)
     assert text == text_of("[user]hello", 6)
-    told = [one.token for part in parts[1:] for one in part.choices[0].logprobs.content]
-    assert "".join(told) == text
+    tokens = [one.token for part in parts[1:] for one in part.choices[0].logprobs.content]
+    assert "".join(tokens) == text
     assert parts[-1].choices[0].finish_reason == "length"
     assert last.choices == []
     assert last.usage.completion_tokens == 6

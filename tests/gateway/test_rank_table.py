@@ -32,7 +32,7 @@ def ranks(clock):
     return RankTable(max_queued=2, clock=clock)
 
 
-def told(*names, state=RankState.OPEN, **more):
+def reported(*names, state=RankState.OPEN, **more):
     return [RankInfo(name=name, address=f"{name}:1", state=state, **more) for name in names]
 
 
@@ -60,7 +60,7 @@ def load(ranks, name):
 
 
 async def test_a_reservation_counts_until_it_is_released(ranks):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     one = await place(ranks)
     assert (load(ranks, "a").num_open, load(ranks, "a").tokens_in_flight) == (1, 10)
     one.accepted()
@@ -83,7 +83,7 @@ async def test_the_queue_is_served_in_order_with_retries_first(ranks, clock):
     order = []
     for name, task in zip("CDAB", [*new, *returning], strict=True):
         task.add_done_callback(lambda _, name=name: order.append(name))
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     await asyncio.gather(*new, *returning)
     assert "".join(order) == "ABCD"
 
@@ -93,19 +93,19 @@ async def test_a_full_queue_rejects_new_requests_but_no_retries(ranks):
     with pytest.raises(TooManyQueuedError, match="2 requests already wait for a rank"):
         await place(ranks)
     waiting.append(await in_line(ranks, 3, is_retry=True))
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     await asyncio.gather(*waiting)
 
 
 async def test_a_queue_timeout_names_the_trouble_of_each_rank(ranks):
-    ranks.update(told("a", state=RankState.CLOSED))
+    ranks.update(reported("a", state=RankState.CLOSED))
     with pytest.raises(NoRankError, match=r"within 0.01 s \(queue\): a: is leaving"):
         await place(ranks, bound_s=0.01)
     assert ranks.num_waiting == 0
 
 
 async def test_an_expired_wait_reserves_nothing(ranks):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     with pytest.raises(NoRankError):
         await place(ranks, bound_s=0.0)
     assert load(ranks, "a").num_open == 0
@@ -116,13 +116,13 @@ async def test_a_cancelled_wait_leaves_no_trace(ranks):
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert ranks.num_waiting == 0
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     assert load(ranks, "a").num_open == 0
 
 
 async def test_a_reservation_made_while_its_caller_is_cancelled_is_released(ranks):
     waiting = await in_line(ranks, 1)
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     assert load(ranks, "a").num_open == 1
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -130,7 +130,7 @@ async def test_a_reservation_made_while_its_caller_is_cancelled_is_released(rank
 
 
 async def test_a_failed_rank_backs_off_and_is_then_tried_with_one_request(ranks, clock):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     with await place(ranks) as failed:
         failed.lost("it broke")
     assert ranks.trouble() == "a: is in backoff: it broke"
@@ -143,7 +143,7 @@ async def test_a_failed_rank_backs_off_and_is_then_tried_with_one_request(ranks,
 
 
 async def test_serving_other_requests_does_not_end_the_backoff_of_a_rejecting_rank(ranks, clock):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     served = await place(ranks)
     served.accepted()
     for _ in range(2):
@@ -163,7 +163,7 @@ async def test_serving_other_requests_does_not_end_the_backoff_of_a_rejecting_ra
 
 
 async def test_backoff_doubles_up_to_a_limit_and_simultaneous_failures_count_once(ranks, clock):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     rests = []
     for _ in range(8):
         failed = await place(ranks)
@@ -177,10 +177,10 @@ async def test_backoff_doubles_up_to_a_limit_and_simultaneous_failures_count_onc
 
 
 async def test_a_missing_rank_finishes_its_requests_and_is_removed(ranks):
-    ranks.update(told("a", "b"))
+    ranks.update(reported("a", "b"))
     places = [await place(ranks), await place(ranks)]
     on_a = next(one for one in places if one.rank.name == "a")
-    ranks.update(told("b"))
+    ranks.update(reported("b"))
     assert load(ranks, "a").state is RankState.CLOSED
     assert (await place(ranks)).rank.name == "b"
     on_a.release()
@@ -188,51 +188,51 @@ async def test_a_missing_rank_finishes_its_requests_and_is_removed(ranks):
 
 
 async def test_a_rank_that_reappears_keeps_its_counters(ranks):
-    ranks.update(told("a", "b"))
+    ranks.update(reported("a", "b"))
     await place(ranks)
-    ranks.update(told("b", state=RankState.CLOSED))
-    ranks.update(told("a", "b"))
+    ranks.update(reported("b", state=RankState.CLOSED))
+    ranks.update(reported("a", "b"))
     assert sum(rank.num_open for rank in ranks.loads()) == 1
     assert {rank.state for rank in ranks.loads()} == {RankState.OPEN}
 
 
 async def test_an_empty_update_changes_nothing(ranks):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     ranks.update([])
     assert (await place(ranks)).rank.name == "a"
 
 
 async def test_reported_requests_beyond_ours_are_foreign(ranks):
-    ranks.update(told("a", report=1))
+    ranks.update(reported("a", report=1))
     ours = [await place(ranks) for _ in range(3)]
-    ranks.update(told("a", num_requests=5, report=2))
+    ranks.update(reported("a", num_requests=5, report=2))
     assert load(ranks, "a").num_foreign == 2
     # The next report may be from before our requests ended.
     for one in ours:
         one.release()
-    ranks.update(told("a", num_requests=5, report=3))
+    ranks.update(reported("a", num_requests=5, report=3))
     assert load(ranks, "a").num_foreign == 2
-    ranks.update(told("a", num_requests=2, report=4))
-    ranks.update(told("a", num_requests=2, report=5))
+    ranks.update(reported("a", num_requests=2, report=4))
+    ranks.update(reported("a", num_requests=2, report=5))
     assert load(ranks, "a").num_foreign == 2
 
 
 async def test_reported_cache_use_beyond_ours_is_foreign(ranks):
-    ranks.update(told("a", report=1))
+    ranks.update(reported("a", report=1))
     ours = await place(ranks)
     may_hold = load(ranks, "a").tokens_in_flight
-    ranks.update(told("a", kv_tokens_total=999, kv_tokens_used=may_hold + 30, report=2))
+    ranks.update(reported("a", kv_tokens_total=999, kv_tokens_used=may_hold + 30, report=2))
     assert load(ranks, "a").foreign_kv_tokens == 30
     assert load(ranks, "a").kv_tokens_total == 999
     ours.release()
-    ranks.update(told("a", kv_tokens_used=may_hold, report=3))
+    ranks.update(reported("a", kv_tokens_used=may_hold, report=3))
     assert load(ranks, "a").foreign_kv_tokens == 0
 
 
 async def test_a_repeated_report_counts_once(ranks):
-    ranks.update(told("a", num_requests=2, report=7))
+    ranks.update(reported("a", num_requests=2, report=7))
     ours = await place(ranks)
-    ranks.update(told("a", num_requests=2, report=7))
+    ranks.update(reported("a", num_requests=2, report=7))
     assert load(ranks, "a").num_foreign == 2
     ours.release()
 
@@ -243,7 +243,7 @@ def suspect():
 
 
 async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests(ranks):
-    ranks.update(told("a", "b"))
+    ranks.update(reported("a", "b"))
     suspects = [await place(ranks, suspicion=suspect()) for _ in range(2)]
     assert {one.rank.name for one in suspects} == {"a", "b"}
     third = await in_line(ranks, 1, is_retry=True, suspicion=suspect())
@@ -260,14 +260,14 @@ async def test_two_suspects_never_share_a_rank_and_do_not_hold_up_other_requests
 
 
 async def test_other_requests_prefer_ranks_without_a_suspect(ranks):
-    ranks.update(told("a", "b"))
+    ranks.update(reported("a", "b"))
     avoided = await place(ranks, suspicion=suspect())
     others = [await place(ranks) for _ in range(3)]
     assert avoided.rank.name not in {other.rank.name for other in others}
 
 
 async def test_the_choices_of_a_suspect_run_one_at_a_time(ranks):
-    ranks.update(told("a", "b"))
+    ranks.update(reported("a", "b"))
     suspicion = suspect()
     first = await place(ranks, suspicion=suspicion)
     second = await in_line(ranks, 1, is_retry=True, suspicion=suspicion)
@@ -278,7 +278,7 @@ async def test_the_choices_of_a_suspect_run_one_at_a_time(ranks):
 
 
 async def test_running_choices_of_a_new_suspect_are_suspects_and_isolate_no_other(ranks):
-    ranks.update(told("a"))
+    ranks.update(reported("a"))
     suspicion = Suspicion()
     running = await place(ranks, suspicion=suspicion)
     running.accepted()

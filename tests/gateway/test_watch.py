@@ -19,20 +19,20 @@ from tests.support.scripted_ranks import BOUND_S
 
 
 class FakeBalancer(status_pb2_grpc.StatusServicer):
-    """Tells what it is told to tell, for as long as it is told to."""
+    """Sends the statuses that a test puts in, until it puts in None."""
 
     def __init__(self):
-        self.told = asyncio.Queue()
+        self.statuses = asyncio.Queue()
         self.watches = asyncio.Queue()
 
     async def WatchStatus(self, request, context):  # noqa: N802 - named by the contract
         self.watches.put_nowait(request)
-        while (status := await self.told.get()) is not None:
+        while (status := await self.statuses.get()) is not None:
             await context.write(pb.WatchStatusResponse(status=status))
 
 
 @asynccontextmanager
-async def telling(balancer, address="127.0.0.1:0"):
+async def sending(balancer, address="127.0.0.1:0"):
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     status_pb2_grpc.add_StatusServicer_to_server(balancer, server)
     port = server.add_insecure_port(address)
@@ -58,14 +58,14 @@ def status(*ranks):
 
 
 class Heard(RankTable):
-    """Says when something was told."""
+    """Notes each update."""
 
     def __init__(self):
         super().__init__(max_queued=8, clock=asyncio.get_running_loop().time)
         self.news = asyncio.Queue()
 
-    def update(self, told):
-        super().update(told)
+    def update(self, infos):
+        super().update(infos)
         self.news.put_nowait({rank.name: rank.state for rank in self.loads()})
 
     async def next(self):
@@ -86,24 +86,24 @@ async def following(*balancers):
 
 
 def test_connected_ranks_are_open_and_silent_ones_doubtful():
-    told = ranks_of_status(
+    infos = ranks_of_status(
         status(rank(0), rank(1, state="silent"), rank(2, state="gone"), rank(3, state="leaving"))
     )
-    assert [one.state for one in told] == [
+    assert [one.state for one in infos] == [
         RankState.OPEN, RankState.DOUBTFUL, RankState.DOUBTFUL, RankState.CLOSED,
     ]  # fmt: skip
 
 
 def test_a_ranks_work_counts_active_and_queued_requests():
-    (told,) = ranks_of_status(
+    (rank_info,) = ranks_of_status(
         status(rank(0, active_requests=3, queued_requests=2, tokens_processed=77))
     )
-    assert (told.name, told.num_requests, told.report) == ("worker-0", 5, 77)
+    assert (rank_info.name, rank_info.num_requests, rank_info.report) == ("worker-0", 5, 77)
 
 
 def test_a_ranks_cache_size_and_use_are_read():
-    (told,) = ranks_of_status(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
-    assert (told.kv_tokens_total, told.kv_tokens_used) == (4096, 48)
+    (rank_info,) = ranks_of_status(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
+    assert (rank_info.kv_tokens_total, rank_info.kv_tokens_used) == (4096, 48)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])
@@ -122,49 +122,49 @@ def test_no_status_at_its_limits_passes_as_nonsense():
 
 async def test_every_change_reaches_the_rank_table():
     balancer = FakeBalancer()
-    async with telling(balancer) as address, following(address) as ranks:
-        balancer.told.put_nowait(status(rank(0), rank(1)))
+    async with sending(balancer) as address, following(address) as ranks:
+        balancer.statuses.put_nowait(status(rank(0), rank(1)))
         assert await ranks.next() == {"worker-0": RankState.OPEN, "worker-1": RankState.OPEN}
-        balancer.told.put_nowait(status(rank(0), rank(1, state="gone")))
+        balancer.statuses.put_nowait(status(rank(0), rank(1, state="gone")))
         assert await ranks.next() == {"worker-0": RankState.OPEN, "worker-1": RankState.DOUBTFUL}
         assert (await balancer.watches.get()).pool == "default"
 
 
 async def test_a_stream_that_ends_is_opened_again():
     balancer = FakeBalancer()
-    async with telling(balancer) as address, following(address) as ranks:
-        balancer.told.put_nowait(status(rank(0)))
+    async with sending(balancer) as address, following(address) as ranks:
+        balancer.statuses.put_nowait(status(rank(0)))
         await ranks.next()
-        balancer.told.put_nowait(None)
-        balancer.told.put_nowait(status(rank(0), rank(1)))
+        balancer.statuses.put_nowait(None)
+        balancer.statuses.put_nowait(status(rank(0), rank(1)))
         assert len(await ranks.next()) == 2
 
 
 async def test_an_unreachable_balancer_is_retried():
     balancer = FakeBalancer()
-    async with telling(balancer) as address:
+    async with sending(balancer) as address:
         pass
-    balancer.told.put_nowait(status(rank(0)))
-    async with following(address) as ranks, telling(balancer, address):
+    balancer.statuses.put_nowait(status(rank(0)))
+    async with following(address) as ranks, sending(balancer, address):
         assert await ranks.next() == {"worker-0": RankState.OPEN}
 
 
 async def test_the_next_balancer_is_tried_when_one_is_down():
     away, here = FakeBalancer(), FakeBalancer()
-    here.told.put_nowait(status(rank(0)))
-    async with telling(away) as gone:
+    here.statuses.put_nowait(status(rank(0)))
+    async with sending(away) as gone:
         pass
-    async with telling(here) as address, following(gone, address) as ranks:
+    async with sending(here) as address, following(gone, address) as ranks:
         assert await ranks.next() == {"worker-0": RankState.OPEN}
 
 
 async def test_a_silent_balancer_is_left_for_the_next_one(monkeypatch):
     monkeypatch.setattr(watch, "SILENCE_S", 0.1)
     silent, here = FakeBalancer(), FakeBalancer()
-    here.told.put_nowait(status(rank(0)))
+    here.statuses.put_nowait(status(rank(0)))
     async with (
-        telling(silent) as first,
-        telling(here) as second,
+        sending(silent) as first,
+        sending(here) as second,
         following(first, second) as ranks,
     ):
         assert await ranks.next() == {"worker-0": RankState.OPEN}
@@ -174,11 +174,11 @@ async def test_a_silent_balancer_is_left_for_the_next_one(monkeypatch):
 async def test_a_follower_is_left_for_the_leader_whatever_it_sends():
     follower, leader = FakeBalancer(), FakeBalancer()
     # The decisions it reads are news, again and again; the ranks are the leader's to know.
-    follower.told.put_nowait(status())
-    leader.told.put_nowait(status(rank(0)))
+    follower.statuses.put_nowait(status())
+    leader.statuses.put_nowait(status(rank(0)))
     async with (
-        telling(follower) as first,
-        telling(leader) as second,
+        sending(follower) as first,
+        sending(leader) as second,
         following(first, second) as ranks,
     ):
         assert await ranks.next() == {"worker-0": RankState.OPEN}
@@ -187,13 +187,13 @@ async def test_a_follower_is_left_for_the_leader_whatever_it_sends():
 
 async def test_the_last_known_ranks_serve_without_a_balancer(run_gateway, fleet):
     balancer = FakeBalancer()
-    balancer.told.put_nowait(
+    balancer.statuses.put_nowait(
         status(*(rank(number, address) for number, address in enumerate(fleet.addresses)))
     )
-    async with telling(balancer) as address, run_gateway(balancer=(address,)) as gateway:
+    async with sending(balancer) as address, run_gateway(balancer=(address,)) as gateway:
         assert (await gateway.post(prompt="hello")).status_code == 200
-        balancer.told.put_nowait(status())
-        balancer.told.put_nowait(None)
+        balancer.statuses.put_nowait(status())
+        balancer.statuses.put_nowait(None)
         await asyncio.wait_for(balancer.watches.get(), BOUND_S)
         await asyncio.wait_for(balancer.watches.get(), BOUND_S)
         assert (await gateway.post(prompt="hello")).status_code == 200
@@ -202,8 +202,8 @@ async def test_the_last_known_ranks_serve_without_a_balancer(run_gateway, fleet)
 async def test_a_rank_that_is_leaving_gets_no_new_request(run_gateway, fleet):
     balancer = FakeBalancer()
     first, second = fleet.addresses
-    balancer.told.put_nowait(status(rank(0, first, state="leaving"), rank(1, second)))
-    async with telling(balancer) as address, run_gateway(balancer=(address,)) as gateway:
+    balancer.statuses.put_nowait(status(rank(0, first, state="leaving"), rank(1, second)))
+    async with sending(balancer) as address, run_gateway(balancer=(address,)) as gateway:
         for _ in range(4):
             assert (await gateway.post(prompt="hello")).status_code == 200
     assert (len(fleet.ranks[0].requests), len(fleet.ranks[1].requests)) == (0, 4)

@@ -46,7 +46,7 @@ def main():
             for expert in range(config.n_routed_experts):
                 checkpoint.read_expert(layer, expert)
 
-    told = {
+    growth_of = {
         name: growth(work)
         for name, work in (
             ("dense", lambda: checkpoint.load_dense(model)),
@@ -54,7 +54,7 @@ def main():
             ("experts", read_all),
         )
     }
-    print(json.dumps(told))
+    print(json.dumps(growth_of))
 
 
 if __name__ == "__main__":

@@ -122,19 +122,19 @@ def test_conversion_quantizes_what_saving_quantizes(random_model, fp8, tmp_path)
         parameter.copy_(parameter.bfloat16())
     save(model, tmp_path / "bf16")
     save(model, tmp_path / "fp8", fp8=fp8)
-    told = []
+    progress_seen = []
     convert(
         Checkpoint.open(tmp_path / "bf16"),
         tmp_path / "converted",
         fp8=fp8,
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda done, total: progress_seen.append((done, total)),
     )
     ours, theirs = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("fp8", "converted")
     )
     assert ours == theirs
-    assert told[-1][0] == told[-1][1]
-    assert sorted(told) == told
+    assert progress_seen[-1][0] == progress_seen[-1][1]
+    assert sorted(progress_seen) == progress_seen
 
 
 def test_fp8_is_not_quantized_again(saved, fp8, tmp_path):

@@ -131,12 +131,12 @@ def test_a_missing_manifest_is_computed_and_written(path):
     before = opened(path).fingerprint
     (path / MANIFEST).unlink()
     assert Checkpoint.open(path).manifest is None
-    told = []
-    checkpoint = verified(opened(path), progress=lambda *both: told.append(both))
+    progress_seen = []
+    checkpoint = verified(opened(path), progress=lambda *both: progress_seen.append(both))
     assert checkpoint.fingerprint == before
     assert opened(path).fingerprint == before
     assert (path / MANIFEST).stat().st_mode == (path / "config.json").stat().st_mode
-    done, total = told[-1]
+    done, total = progress_seen[-1]
     assert done == total > sum(f.stat().st_size for f in path.glob("*.safetensors")) * 0.9
 
 

@@ -56,7 +56,7 @@ def test_no_part_of_loading_keeps_more_than_an_expert_and_some_pieces_in_memory(
         "PYTHONPATH": os.pathsep.join(map(str, ROOMS)),
         "OMP_NUM_THREADS": "1",
     }
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, PROGRAM, large],
         env=environment,
         stdout=subprocess.PIPE,
@@ -64,6 +64,6 @@ def test_no_part_of_loading_keeps_more_than_an_expert_and_some_pieces_in_memory(
         check=True,
     ).stdout
     bound = MOST_BYTES + Checkpoint.open(large).config.expert_bytes
-    growth = json.loads(told)
+    growth = json.loads(output)
     assert growth.keys() == {"dense", "slots", "experts"}
     assert all(grown <= bound for grown in growth.values()), growth

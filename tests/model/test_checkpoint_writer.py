@@ -96,21 +96,21 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(model, tmp_path, monkeypatc
 
 
 def test_progress_reaches_the_whole(model, tmp_path):
-    told = {"save": [], "dense": [], "slots": []}
+    calls_of = {"save": [], "dense": [], "slots": []}
 
     def note(kind):
-        return lambda done, total: told[kind].append((done, total))
+        return lambda done, total: calls_of[kind].append((done, total))
 
     save(model, tmp_path, progress=note("save"))
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.load_dense(model, progress=note("dense"))
     experts = [range(model.config.n_routed_experts)] * model.config.num_moe_layers
     checkpoint.load_slots(model, experts, progress=note("slots"))
-    for calls in told.values():
+    for calls in calls_of.values():
         assert calls[-1][0] == calls[-1][1]
         assert [done for done, _ in calls] == sorted({done for done, _ in calls})
         assert len({total for _, total in calls}) == 1
-    assert told["save"][-1][1] == sum(
+    assert calls_of["save"][-1][1] == sum(
         spec.num_bytes for spec in tensor_specs(model.config).values()
     )
 

@@ -82,7 +82,7 @@ def test_drafts_match_the_modules_run_on_the_whole_sequence(drafting):
     # A prompt in two parts beside a sequence that generates.
     nothing, guess = serving.run((1, 0, 5, None), (0, 9, 1, 11))
     assert nothing == ()
-    # The second module was told a guess in place of the eleventh token, and remembers it.
+    # The second module was given a guess in place of the eleventh token, and remembers it.
     assert guess[0] == expected(drafting, a, 11)[0]
     assert serving.run((1, 5, 6, 12)) == [expected(drafting, b, 12)]
 

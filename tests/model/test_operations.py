@@ -87,16 +87,16 @@ def test_ranks_agree_on_backends_or_report_why_not(monkeypatch):
 
     in_fp8, by_torch = (Operations(device=CPU, fp8=fp8) for fp8 in (Fp8Config(), None))
 
-    def told_by(chosen):
+    def announced_by(chosen):
         use_backends(monkeypatch, chosen)
         return in_fp8.announcement
 
-    richer = told_by(without("deep_ep"))
-    own = told_by(without("deep_ep", "deep_gemm"))
+    richer = announced_by(without("deep_ep"))
+    own = announced_by(without("deep_ep", "deep_gemm"))
     in_fp8.agree([own, own])
     in_fp8.agree([own, ""])
     assert in_fp8.kernels == "triton, gemm_large=scaled_mm"
-    told_by(without("deep_ep"))
+    announced_by(without("deep_ep"))
     assert in_fp8.kernels == "triton, gemm_large=deep_gemm"
     assert "gemm_large=deep_gemm|scaled_mm|triton|reference" in in_fp8.backends
     in_fp8.agree([own, richer])
@@ -107,9 +107,9 @@ def test_ranks_agree_on_backends_or_report_why_not(monkeypatch):
     assert by_torch.backends == ("model=torch",)
     with pytest.raises(OperationsError, match=r"compute differently \(torch and more\)"):
         in_fp8.agree([own, by_torch.announcement])
-    named = told_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
+    named = announced_by(selection.resolve("gemm=reference", lambda _operation, _name: None))
     with pytest.raises(OperationsError, match="ranks share no backend for gemm"):
-        in_fp8.agree([named, told_by(selection.resolve("gemm=triton", lambda *_: None))])
+        in_fp8.agree([named, announced_by(selection.resolve("gemm=triton", lambda *_: None))])
 
 
 def test_the_format_of_latents_is_chosen_by_name_and_announced(monkeypatch):

@@ -61,8 +61,8 @@ def test_batches_of_layers_lead_through_valid_layouts_to_the_target(seeds, uneve
     base = shuffled(seeds[0], is_uneven=uneven[0], generation=7)
     target = shuffled(seeds[1], is_uneven=uneven[1], generation=9)
     experts, shares, before = base.expert_of_slot.copy(), base.shares().copy(), base
-    told = changes_by_layers(base, target, batches=batches, first_generation=8)
-    for generation, (batch, change) in enumerate(zip(batches, told, strict=True), start=8):
+    changes = changes_by_layers(base, target, batches=batches, first_generation=8)
+    for generation, (batch, change) in enumerate(zip(batches, changes, strict=True), start=8):
         experts[batch], shares[batch] = target.expert_of_slot[batch], target.shares()[batch]
         meant = base.with_placement(experts, generation=generation, share_of_slot=shares)
         after = change.applied_to(before)
@@ -77,11 +77,11 @@ def test_batches_of_layers_lead_through_valid_layouts_to_the_target(seeds, uneve
 def test_a_chain_of_changes_survives_pickling_and_is_indexed_like_a_sequence():
     base = shuffled(1, is_uneven=False, generation=7)
     target = shuffled(2, is_uneven=True, generation=9)
-    told = changes_by_layers(base, target, batches=[[0], [1, 2]], first_generation=8)
-    arrived = pickle.loads(pickle.dumps(told))
+    changes = changes_by_layers(base, target, batches=[[0], [1, 2]], first_generation=8)
+    arrived = pickle.loads(pickle.dumps(changes))
     assert [change.generation for change in arrived] == [8, 9]
-    assert arrived[-1].digest == told[1].digest == target.digest()
-    assert arrived[-1].share_of_cell.tolist() == told[1].share_of_cell.tolist()
+    assert arrived[-1].digest == changes[1].digest == target.digest()
+    assert arrived[-1].share_of_cell.tolist() == changes[1].share_of_cell.tolist()
     assert [change.generation for change in arrived[1:]] == [9]
     with pytest.raises(IndexError):
         arrived[2]

@@ -33,24 +33,24 @@ def judged(*windows, optimism=0.0, policy=POLICY):
 
 
 def test_a_rollout_that_realises_its_expected_gain_is_kept():
-    told = judged((BAD_FOR_OLD, 0.93), (BAD_FOR_OLD, 0.94))
-    assert not told.goes_back
-    assert told.reason.startswith("kept, as expected")
-    assert told.gain == pytest.approx(0.935 - 0.625)
+    judgement = judged((BAD_FOR_OLD, 0.93), (BAD_FOR_OLD, 0.94))
+    assert not judgement.goes_back
+    assert judgement.reason.startswith("kept, as expected")
+    assert judgement.gain == pytest.approx(0.935 - 0.625)
 
 
 def test_a_rollout_worse_than_the_previous_layout_is_rolled_back():
-    told = judged((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.52))
-    assert told.goes_back
-    assert "would have reached 0.625" in told.reason
-    assert told.gain < 0
+    judgement = judged((BAD_FOR_OLD, 0.50), (BAD_FOR_OLD, 0.52))
+    assert judgement.goes_back
+    assert "would have reached 0.625" in judgement.reason
+    assert judgement.gain < 0
 
 
 def test_a_change_of_traffic_is_not_blamed_on_the_plan():
     # It fell far short, but the old layout would have fallen further.
-    told = judged((BAD_FOR_OLD, 0.70), (BAD_FOR_OLD, 0.72))
-    assert not told.goes_back
-    assert "traffic changed" in told.reason
+    judgement = judged((BAD_FOR_OLD, 0.70), (BAD_FOR_OLD, 0.72))
+    assert not judgement.goes_back
+    assert "traffic changed" in judgement.reason
 
 
 def test_traffic_that_suits_the_previous_layout_again_rolls_back():
@@ -80,5 +80,5 @@ def test_windows_with_too_few_assignments_are_ignored():
 )
 def test_the_same_load_is_not_planned_for_again_immediately(rolled_back_s, shifted, waits):
     policy = Policy(rollback_cooldown_s=60.0)
-    told = too_soon_again(policy, rolled_back_s=rolled_back_s, shift_detected=shifted, now=100.0)
-    assert (told is not None) == waits
+    reason = too_soon_again(policy, rolled_back_s=rolled_back_s, shift_detected=shifted, now=100.0)
+    assert (reason is not None) == waits

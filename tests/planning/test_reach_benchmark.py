@@ -147,7 +147,7 @@ def test_a_plan_is_quick_and_never_less_balanced_than_the_peers(
 
 
 def test_a_thousand_random_loads_are_never_less_balanced_than_the_greedy(table):
-    """The greedy may put an expert on a rank twice, which no layout may: told apart."""
+    """The greedy may put an expert on a rank twice, which no layout may: counted apart."""
     of_valid, of_twins = [], []
     model = ModelShape(num_layers=1, num_experts=256, num_groups=8, expert_bytes=1)
     for seed in range(1000):

@@ -19,18 +19,18 @@ def layout_of(generation=1, shares=(QUARTER, WHOLE, WHOLE, 3 * QUARTER)):
 
 
 def test_realised_shares_are_compared_with_planned_ones():
-    told = realised_shares(np.array([[300.0, 50.0, 9.0, 700.0]]), layout_of(generation=4))
-    assert (told.generation, told.layer, told.expert, told.assignments) == (4, 0, 0, 1000.0)
-    assert told.slot in {0, 3}
-    assert abs(told.realised - told.planned) == pytest.approx(0.05)
-    assert told.misplaced == pytest.approx(0.05)
-    assert told.uneven_layers == 1
+    found = realised_shares(np.array([[300.0, 50.0, 9.0, 700.0]]), layout_of(generation=4))
+    assert (found.generation, found.layer, found.expert, found.assignments) == (4, 0, 0, 1000.0)
+    assert found.slot in {0, 3}
+    assert abs(found.realised - found.planned) == pytest.approx(0.05)
+    assert found.misplaced == pytest.approx(0.05)
+    assert found.uneven_layers == 1
 
 
 def test_even_splits_are_measured_too():
-    told = realised_shares(np.array([[450.0, 0.0, 0.0, 550.0]]), layout_of(shares=None))
-    assert (told.planned, told.uneven_layers) == (0.5, 0)
-    assert told.misplaced == pytest.approx(0.05)
+    found = realised_shares(np.array([[450.0, 0.0, 0.0, 550.0]]), layout_of(shares=None))
+    assert (found.planned, found.uneven_layers) == (0.5, 0)
+    assert found.misplaced == pytest.approx(0.05)
 
 
 def test_experts_with_too_few_assignments_are_ignored():

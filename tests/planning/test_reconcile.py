@@ -74,8 +74,8 @@ def test_a_switch_reported_by_some_ranks_waits_for_the_others():
     assert result.generation == 8
     assert result.wave.state is State.STAGED
     assert result.wave.switched_ranks == {0}
-    told = RankSwitched(rank=1, generation=8, step=3, stall_us=1)
-    wave, commands = result.wave.step(told, now=6.0)
+    switched = RankSwitched(rank=1, generation=8, step=3, stall_us=1)
+    wave, commands = result.wave.step(switched, now=6.0)
     assert wave.state is State.SWITCHED
     assert [type(command) for command in commands] == [PersistCommitted]
 

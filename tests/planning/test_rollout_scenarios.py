@@ -42,21 +42,23 @@ LONG_AFTER_S = 1000.0
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scenario_has_the_expected_commands(name):
-    told = read_scenario(name)
+    scenario = read_scenario(name)
     wave, commands = None, ()
-    for moment in told.moments:
-        wave, commands = begin(told) if wave is None else wave.step(moment.event, now=moment.now)
+    for moment in scenario.moments:
+        wave, commands = (
+            begin(scenario) if wave is None else wave.step(moment.event, now=moment.now)
+        )
         assert tuple(in_words(command) for command in commands) == moment.commands, moment.line
-    assert (wave.state, wave.reason) == (told.end_state, told.end_reason)
+    assert (wave.state, wave.reason) == (scenario.end_state, scenario.end_reason)
     assert wave.is_over
 
 
 @pytest.mark.parametrize("name", MENDABLE)
 def test_a_balancer_restarted_at_any_line_ends_with_the_generation_of_the_ranks(name):
-    told = read_scenario(name)
-    for restart_at in range(1, len(told.moments) + 1):
-        before, after = told.moments[:restart_at], told.moments[restart_at:]
-        fleet = _Fleet(told)
+    scenario = read_scenario(name)
+    for restart_at in range(1, len(scenario.moments) + 1):
+        before, after = scenario.moments[:restart_at], scenario.moments[restart_at:]
+        fleet = _Fleet(scenario)
         for moment in before:
             fleet.hear(moment)
         wave = fleet.restart_balancer(now=before[-1].now)
@@ -70,22 +72,22 @@ def test_a_balancer_restarted_at_any_line_ends_with_the_generation_of_the_ranks(
 class _Fleet:
     """The world around a rollout: what the store holds and what ranks run and staged."""
 
-    def __init__(self, told):
-        self._told = told
-        self.committed = told.base
+    def __init__(self, scenario):
+        self._scenario = scenario
+        self.committed = scenario.base
         self._proposed = None
         self._staged = {}
-        self.running = told.base.generation
+        self.running = scenario.base.generation
         self._has_asked = False
 
     def hear(self, moment):
         """Follow the world as the scenario tells it, commands included."""
         match moment.event:
-            case Persisted(generation=generation) if generation == self._told.target.generation:
+            case Persisted(generation=generation) if generation == self._scenario.target.generation:
                 if self.running == generation:
-                    self.committed = self._told.target
+                    self.committed = self._scenario.target
                 else:
-                    self._proposed = self._told.target
+                    self._proposed = self._scenario.target
             case RankStaged(rank=rank, generation=generation):
                 self._staged[rank] = generation
             case RankRejected(rank=rank):
@@ -98,7 +100,7 @@ class _Fleet:
                 self._staged.clear()
 
     def restart_balancer(self, *, now):
-        ranks = range(self._told.base.num_ranks)
+        ranks = range(self._scenario.base.num_ranks)
         found = reconcile(
             generations_of_ranks=dict.fromkeys(ranks, self.running),
             staged_of_ranks=dict(self._staged),
@@ -143,13 +145,13 @@ class _Fleet:
         return wave
 
 
-def begin(told):
+def begin(scenario):
     return Wave.begin(
-        base=told.base,
-        target=told.target,
-        num_ranks=told.base.num_ranks,
+        base=scenario.base,
+        target=scenario.target,
+        num_ranks=scenario.base.num_ranks,
         policy=POLICY,
-        now=told.moments[0].now,
+        now=scenario.moments[0].now,
     )
 
 

@@ -223,10 +223,10 @@ def test_other_shares_are_one_wave_and_moves_bring_theirs_along():
     target = current.with_placement(
         target.expert_of_slot, generation=2, share_of_slot=target.share_of_slot
     )
-    told = waves(current, target, **sizes)
-    assert len(told) == 2
-    steps = [told[0].applied_to(current)]
-    steps.append(told[1].applied_to(steps[0]))
+    made = waves(current, target, **sizes)
+    assert len(made) == 2
+    steps = [made[0].applied_to(current)]
+    steps.append(made[1].applied_to(steps[0]))
     assert steps[-1].same_placement(target)
     half_way = steps[0].shares()
     changed = (steps[0].expert_of_slot != current.expert_of_slot).any(axis=1)

@@ -34,11 +34,11 @@ def test_nothing_is_planned_while_a_ranks_load_is_missing(serving_harness, skewe
     assert [one.accepted for one in harness.decisions()] == [False] * 3
     assert harness.decisions()[-1].reason.endswith("incomplete window: no report from rank 2")
     assert harness.pool.diagnosis().health is Health.SERVING, "it serves, and says that it is there"
-    # Its counters are cumulative, and what was not told is not the load of the next window.
-    told = 3 * 10_000 * WINDOW_S
+    # Its counters are cumulative, and what was not reported is not the load of the next window.
+    reported = 3 * 10_000 * WINDOW_S
     harness.run_traffic(skewed(1), seconds=WINDOW_S)
     returned = harness.pool.windows.closed[-1]
-    assert returned.assignments == pytest.approx(told, rel=0.01)
+    assert returned.assignments == pytest.approx(reported, rel=0.01)
     assert returned.doubt.startswith("rank 2 reported again after 31 s")
     harness.run_traffic(skewed(1), seconds=2 * WINDOW_S)
     assert harness.pool.rollouts.completed >= 1

@@ -72,7 +72,7 @@ def test_skewed_traffic_is_planned_staged_switched_and_committed(serving_harness
     harness.stage_all()
     for worker in harness.ranks[:3]:
         harness.say(worker, worker.switch())
-    assert harness.pool.layouts.stored_generation == 1, "not all ranks have told"
+    assert harness.pool.layouts.stored_generation == 1, "not all ranks have reported"
     last = harness.ranks[3]
     harness.say(last, last.switch())
     assert harness.writes[-1] == WriteCommitted(generation=2, previous=1)

@@ -100,8 +100,10 @@ def test_live_workers_always_end_up_in_one_group(make_harness, worker_of, seed):
         harness.tick(seconds=turmoil.draw.choice([0.1, 0.5, 1.0, 3.0]))
         for worker in harness.workers.values():
             if worker.join_epoch is not None:
-                told = (worker.layout.generation, worker.layout.expert_of_slot.tobytes())
-                assert seen.setdefault(worker.epoch, told) == told, "an epoch starts in one layout"
+                running = (worker.layout.generation, worker.layout.expert_of_slot.tobytes())
+                assert seen.setdefault(worker.epoch, running) == running, (
+                    "an epoch starts in one layout"
+                )
     turmoil.hung.clear()
     while len(harness.workers) < 3:
         turmoil.come(None)

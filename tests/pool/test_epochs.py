@@ -44,7 +44,7 @@ def test_the_survivors_of_a_death_serve_on_with_all_experts(serving_harness, vic
     assert layout.generation == before.generation + 1
     assert harness.pool.diagnosis().health is Health.SERVING
     (join_epoch,) = [
-        told for told in harness.sent_to("worker-3", JoinEpoch) if told.epoch == 2
+        sent for sent in harness.sent_to("worker-3", JoinEpoch) if sent.epoch == 2
     ] or [harness.ranks[0].join_epoch]
     assert join_epoch.rendezvous_address == f"{names(harness)[0]}:2"
 

@@ -141,10 +141,10 @@ def test_a_window_tells_how_far_slots_were_from_their_shares():
     assignments = np.full((2, 8), 500.0)
     assignments[1, [1, 7]] = [600.0, 400.0]
     ranks.receive(assignments)
-    told = close(loads, now=10.0).shares
-    assert (told.layer, told.expert, told.planned, told.assignments) == (1, 1, 0.5, 1000.0)
-    assert abs(told.realised - 0.5) == pytest.approx(0.1)
-    assert told.misplaced == pytest.approx(100 / 4000)
+    shares = close(loads, now=10.0).shares
+    assert (shares.layer, shares.expert, shares.planned, shares.assignments) == (1, 1, 0.5, 1000.0)
+    assert abs(shares.realised - 0.5) == pytest.approx(0.1)
+    assert shares.misplaced == pytest.approx(100 / 4000)
     assert close(loads, number=2, now=20.0).shares is None
 
 

@@ -130,7 +130,7 @@ def test_after_lies_a_store_that_forgets_while_ranks_join_costs_one_epoch(
 
 
 def test_lies_exhaust_no_numbers(make_fleet):
-    """However often they are told, in whichever message."""
+    """However often they are sent, in whichever message."""
     fleet = make_fleet(3)
     for _ in range(20):
         lie(fleet, epochs=False)

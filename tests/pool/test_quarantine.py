@@ -56,11 +56,11 @@ class DamagedWorker(ScriptedWorker):
         self.damaged = damaged
 
     def checksums(self):
-        told = super().checksums()
-        for layer, slot in np.ndindex(told.shape[:2]):
+        found = super().checksums()
+        for layer, slot in np.ndindex(found.shape[:2]):
             if (layer, int(self.own(self.layout.expert_of_slot)[layer, slot])) in self.damaged:
-                told[layer, slot, 3] ^= 16
-        return told
+                found[layer, slot, 3] ^= 16
+        return found
 
 
 def damage(harness, name, *, experts=MANY):

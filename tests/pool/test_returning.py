@@ -42,10 +42,10 @@ def test_a_balancer_without_memory_uses_no_number_again_that_a_rank_without_grou
     after = make_harness()
     after.workers = before.workers
     for worker in before.ranks:
-        told = replace(lost(worker), epoch=5, generation=6 + worker.rank // 2)
-        after.hello(replace(worker.hello, group_lost=told))
+        group_lost = replace(lost(worker), epoch=5, generation=6 + worker.rank // 2)
+        after.hello(replace(worker.hello, group_lost=group_lost))
         opened = after.pool.layouts.current
-        assert opened is None or opened.generation == 9, "before all have told"
+        assert opened is None or opened.generation == 9, "before all have reported"
     assert opened is not None
     assert after.pool.roster.epoch == 6
     leap = replace(lost(before.ranks[0]), generation=2**60)

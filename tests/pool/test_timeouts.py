@@ -25,8 +25,8 @@ def test_workers_counts_are_added_up_and_repeated_ones_count_once():
     assert "step" not in {one.name for one in pool.all()}
     for worker, reached in (("a", 1), ("b", 2), ("a", 1), ("a", 3), ("b", 2)):
         assert pool.add(worker, boot_id="1", reported=step(reached)) == ()
-    told = of(pool, "step")
-    assert (told.timeout_s, told.reached, told.latest) == (4.0, 5, "a: epoch 3 ended")
+    timeout = of(pool, "step")
+    assert (timeout.timeout_s, timeout.reached, timeout.latest) == (4.0, 5, "a: epoch 3 ended")
 
 
 def test_a_restarted_worker_counts_from_zero():
@@ -49,8 +49,8 @@ def test_a_timeout_of_a_newer_release_is_named_and_makes_no_series(serving_harne
     worker = harness.ranks[1]
     report = worker.report()
     unknown = WorkerTimeout(name="teleport", timeout_s=1.0, reached=1)
-    told = replace(report, stats=replace(report.stats, timeouts=(unknown, *step(1))))
-    harness.say(worker, told)
+    unknown_report = replace(report, stats=replace(report.stats, timeouts=(unknown, *step(1))))
+    harness.say(worker, unknown_report)
     assert harness.pool.counters.rejections.of("report_timeouts") == 1
     shown = {one.name: one for one in pool_status(harness.pool, now=harness.now).timeouts}
     assert "teleport" not in shown

@@ -101,8 +101,8 @@ class Turmoil:
         """All switch if all have verified the same generation, without asking the balancer."""
         self.step += 1
         held = {worker.staged.layout.generation if worker.staged else 0 for worker in self.workers}
-        told = {self.verified.get(self.name(worker), 0) for worker in self.workers}
-        if len(held) == 1 and held == told and 0 not in held:
+        verified = {self.verified.get(self.name(worker), 0) for worker in self.workers}
+        if len(held) == 1 and held == verified and 0 not in held:
             self.verified.clear()
             for worker in self.workers:
                 switched = worker.switch(step=self.step)

@@ -47,7 +47,7 @@ def play(seams: Seams, schedule: Schedule) -> Played:
     observer = world.observer
     story = tuple(f"{at_s:8.3f} s  {text}" for at_s, text in observer.log)
     violation = observer.violation
-    told = "\n".join((*story, str(world.loop.num_events), str(observer.num_steps)))
+    text = "\n".join((*story, str(world.loop.num_events), str(observer.num_steps)))
     return Played(
         schedule=schedule,
         kinds=tuple(sorted(world.kinds)),
@@ -57,7 +57,7 @@ def play(seams: Seams, schedule: Schedule) -> Played:
         virtual_s=world.elapsed_s,
         cpu_s=time.process_time() - began_s,
         counts=(observer.num_steps, observer.num_plans, observer.num_switches, observer.num_epochs),
-        digest=hashlib.blake2b(told.encode(), digest_size=8).hexdigest(),
+        digest=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         story=story if violation is not None else (),
     )
 

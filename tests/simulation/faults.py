@@ -216,5 +216,5 @@ class Faults:
         except ValueError:
             return message
         self.tampered.discard(worker.process.name)
-        self.observer.note(f"{worker.process.name} is told another layout than the others")
+        self.observer.note(f"{worker.process.name} is sent another layout than the others")
         return replace(message, layout=wrong)

@@ -83,7 +83,7 @@ class Process:
         self._on_death.pop(function, None)
 
     def kill(self, *, with_machine: bool = False) -> None:
-        """End at once: no cleanup code runs. Peers are told, unless its machine has gone too."""
+        """End at once, without cleanup. Connections close, unless its machine has gone too."""
         if not self.alive:
             return
         self.alive, self._parked = False, []

@@ -64,7 +64,7 @@ class Seams:
         for target, name, value in _REPLACED:
             setattr(target, name, value)
         logging.disable(logging.CRITICAL)
-        # Dead processes leave coroutines that were never told to end.
+        # Dead processes leave coroutines that were never cancelled.
         sys.unraisablehook = lambda _about: None
         gc.collect()
         gc.freeze()

@@ -46,13 +46,13 @@ def test_every_invariant_holds_in_some_schedules_which_replay_to_the_last_event(
     assert again == {seed: first[seed] for seed in map(str, range(30, 35))}
 
 
-def test_a_planted_fault_is_found_shrunk_and_told_with_the_command_that_replays_it():
+def test_a_planted_fault_is_found_shrunk_and_reported_with_the_command_that_replays_it():
     done = simulate("--plant", "digests-ignored", "--kinds", "wrong_layout,stop_worker,shift")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VIOLATION layouts-differ-in-a-step" in done.stdout
-    told = re.search(r'ARGS="--seed (\d+) --keep ([\d,]+) --plant digests-ignored', done.stdout)
-    assert told is not None, done.stdout
-    assert len(told[2].split(",")) <= 3
+    command = re.search(r'ARGS="--seed (\d+) --keep ([\d,]+) --plant digests-ignored', done.stdout)
+    assert command is not None, done.stdout
+    assert len(command[2].split(",")) <= 3
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -65,15 +65,17 @@ class Page:
         shot = await self._send("Page.captureScreenshot", captureBeyondViewport=whole)
         return base64.b64decode(shot["data"])
 
-    def hear(self, method, told):
+    def hear(self, method, parameters):
         """Handle a message of the browser."""
         if method == "Page.loadEventFired":
             self._loaded.set()
         elif method == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = parameters["exceptionDetails"]
             self.faults.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] == "error":
-            self.faults.append(told["entry"]["text"] + " " + told["entry"].get("url", ""))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.faults.append(
+                parameters["entry"]["text"] + " " + parameters["entry"].get("url", "")
+            )
 
 
 @asynccontextmanager

@@ -72,8 +72,8 @@ class AnyCluster:
 
     def objects(self, kind, selector=""):
         """Objects of a kind, by name."""
-        told = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
-        return {one["metadata"]["name"]: one for one in json.loads(told)["items"]}
+        output = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
+        return {one["metadata"]["name"]: one for one in json.loads(output)["items"]}
 
     def pods(self, component):
         """Pods of a component by name, those that are being deleted left out."""
@@ -196,9 +196,9 @@ class MiniCluster(AnyCluster):
         secrets = {one["metadata"]["name"]: one for one in self._listed("secrets")}
         for pod in self._listed("pods"):
             for volume in pod.get("spec", {}).get("volumes", []):
-                told = secrets.get(volume.get("secret", {}).get("secretName"))
+                secret = secrets.get(volume.get("secret", {}).get("secretName"))
                 folder = self._state / "pods" / pod["metadata"]["name"] / "vol" / volume["name"]
-                for key, value in (told or {}).get("data", {}).items():
+                for key, value in (secret or {}).get("data", {}).items():
                     if folder.is_dir() and not (folder / key).exists():
                         (folder / key).write_bytes(base64.b64decode(value))
 

@@ -31,7 +31,7 @@ class Collector(pb_grpc.TraceServiceServicer):
             for of_process in request.resource_spans:
                 resource = _plain(of_process.resource.attributes)
                 self._spans += [
-                    Told(span, resource) for scope in of_process.scope_spans for span in scope.spans
+                    Span(span, resource) for scope in of_process.scope_spans for span in scope.spans
                 ]
             self._arrived.notify_all()
         return pb.ExportTraceServiceResponse()
@@ -48,7 +48,7 @@ class Collector(pb_grpc.TraceServiceServicer):
             return list(self._spans)
 
 
-class Told:
+class Span:
     """A span as the collector got it."""
 
     def __init__(self, span, resource):

@@ -54,7 +54,7 @@ def epochs_written(harness):
 
 
 def check(harness):
-    """What must hold at any time of workers that were told their place."""
+    """What must hold at any time of workers that have joined an epoch."""
     ranks = harness.ranks
     assert [worker.rank for worker in ranks] == list(range(len(ranks)))
     (epoch,) = {worker.epoch for worker in ranks}

@@ -77,8 +77,8 @@ class BalancerProcess:
     def pids(self) -> tuple[int, ...]:
         """Its own, and those of the processes that plan for it."""
         own = self.process.pid
-        told = [path.read_text() for path in Path(f"/proc/{own}/task").glob("*/children")]
-        return own, *map(int, " ".join(told).split())
+        lists = [path.read_text() for path in Path(f"/proc/{own}/task").glob("*/children")]
+        return own, *map(int, " ".join(lists).split())
 
     @property
     def cpu_s(self) -> float:
@@ -87,13 +87,13 @@ class BalancerProcess:
 
     def memory(self, name: str) -> int:
         """VmHWM (the most ever) or VmRSS (now) in bytes, without processes that plan."""
-        return _told(f"/proc/{self.process.pid}/status", name)
+        return _number_in(f"/proc/{self.process.pid}/status", name)
 
     @property
     def memory_of_planners(self) -> int:
         """Bytes that the processes that plan have for themselves now."""
         return sum(
-            _told(f"/proc/{pid}/smaps_rollup", name)
+            _number_in(f"/proc/{pid}/smaps_rollup", name)
             for pid in self.pids[1:]
             for name in ("Private_Clean", "Private_Dirty")
         )
@@ -175,7 +175,7 @@ async def measured(balancer, progress, *, seconds):
     )
 
 
-def _told(path: str, name: str) -> int:
+def _number_in(path: str, name: str) -> int:
     """Return a process's figure from /proc in bytes."""
     lines = Path(path).read_text().splitlines()
     line = next(line for line in lines if line.startswith(f"{name}:"))
@@ -213,11 +213,11 @@ async def _until_ready(channel):
 
 async def _follow(process, progress, number):
     async for line in process.stdout:
-        told = json.loads(line)
-        match told.pop("what"):
+        message = json.loads(line)
+        match message.pop("what"):
             case "progress":
-                progress.counts[number] = told["counts"]
-                progress.last_s[number] = told["last_s"]
-                progress.answers += told["acknowledged"]
+                progress.counts[number] = message["counts"]
+                progress.last_s[number] = message["last_s"]
+                progress.answers += message["acknowledged"]
             case trouble:
-                progress.troubles.append(f"{trouble}: {told}")
+                progress.troubles.append(f"{trouble}: {message}")

@@ -15,7 +15,7 @@ _OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Metric:
     """A metric by what its users rest on."""
 
     kind: str
@@ -30,14 +30,14 @@ async def scrape(address):
 
 def ours(families):
     """Our own metrics by the name that queries use, those that have no series left out."""
-    told = {}
+    metrics = {}
     for family in families.values():
         if not family.name.startswith("equipoise_") or not family.samples:
             continue
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        told[name] = Told(kind=family.type, labels=frozenset(labels))
-    return told
+        metrics[name] = Metric(kind=family.type, labels=frozenset(labels))
+    return metrics
 
 
 def documented(heading):
@@ -46,7 +46,7 @@ def documented(heading):
         part for part in DOCS.read_text().split("\n## ") if part.startswith(f"{heading}\n")
     )
     return {
-        name: Told(kind=kind, labels=frozenset(re.findall(r"`(\w+)`", labels)))
+        name: Metric(kind=kind, labels=frozenset(re.findall(r"`(\w+)`", labels)))
         for name, kind, _unit, labels in _ROW.findall(section)
     }
 

@@ -105,10 +105,10 @@ class ScriptedWorker:
 
     def checksums(self):
         experts = self.own(self.layout.expert_of_slot)
-        told = [
+        checksums_of_slots = [
             [list(expert_checksum(layer, int(e))) for e in row] for layer, row in enumerate(experts)
         ]
-        return np.array(told, dtype=np.uint8)
+        return np.array(checksums_of_slots, dtype=np.uint8)
 
     def expert_checksums(self):
         return None if self.rank else expert_table(self.hello.model)

@@ -89,8 +89,8 @@ class SimulatedPool:
             return self.start(stage.layout)
         if change.generation not in self.running:
             experts = self.running[stage.base_generation].experts.copy()
-            told = np.frombuffer(change.expert_of_cell, "<i4")
-            experts.ravel()[np.frombuffer(change.cells, "<u4")] = told
+            changed = np.frombuffer(change.expert_of_cell, "<i4")
+            experts.ravel()[np.frombuffer(change.cells, "<u4")] = changed
             self._keep(change.generation, experts)
         return change.generation
 
@@ -252,8 +252,8 @@ class SimulatedRank:
         due_s = max(time.monotonic(), due_s + self._interval_s)
         self._later(due_s - time.monotonic(), self._report, due_s)
 
-    def _later(self, delay_s: float, what: Callable[..., None], *told: object) -> None:
-        asyncio.get_running_loop().call_later(delay_s, what, *told)
+    def _later(self, delay_s: float, what: Callable[..., None], *arguments: object) -> None:
+        asyncio.get_running_loop().call_later(delay_s, what, *arguments)
 
     def _run(self, generation: int) -> None:
         self._generation = generation

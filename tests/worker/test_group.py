@@ -192,7 +192,7 @@ def test_ranks_check_all_announcements_before_they_form(rendezvous):
 
 
 def test_ranks_that_do_not_agree_do_not_form(rendezvous):
-    def reject(told):
+    def reject(announcements):
         raise ValueError("ranks compute differently")
 
     host, _, port = rendezvous.rpartition(":")
@@ -217,10 +217,10 @@ def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
 @pytest.mark.parametrize("way_out", ["bound", "abandoned", "bound, its name gone"])
 def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
     context = forking()
-    told = context.Queue()
-    process = context.Process(target=host, args=(told,), daemon=True)
+    addresses = context.Queue()
+    process = context.Process(target=host, args=(addresses,), daemon=True)
     process.start()
-    address = told.get(timeout=60)
+    address = addresses.get(timeout=60)
     abandoned = threading.Event()
     try:
         form(address, num_ranks=2, epoch=1, abandoned=_already_set(), timeout_s=60)
@@ -238,9 +238,9 @@ def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
         process.join(30)
 
 
-def host(told):
+def host(addresses):
     listener = socket.create_server(("127.0.0.1", 0))
-    told.put(f"127.0.0.1:{listener.getsockname()[1]}")
+    addresses.put(f"127.0.0.1:{listener.getsockname()[1]}")
     hosted = Rendezvous(listener)
     threading.Event().wait(60)
     hosted.close()

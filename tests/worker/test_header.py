@@ -190,15 +190,15 @@ class Rank:
                 self.staged = None
 
     def header(self):
-        self.told = self.staged
+        self.announced = self.staged
         return header(
-            generation=self.generation, staged_generation=self.told[0] if self.told else 0
+            generation=self.generation, staged_generation=self.announced[0] if self.announced else 0
         )
 
     def decide(self, headers):
-        if self.told and agreed_generation(headers) is not None:
-            assert self.told[1] == self.generation
-            self.generation, self.staged = self.told[0], None
+        if self.announced and agreed_generation(headers) is not None:
+            assert self.announced[1] == self.generation
+            self.generation, self.staged = self.announced[0], None
 
 
 @settings(deadline=None)

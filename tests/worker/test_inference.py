@@ -195,12 +195,12 @@ async def test_sampled_tokens_are_the_same_alone_batched_and_continued_elsewhere
 async def test_logprobs_come_with_their_tokens_on_request(bench, solo):
     _, silent = await generated(bench.stub.Generate(request()))
     assert not any(response.logprobs for response in silent)
-    tokens, told = await generated(
+    tokens, responses = await generated(
         bench.stub.Generate(request(sampling=pb.Sampling(logprobs=3)), timeout=60)
     )
-    logprobs = [one for response in told for one in response.logprobs]
+    logprobs = [one for response in responses for one in response.logprobs]
     assert tokens == solo(PROMPT, 8)
-    # Greedy: the token is the likeliest of those told.
+    # Greedy: the token is the likeliest of those returned.
     assert [one.top_tokens[0] for one in logprobs] == tokens
     for one in logprobs:
         assert one.logprob == one.top_logprobs[0] < 0

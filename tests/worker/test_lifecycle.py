@@ -129,9 +129,9 @@ async def test_loads_are_reported_for_this_generation_and_a_last_time_for_the_pr
         await generate(rig.worker.address, 3)
         await link.until(Report, lambda report: report.load.generation == 2)
         # The final report precedes the first of the next generation, and is not sent forever.
-        told = link.of(Report)
-        first_new = next(n for n, one in enumerate(told) if one.load.generation == 2)
-        old = told[first_new - 1]
+        reports = link.of(Report)
+        first_new = next(n for n, one in enumerate(reports) if one.load.generation == 2)
+        old = reports[first_new - 1]
         assert old.load.generation == 1
         np.testing.assert_array_equal(old.load.assignments, report.load.assignments)
 
@@ -174,13 +174,13 @@ async def test_a_switch_reports_what_the_slots_hold_and_not_what_was_ordered(
         monkeypatch.setattr(HeldExperts, "switch", miss)
         link.say(stage_to(first, second))
         switched = await link.until(Switched)
-        told = switched.checksums[layer, slot].tobytes()
-        assert told == serving.checksums[layer, slot].tobytes()
+        reported = switched.checksums[layer, slot].tobytes()
+        assert reported == serving.checksums[layer, slot].tobytes()
         (move,) = [
             one for one in stage_to(first, second).moves if (one.layer, one.slot) == (layer, slot)
         ]
-        assert told != move.checksum
-        assert rig.worker.hello().running.checksums[layer, slot].tobytes() == told
+        assert reported != move.checksum
+        assert rig.worker.hello().running.checksums[layer, slot].tobytes() == reported
 
 
 async def test_serving_continues_without_the_balancer_and_the_state_is_reported_on_reconnect(

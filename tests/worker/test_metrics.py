@@ -26,8 +26,8 @@ def collector(rank=None):
 
 
 async def test_a_worker_exports_exactly_the_documented_metrics():
-    told, _ = collector()
-    async with metrics_at("127.0.0.1:0", told) as address:
+    metrics, _ = collector()
+    async with metrics_at("127.0.0.1:0", metrics) as address:
         families = await scrape(address)
     assert ours(families) == documented("Worker")
     assert value_of(families, "equipoise_worker_serving") == 0
@@ -41,11 +41,11 @@ async def test_a_worker_exports_exactly_the_documented_metrics():
 
 
 def test_cache_usage_is_a_fraction_of_all_blocks():
-    told, scheduler = collector()
+    metrics, scheduler = collector()
     scheduler.submit(Request(key=1, prompt=(1, 2), max_tokens=3))
     scheduler.plan()
     registry = CollectorRegistry()
-    registry.register(told)
+    registry.register(metrics)
     text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert value_of(families, "equipoise_worker_kv_used_ratio") == 0.25
@@ -53,6 +53,6 @@ def test_cache_usage_is_a_fraction_of_all_blocks():
 
 
 async def test_no_address_means_no_port():
-    told, _ = collector()
-    async with metrics_at("", told) as address:
+    metrics, _ = collector()
+    async with metrics_at("", metrics) as address:
         assert address == ""

@@ -69,15 +69,15 @@ def served(layout, *, num_steps=60, num_rows=64):
 def test_slots_serve_the_shares_of_the_layout_within_chance():
     for shares, uneven_layers in ((None, 0), (uneven_shares(), 2)):
         layout = layout_with(shares)
-        told = realised_shares(served(layout), layout)
-        chance = np.sqrt(told.planned * (1 - told.planned) / told.assignments)
-        assert abs(told.realised - told.planned) < 4 * chance
-        assert told.misplaced < 0.03
-        assert told.uneven_layers == uneven_layers
+        found = realised_shares(served(layout), layout)
+        chance = np.sqrt(found.planned * (1 - found.planned) / found.assignments)
+        assert abs(found.realised - found.planned) < 4 * chance
+        assert found.misplaced < 0.03
+        assert found.uneven_layers == uneven_layers
 
 
 def test_a_worker_that_ignores_shares_is_detected():
     layout = layout_with(uneven_shares())
-    told = realised_shares(served(layout_with(None)), layout)
-    assert abs(told.realised - told.planned) > 0.2
-    assert told.misplaced > 0.2
+    found = realised_shares(served(layout_with(None)), layout)
+    assert abs(found.realised - found.planned) > 0.2
+    assert found.misplaced > 0.2

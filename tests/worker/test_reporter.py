@@ -42,7 +42,7 @@ def progress(*generations):
     )
 
 
-def told(reports):
+def generations_of(reports):
     return [report.load.generation for report in reports]
 
 
@@ -58,8 +58,8 @@ def test_a_report_names_its_boot_rank_and_generation():
 
 def test_final_counters_are_sent_a_few_times_before_the_current_ones():
     one = reporter()
-    assert told(one.build(progress(1))) == [1]
+    assert generations_of(one.build(progress(1))) == [1]
     for _ in range(FINAL_REPORTS):
-        assert told(one.build(progress(2, 1))) == [1, 2]
-    assert told(one.build(progress(2, 1))) == [2]
-    assert told(one.build(progress(3, 2))) == [2, 3]
+        assert generations_of(one.build(progress(2, 1))) == [1, 2]
+    assert generations_of(one.build(progress(2, 1))) == [2]
+    assert generations_of(one.build(progress(3, 2))) == [2, 3]

@@ -19,7 +19,7 @@ def next_token(tokens):
     return (sum(tokens) * 31 + len(tokens)) % 50
 
 
-def told(token):
+def sampled_token(token):
     return SampledToken(token=token, logprob=-1.0)
 
 
@@ -47,7 +47,7 @@ class Model:
             end = chunk.start + len(chunk.tokens)
             tokens = [self.cache[place] for place in places[:end]]
             rows = range(end - len(chunk.sampling) + 1, end + 1)
-            of_chunk = [told(next_token(tokens[:row])) for row in rows]
+            of_chunk = [sampled_token(next_token(tokens[:row])) for row in rows]
             sampled += of_chunk
             if chunk.sampling:
                 standing = chunk.accepted(of_chunk)
@@ -272,12 +272,14 @@ def test_nothing_is_drafted_while_many_requests_are_active():
 def test_generating_requests_run_in_every_step_during_a_long_prefill():
     scheduler = scheduler_of(max_requests=2, max_queued=2, max_step_tokens=4)
     scheduler.submit(Request(key=0, prompt=(1,), max_tokens=20))
-    scheduler.commit(scheduler.plan(), [told(7)])
+    scheduler.commit(scheduler.plan(), [sampled_token(7)])
     scheduler.submit(Request(key=1, prompt=tuple(range(9)), max_tokens=2))
     for expected in (3, 3, 3):
         plan = scheduler.plan()
         assert [(chunk.key, len(chunk.tokens)) for chunk in plan.chunks] == [(0, 1), (1, expected)]
-        scheduler.commit(plan, [told(7)] * sum(bool(chunk.sampling) for chunk in plan.chunks))
+        scheduler.commit(
+            plan, [sampled_token(7)] * sum(bool(chunk.sampling) for chunk in plan.chunks)
+        )
 
 
 def test_a_full_queue_rejects_until_a_request_leaves():
@@ -286,7 +288,7 @@ def test_a_full_queue_rejects_until_a_request_leaves():
         scheduler.submit(Request(key=key, prompt=(1,), max_tokens=1))
     with pytest.raises(QueueFullError, match="limit"):
         scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))
-    scheduler.commit(scheduler.plan(), [told(3)])
+    scheduler.commit(scheduler.plan(), [sampled_token(3)])
     scheduler.submit(Request(key=2, prompt=(1,), max_tokens=1))
     assert scheduler.num_queued == 2
 
@@ -299,7 +301,7 @@ def test_sampling_rows_separate_prompt_from_output_also_after_a_replay():
     scheduler.submit(whole)
     first = scheduler.plan()
     assert [list(chunk.sampling[0].output) for chunk in first.chunks] == [[]]
-    scheduler.commit(first, [told(4)])
+    scheduler.commit(first, [sampled_token(4)])
     scheduler.submit(rest)
     goes_on, replayed = (chunk.sampling[0] for chunk in scheduler.plan().chunks)
     assert goes_on == replayed

@@ -79,10 +79,10 @@ async def test_a_worker_whose_memory_rots_reports_it_and_stops(
     link.say(join_epoch([link.hello], random_layout(5)))
     serving = await link.until(Serving)
     rot(core)
-    told = await link.until(
+    changed = await link.until(
         Serving, lambda one: not np.array_equal(one.checksums, serving.checksums)
     )
-    differs = (told.checksums != serving.checksums).any(axis=2)
+    differs = (changed.checksums != serving.checksums).any(axis=2)
     assert np.argwhere(differs).tolist() == [[LAYER, SLOT]]
     with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
         await asyncio.wait_for(task, 60)

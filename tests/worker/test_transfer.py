@@ -177,9 +177,9 @@ async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_ca
         assert pulled.checkpoint_bytes == 0
         # Only the calls in flight when the first one timed out.
         assert 1 <= silent.num_calls <= 4
-        (told,) = waits.all()
-        assert 1 <= told.reached <= 4
-        assert "from rank 1 (worker-1): tried the next source" in told.latest
+        (timeout,) = waits.all()
+        assert 1 <= timeout.reached <= 4
+        assert "from rank 1 (worker-1): tried the next source" in timeout.latest
     assert silent.num_cancelled == silent.num_calls
 
 

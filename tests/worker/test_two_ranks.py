@@ -160,17 +160,17 @@ async def test_ranks_that_were_sent_different_layouts_of_one_generation_do_not_f
     first = random_layout(1, num_ranks=2, slots_per_rank=6)
     async with two_ranks(balancer, settings, join_epoch, first) as pool:
         hellos = [link.hello for link in pool.links]
-        told = [random_layout(2, num_ranks=2, slots_per_rank=6, seed=seed) for seed in (2, 3)]
+        layouts = [random_layout(2, num_ranks=2, slots_per_rank=6, seed=seed) for seed in (2, 3)]
         for rank, link in enumerate(pool.links):
-            link.say(join_epoch(hellos, told[rank], rank=rank, epoch=2))
+            link.say(join_epoch(hellos, layouts[rank], rank=rank, epoch=2))
         for link in pool.links:
             lost = await link.until(GroupLost, lambda said: said.epoch == 2)
             assert "met but do not agree: ranks disagree about the layout" in lost.reason
-            for name, layout in zip(("w-0", "w-1"), told, strict=True):
+            for name, layout in zip(("w-0", "w-1"), layouts, strict=True):
                 assert f"{name}: {layout.digest()[:8].hex()}" in lost.reason
         # One layout for all heals them.
         for rank, link in enumerate(pool.links):
-            link.say(join_epoch(hellos, told[0], rank=rank, epoch=3))
+            link.say(join_epoch(hellos, layouts[0], rank=rank, epoch=3))
         for link in pool.links:
             await link.until(Serving, lambda said: said.epoch == 3)
 
@@ -211,12 +211,12 @@ async def test_a_slow_rank_is_distinguished_from_the_rank_that_waits_for_it(
         async with slowed_down(pool.processes[1]):
             await asyncio.gather(*generating)
         steps = 80
-        told = [
+        reports = [
             await link.until(Report, lambda said: said.stats.steps >= steps) for link in pool.links
         ]
         pace = RankPace(
-            busy_us=np.array([said.stats.busy_us / said.stats.steps for said in told]),
-            load=np.array([said.load.assignments.sum() for said in told], dtype=np.float64),
+            busy_us=np.array([said.stats.busy_us / said.stats.steps for said in reports]),
+            load=np.array([said.load.assignments.sum() for said in reports], dtype=np.float64),
             steps=steps,
         )
         policy = Policy(slow_worker_windows=1)

@@ -19,7 +19,7 @@ ABSENT = "rank 0: ModuleNotFoundError: import of deep_ep halted; None in sys.mod
 
 
 class Library(CollectiveBackend):
-    """DeepEP as it should be: what it is told, it does."""
+    """DeepEP as it should be: it does what it is asked."""
 
     def __init__(self, shape, *, group):
         assert group is not None

@@ -103,7 +103,7 @@ def served_together(checkpoint, rank, num_ranks):
 def words_of_failure(part, exchange, num_ranks):
     """What a step ends in that cannot succeed."""
     experts = experts_over(exchange, num_ranks)
-    # As a step's header would have told.
+    # As a step's header would announce.
     experts.agree([1] * num_ranks)
     try:
         part.step(experts)
