@@ -29,8 +29,8 @@ DEFAULT_DEVICE = "nvidia_h200"
 DEFAULT_TRITON = "3.6"
 
 _FOLDER = Path(__file__).parent / "tuned"
-_LAUNCH_OPTIONS = ("num_warps", "num_stages")
 _NO_OPTIONS = ("ctas_per_sm", "tokens_per_split")
+_NUM_WARPS = "num_warps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,9 @@ def choose(operation: str, kind: Any, *, rows: int, shape: tuple[int, ...] = ())
 
 @lru_cache(maxsize=4096)
 def options(config: Any) -> dict[str, Any]:
-    """A configuration as launch options: constants in capitals, `num_warps` and `num_stages`."""
+    """A configuration as launch options: constants in capitals, and `num_warps`."""
     return {
-        name if name in _LAUNCH_OPTIONS else name.upper(): value
+        name if name == _NUM_WARPS else name.upper(): value
         for name, value in asdict(config).items()
         if name not in _NO_OPTIONS
     }

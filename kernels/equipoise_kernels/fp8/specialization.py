@@ -23,7 +23,7 @@ class Specialization:
     multiples_of_16: str = ""
     """Arguments that are multiples of 16 at launch; all pointers are, without being named."""
     options: Mapping[str, Any]
-    """As at launch: values of the constants, `num_warps`, and `num_stages` (3 by default)."""
+    """As at launch: values of the constants, and `num_warps`."""
     ctas_per_sm: int = 1
     """Programs that must fit on one multiprocessor."""
     min_accumulators: int = 0
@@ -47,9 +47,7 @@ class Specialization:
     @property
     def constants(self) -> dict[str, Any]:
         """Values of the constants."""
-        return {
-            n: value for n, value in self.options.items() if n not in ("num_warps", "num_stages")
-        }
+        return {name: value for name, value in self.options.items() if name != "num_warps"}
 
     @property
     def signature(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ from equipoise_kernels.fp8.testing.gates import violations
 _TIMEOUT_S = 550
 pytestmark = pytest.mark.timeout(600)
 
-# Too few rows without a swap, more sums than registers, and more programs than fit.
+# Too few rows without a swap, more sums than registers, more programs than fit, and no prefetch.
 BAD_CONFIGS = """
 import json
 from dataclasses import replace
@@ -34,7 +34,8 @@ from equipoise_kernels.fp8.testing.codegen import compile_for_hopper
 from equipoise_kernels.fp8.testing.gates import violations
 good = GemmConfig(block_m=64, block_n=128, swap_ab=False, split_k=1, group_m=8, num_warps=4,
                   num_stages=3, ctas_per_sm=3)
-for change in ({"block_m": 16}, {"block_m": 128, "ctas_per_sm": 1}, {"ctas_per_sm": 4}):
+for change in ({"block_m": 16}, {"block_m": 128, "ctas_per_sm": 1}, {"ctas_per_sm": 4},
+               {"num_stages": 2}):
     what = specializations(replace(good, **change))[0]
     print(json.dumps(violations(what, compile_for_hopper(what))))
 """
@@ -74,11 +75,12 @@ def test_a_committed_kernel_passes_every_gate(name, compiled):
 
 
 def test_the_gates_catch_violations_in_compiled_code():
-    _, (small, spilling, crowded) = compiled_by("-c", BAD_CONFIGS)
+    _, (small, spilling, crowded, waiting) = compiled_by("-c", BAD_CONFIGS)
     assert any("QGMMA" in violation for violation in small)
     assert any("spills" in violation for violation in spilling)
     assert crowded == [crowded[0]]
     assert "4 are claimed" in crowded[0]
+    assert any("in flight" in violation for violation in waiting)
 
 
 @pytest.mark.parametrize(("operation", "config"), committed_configs())
@@ -90,13 +92,26 @@ def test_what_is_committed_is_something_that_tuning_may_choose(operation, config
     assert config in space
 
 
+LOOP = """
+$L__BB0_3: // a step multiplies while copies for the next ones arrive
+cp.async.wait_group 3;
+wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%r1}, %rd1, %rd2;
+wgmma.wait_group.sync.aligned 0;
+cp.async.cg.shared.global [ %r2 ], [ %rd3 ];
+cp.async.commit_group;
+cp.async.bulk.tensor.3d.shared::cta.global [%r3], [%rd4];
+cp.async.commit_group;
+cp.async.commit_group;
+@%p1 bra $L__BB0_3;
+ld.global.b32 %r9, [ %rd9 ];
+"""
 GOOD = Code(
     num_registers=168,
     num_threads=128,
     shared_bytes=73752,
     stack_bytes=0,
     instructions={"QGMMA": 4, "FFMA": 64, "UTMALDG": 3},
-    ptx="cp.async.bulk.tensor",
+    ptx=LOOP,
 )
 
 
@@ -115,6 +130,12 @@ def product():
         ({"instructions": {**GOOD.instructions, "HMMA": 1}}, "old path"),
         ({"instructions": {**GOOD.instructions, "UTMALDG": 0}}, "TMA"),
         ({"instructions": {**GOOD.instructions, "FFMA": 63}}, "promoted"),
+        (
+            {"ptx": LOOP.replace("wgmma.wait", "ld.global.b32 %r5;\nwgmma.wait")},
+            "waits for 1 loads",
+        ),
+        ({"ptx": LOOP.replace("wait_group 3", "wait_group 2")}, "2 copies in flight"),
+        ({"ptx": LOOP.replace("bra $L__BB0_3", "bra $L__BB0_9")}, "no loop"),
     ],
 )
 def test_a_gate_names_what_it_finds(change, named):

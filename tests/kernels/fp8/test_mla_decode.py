@@ -3,6 +3,7 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import ScaleFormat, empty_rows
+from equipoise_kernels.fp8.attention import mla_decode as mla_decode_module
 from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.mla_decode import (
     MlaDecodeConfig,
@@ -10,7 +11,7 @@ from equipoise_kernels.fp8.attention.mla_decode import (
     mla_decode_reference,
     mla_decode_triton,
 )
-from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
+from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput, merge_splits
 from equipoise_kernels.fp8.quant.group_quant import group_quant_reference
 from equipoise_kernels.numerics import difference
 from tests.support.guarded_tensors import guarded
@@ -107,6 +108,30 @@ def test_a_query_gets_the_same_bits_whatever_it_is_batched_with(generator, inter
     wider = torch.cat([TABLES, TABLES], dim=1)
     again = attended(mla_decode_triton, query, cache, wider, LENGTHS, **options)
     assert torch.equal(both.out_BHR, again.out_BHR)
+
+
+def test_a_split_without_positions_writes_no_output(generator, interpreted, monkeypatch):
+    seen = []
+
+    def captured(partial, *, out):
+        seen.append(partial)
+        merge_splits(partial, out=out)
+
+    monkeypatch.setattr(mla_decode_module, "merge_splits", captured)
+    # Fills new memory with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        cache, query = latents(torch.bfloat16, generator), queries(2, 3, generator)
+        options = {"tokens_per_split": 32, "config": CONFIG}
+        out = attended(mla_decode_triton, query, cache, TABLES, LENGTHS, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (partial,) = seen
+    is_empty = torch.tensor([False, True, False, False])
+    assert partial.out_BHR[is_empty].isnan().all()
+    assert (partial.lse_BH[is_empty] == float("-inf")).all()
+    assert not partial.out_BHR[~is_empty].isnan().any()
+    assert not out.out_BHR.isnan().any()
 
 
 @pytest.mark.parametrize("tokens_per_split", [64, 32])

@@ -22,9 +22,8 @@ from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.gemm import libraries
 from equipoise_kernels.fp8.gemm.tile import (
     OUTPUT_DTYPES,
-    block_scaled_product,
     check_operands,
-    store_tile,
+    multiply_tile,
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, tl
@@ -200,6 +199,7 @@ def gemm_kernel(
     SWAP_AB: tl.constexpr,
     SPLIT_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ) -> None:
     """Each program computes one tile of one part of K."""
     row_tile, column_tile = _tile_of_program(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
@@ -208,27 +208,27 @@ def gemm_kernel(
     is_row = rows < num_rows
     first_column = column_tile * BLOCK_N
     blocks_per_part = tl.cdiv(num_blocks, SPLIT_K)
-    total = block_scaled_product(
+    multiply_tile(
         a_ptr,
         a_scale_ptr,
         weight,
         weight_scale_ptr + (first_column // _GROUP) * num_blocks,
+        out_ptr + part.to(tl.int64) * part_stride,
         rows,
         is_row,
         0,
         first_column,
+        num_columns,
         part * blocks_per_part,
         tl.minimum((part + 1) * blocks_per_part, num_blocks),
         a_stride,
         a_scale_row_stride,
         a_scale_block_stride,
+        out_stride,
         BLOCK_M,
         BLOCK_N,
         SWAP_AB,
-    )
-    out_ptr += part.to(tl.int64) * part_stride
-    store_tile(
-        out_ptr, total, rows, is_row, first_column, num_columns, out_stride, BLOCK_N, SWAP_AB
+        NUM_STAGES,
     )
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,9 +48,8 @@ from equipoise_kernels.fp8.gemm.schedule import (
 )
 from equipoise_kernels.fp8.gemm.tile import (
     OUTPUT_DTYPES,
-    block_scaled_product,
     check_operands,
-    store_tile,
+    multiply_tile,
     weight_descriptor,
 )
 from equipoise_kernels.fp8.jit import constant, jit, next_power_of_two, tl
@@ -245,6 +245,7 @@ def grouped_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SWAP_AB: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ) -> None:
     """Each program walks through tiles, all column tiles of a row tile before the next.
 
@@ -265,45 +266,50 @@ def grouped_gemm_kernel(
             PADDED_GROUPS,
             BLOCK_M,
         )
-        is_group = (group >= 0) & (group < num_groups)
-        slot = tl.load(slot_of_group_ptr + group, mask=is_group, other=-1)
-        is_slot = (slot >= 0) & (slot < num_slots)
-        # Compares blocks, because interpreters differ on a block masked by a scalar.
-        slot_of_row = tl.where(is_row, slot, -1)
-        is_row = (slot_of_row >= 0) & (slot_of_row < num_slots)
-        # In the two flat schedules the outer strides are 0.
-        outer = tl.where(is_group, group, 0).to(tl.int64)
+        slot, outer, is_row = _slot_of_tile(slot_of_group_ptr, group, is_row, num_groups, num_slots)
         first_column = (tile % num_column_tiles) * BLOCK_N
-        scale_row = tl.where(is_slot, slot, 0).to(tl.int64) * tl.cdiv(num_columns, _GROUP)
-        total = block_scaled_product(
+        scale_row = tl.maximum(slot, 0).to(tl.int64) * tl.cdiv(num_columns, _GROUP)
+        multiply_tile(
             a_ptr + outer * a_outer_stride,
             a_scale_ptr + outer * a_scale_outer_stride,
             weight,
             weight_scale_ptr + (scale_row + first_column // _GROUP) * num_blocks,
+            out_ptr + outer * out_outer_stride,
             rows,
             is_row,
             slot,
             first_column,
+            num_columns,
             0,
-            tl.where(is_slot, num_blocks, 0),
+            tl.where(slot >= 0, num_blocks, 0),
             a_stride,
             a_scale_row_stride,
             a_scale_block_stride,
+            out_stride,
             BLOCK_M,
             BLOCK_N,
             SWAP_AB,
+            NUM_STAGES,
         )
-        store_tile(
-            out_ptr + outer * out_outer_stride,
-            total,
-            rows,
-            is_row,
-            first_column,
-            num_columns,
-            out_stride,
-            BLOCK_N,
-            SWAP_AB,
-        )
+
+
+@jit
+def _slot_of_tile(
+    slot_of_group_ptr: tl.tensor,
+    group: tl.tensor,
+    is_row: tl.tensor,
+    num_groups: int,
+    num_slots: int,
+) -> Any:
+    """A group's slot (-1 for none), its int64 number, and which of its tile's rows are real.
+
+    The number is 0 for no group. In the two flat schedules it does not matter: outer strides are 0.
+    """
+    is_group = (group >= 0) & (group < num_groups)
+    slot = tl.load(slot_of_group_ptr + group, mask=is_group, other=-1)
+    slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1)
+    # Compares blocks, because interpreters differ on a block masked by a scalar.
+    return slot, tl.where(is_group, group, 0).to(tl.int64), tl.where(is_row, slot, -1) >= 0
 
 
 def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Specialization]:

@@ -27,37 +27,81 @@ _GROUP = constant(GROUP)
 
 
 @jit
-def block_scaled_product(
+def multiply_tile(
     a_ptr: tl.tensor,
     a_scale_ptr: tl.tensor,
     weight: tl.tensor,
     weight_scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     rows: tl.tensor,
     is_row: tl.tensor,
     slot: tl.tensor,
     first_column: tl.tensor,
+    num_columns: int,
     first_block: tl.tensor,
     end_block: tl.tensor,
     a_stride: int,
     a_scale_row_stride: int,
     a_scale_block_stride: int,
+    out_stride: int,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SWAP_AB: tl.constexpr,
-) -> Any:
-    """Sum over blocks of K, float32 [BLOCK_M, BLOCK_N], or its transpose with SWAP_AB.
+    NUM_STAGES: tl.constexpr,
+) -> None:
+    """Compute one tile over blocks of K, and write its rows and its columns below `num_columns`.
 
-    `rows` are int64 row numbers; only those with `is_row` are read. `weight` is a tensor descriptor
-    of codes [S, N, K] with blocks [1, BLOCK_N, 128]; `weight_scale_ptr` points at the scales of the
-    tile's weight rows.
+    `rows` are int64 row numbers; only those with `is_row` are read and written. `weight` is a
+    tensor descriptor of codes [S, N, K] with blocks [1, BLOCK_N, 128]; `weight_scale_ptr` points at
+    the scales of the tile's weight rows.
     """
-    a_ptrs = a_ptr + rows[:, None] * a_stride + tl.arange(0, _GROUP)[None, :]
-    a_scale_ptrs = a_scale_ptr + rows * a_scale_row_stride
+    total = _block_scaled_product(
+        a_ptr + rows * a_stride,
+        a_scale_ptr + rows * a_scale_row_stride,
+        is_row,
+        weight,
+        weight_scale_ptr,
+        slot,
+        first_column,
+        first_block,
+        end_block,
+        a_scale_block_stride,
+        BLOCK_M,
+        BLOCK_N,
+        SWAP_AB,
+        NUM_STAGES,
+    )
+    _store_tile(
+        out_ptr, total, rows, is_row, first_column, num_columns, out_stride, BLOCK_N, SWAP_AB
+    )
+
+
+@jit
+def _block_scaled_product(
+    row_ptrs: tl.tensor,
+    row_scale_ptrs: tl.tensor,
+    is_row: tl.tensor,
+    weight: tl.tensor,
+    weight_scale_ptr: tl.tensor,
+    slot: tl.tensor,
+    first_column: tl.tensor,
+    first_block: tl.tensor,
+    end_block: tl.tensor,
+    a_scale_block_stride: int,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> Any:
+    """Sum over blocks of K, float32 [BLOCK_M, BLOCK_N], or its transpose with SWAP_AB."""
+    a_ptrs = row_ptrs[:, None] + tl.arange(0, _GROUP)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
-    for block in range(first_block, end_block):
+    # Triton prefetches scales too only in a loop with its own number of stages. Otherwise every
+    # product waits for them.
+    for block in tl.range(first_block, end_block, num_stages=NUM_STAGES):
         a = tl.load(a_ptrs + block * _GROUP, mask=is_row[:, None], other=0.0)
         w = weight.load([slot, first_column, block * _GROUP]).reshape(BLOCK_N, _GROUP)
-        a_scales = tl.load(a_scale_ptrs + block * a_scale_block_stride, mask=is_row, other=0.0)
+        a_scales = tl.load(row_scale_ptrs + block * a_scale_block_stride, mask=is_row, other=0.0)
         scales = a_scales * tl.load(weight_scale_ptr + block)
         if SWAP_AB:
             total += tl.dot(w, tl.trans(a)) * scales[None, :]
@@ -67,7 +111,7 @@ def block_scaled_product(
 
 
 @jit
-def store_tile(
+def _store_tile(
     out_ptr: tl.tensor,
     total: tl.tensor,
     rows: tl.tensor,

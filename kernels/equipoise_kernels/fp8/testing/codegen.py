@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -31,6 +31,32 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 _DUMP_TIMEOUT_S = 300
 # An address as a comment, an optional predicate, and the name up to its first dot.
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", re.MULTILINE)
+
+
+_LABEL = re.compile(r"^\s*(\$\w+):")
+_JUMP = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductLoop:
+    """What one step of a loop of products waits for."""
+
+    awaited_loads: int
+    """Loads from global memory into registers; a step needs their values, so it waits for them."""
+    copies: int
+    """Groups of asynchronous copies that a step starts."""
+    copies_in_flight: int
+    """Groups that may still be under way while a step multiplies."""
+
+    @classmethod
+    def of_ptx(cls, body: str) -> Self:
+        """Read the body of a loop."""
+        waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", body)
+        return cls(
+            awaited_loads=len(re.findall(r"\bld\.global\b", body)),
+            copies=body.count("cp.async.commit_group"),
+            copies_in_flight=min(map(int, waits), default=0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +84,16 @@ class Code:
         by_registers = REGISTERS_PER_SM // (registers * self.num_threads)
         by_shared = SHARED_BYTES_PER_SM // (self.shared_bytes + SYSTEM_BYTES_PER_CTA)
         return min(by_registers, by_shared, THREADS_PER_SM // self.num_threads)
+
+    @property
+    def product_loop(self) -> ProductLoop | None:
+        """The innermost loop with warp-group products, or None."""
+        lines = self.ptx.splitlines()
+        labels = {found[1]: n for n, line in enumerate(lines) if (found := _LABEL.match(line))}
+        jumps = ((n, found[1]) for n, line in enumerate(lines) if (found := _JUMP.search(line)))
+        loops = [lines[labels[to] : n] for n, to in jumps if labels.get(to, n) < n]
+        bodies = [body for body in loops if any("wgmma.mma_async" in line for line in body)]
+        return ProductLoop.of_ptx("\n".join(min(bodies, key=len))) if bodies else None
 
     def count(self, *names: str) -> int:
         """Occurrences of instructions with these names."""
@@ -106,7 +142,6 @@ def _source(what: Specialization) -> Any:
 def _options(what: Specialization) -> dict[str, int | bool]:
     return {
         "num_warps": what.options["num_warps"],
-        "num_stages": what.options.get("num_stages", 3),
         "enable_fp_fusion": what.fuses_products,
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import asdict
 
 from equipoise_kernels.fp8.specialization import Specialization
 from equipoise_kernels.fp8.testing.codegen import SHARED_BYTES_PER_CTA, Code, compile_for_hopper
@@ -47,6 +48,24 @@ def violations(what: Specialization, code: Code) -> list[str]:
         found.append(f"has {fused} products fused into sums, unlike torch")
     if what.has_wide_products:
         found += _violations_of_wide_product(code)
+    if what.min_accumulators > 0 or what.has_wide_products:
+        found += _violations_of_prefetch(code)
+    return found
+
+
+def _violations_of_prefetch(code: Code) -> list[str]:
+    """Violations of the rule that a product waits for no memory but the previous steps' copies."""
+    loop = code.product_loop
+    if loop is None:
+        return ["has no loop of warp-group products"]
+    found = []
+    if loop.awaited_loads > 0:
+        found.append(f"waits for {loop.awaited_loads} loads before every product: prefetch them")
+    if loop.copies_in_flight < max(loop.copies, 1):
+        found.append(
+            f"has {loop.copies_in_flight} copies in flight during a product, fewer than the "
+            f"{loop.copies} of one step: it takes more stages"
+        )
     return found
 
 
@@ -109,6 +128,7 @@ def main() -> int:
             "shared_bytes": code.shared_bytes,
             "ctas_per_sm": code.ctas_per_sm,
             "qgmma": code.count("QGMMA"),
+            "loop": None if code.product_loop is None else asdict(code.product_loop),
         }
         line = {"name": what.name, "violations": found, **figures}
         sys.stdout.write(json.dumps(line) + "\n")
