@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from equipoise_kernels.fp8.attention.latent_write import LATENT_WRITE
 from equipoise_kernels.fp8.attention.latents import PlainLatents
 from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE
 from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
-from equipoise_kernels.fp8.gemm.dense import GEMM
+from equipoise_kernels.fp8.gemm.dense import GEMM, GEMM_LARGE
 from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
 from equipoise_kernels.fp8.jit import is_interpreting, triton_version
@@ -42,6 +43,7 @@ from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
 from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables, empty_routes
 from equipoise_kernels.fp8.moe.row_order import ROW_ORDER, RowOrder, most_rows
+from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.quant.group_quant import GROUP_QUANT, group_quant_reference
 from equipoise_kernels.fp8.quant.rms_norm_quant import RMS_NORM_QUANT
 from equipoise_kernels.fp8.quant.silu_mul_quant import SILU_MUL_QUANT
@@ -59,7 +61,11 @@ _PATIENCE_S = 30.0
 
 LIBRARIES: Mapping[str, Callable[[], str | None]] = {
     "scaled_mm": partial(
-        missing_library, "torch.nn.functional", "scaled_mm", "ScalingType", "SwizzleType"
+        missing_library,
+        "torch",
+        "ops.aten._scaled_mm_v2.out",
+        "nn.functional.ScalingType",
+        "nn.functional.SwizzleType",
     ),
     "deep_gemm": partial(missing_library, "deep_gemm", "fp8_gemm_nt"),
     "deep_ep": partial(missing_library, "deep_ep", "Buffer.low_latency_dispatch"),
@@ -188,9 +194,9 @@ def _weight_quant(backend: str) -> Tensor:
     return values
 
 
-def _gemm(backend: str, num_rows: int = 9) -> Tensor:
+def _gemm(backend: str, operation: KernelOperation[Any, Any] = GEMM, num_rows: int = 9) -> Tensor:
     out = torch.empty(num_rows, 256, dtype=torch.bfloat16, device=_device())
-    GEMM.backends[backend](_rows(num_rows, 256), _weight(256, 256), out=out)
+    operation.backends[backend](_rows(num_rows, 256), _weight(256, 256), out=out)
     return out
 
 
@@ -341,8 +347,8 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "silu_mul_quant": _silu_mul_quant,
     "weight_quant": _weight_quant,
     "gemm": _gemm,
-    # cuBLAS requires multiples of 16; the benchmark covers realistic sizes.
-    "gemm_large": partial(_gemm, num_rows=144),
+    # No multiple of 4, which cuBLAS requires; the benchmark covers realistic sizes.
+    "gemm_large": partial(_gemm, operation=GEMM_LARGE, num_rows=147),
     "grouped_gemm": _grouped_gemm,
     "all_to_all": _all_to_all,
     "route": _route,

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleLayout
 from equipoise_kernels.fp8 import selection, self_test
 from equipoise_kernels.fp8.gemm import libraries
-from equipoise_kernels.fp8.gemm.dense import GEMM
+from equipoise_kernels.fp8.gemm.dense import GEMM, GEMM_LARGE, gemm_reference
 from equipoise_kernels.fp8.selection import OPERATIONS, agree, backend, resolve
+from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
+from equipoise_kernels.numerics import difference
 from tests.support.kernel_backends import use_backends, works
 
 
@@ -144,37 +147,52 @@ def test_without_triton_nothing_breaks_and_the_reason_names_the_extra(monkeypatc
     assert "extra `kernels`" in chosen.obstacles["gemm=triton"]
 
 
-def test_cublas_gets_columns_of_scales_without_gaps_and_padded_weight_scales(
-    monkeypatch, generator
+class CuBlas:
+    """Multiplies as cuBLAS does: only what its documentation allows."""
+
+    def __init__(self):
+        self.calls = []
+
+    def out(self, a, b, scales_a, recipe_a, swizzle_a, scales_b, recipe_b, swizzle_b, *rest, out):
+        if a.shape[0] % 4 or b.shape[1] % 16:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        assert (recipe_a, recipe_b, swizzle_a, swizzle_b) == ([4], [5], [0], [0])
+        assert rest == (None, torch.bfloat16)
+        assert out.dtype == torch.bfloat16
+        assert out.is_contiguous()
+        (scale_a,), (scale_b,) = scales_a, scales_b
+        assert scale_a.stride() == (1, a.shape[0])
+        assert scale_b.stride() == (1, -(-a.shape[1] // 512) * 4)
+        self.calls.append(a.shape[0])
+        rows = QuantizedRows(codes=a, scales=scale_a)
+        blocks = scale_b[: a.shape[1] // 128].t().contiguous()
+        gemm_reference(rows, QuantizedWeight(codes=b.t(), scales=blocks), out=out)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "by_cublas"),
+    [(8, 256, [8]), (9, 256, [8]), (11, 256, [8]), (3, 256, []), (8, 200, [])],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cublas_multiplies_what_it_takes_and_the_kernel_the_other_rows(
+    num_rows, num_columns, by_cublas, dtype, monkeypatch, generator, interpreted
 ):
-    from equipoise_kernels.formats import ScaleLayout
-    from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
-
-    calls = []
-
-    def scaled_mm(a, b, **options):
-        calls.append((a, b, options))
-        return torch.ones(a.shape[0], b.shape[1], dtype=torch.bfloat16)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
-    a = spread_rows((6, 768), generator, layout=ScaleLayout.MN_ALIGNED)
-    weight = spread_weight((256, 768), generator)
-    out = torch.zeros(6, 256)
-    libraries.gemm_scaled_mm(a, weight, out=out)
-    ((_, b, options),) = calls
-    assert b.shape == (768, 256)
-    assert (out == 1).all()
-    assert options["scale_a"].shape == (6, 6)
-    assert options["scale_a"].stride() == (1, 6)
-    assert torch.equal(options["scale_a"], a.scales)
-    assert options["scale_b"].shape == (8, 2)
-    assert options["scale_b"].stride() == (1, 8)
-    assert torch.equal(options["scale_b"][:6], weight.scales.t())
+    library = CuBlas()
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm_v2", library)
+    a = spread_rows((num_rows, 768), generator, layout=ScaleLayout.MN_ALIGNED)
+    weight = spread_weight((num_columns, 768), generator)
+    wide = torch.zeros(num_rows, num_columns + 16, dtype=dtype)
+    for out in (torch.zeros(num_rows, num_columns, dtype=dtype), wide[:, :num_columns]):
+        library.calls.clear()
+        GEMM_LARGE.backends["scaled_mm"](a, weight, out=out)
+        assert library.calls == by_cublas
+        wanted = torch.empty(num_rows, num_columns)
+        gemm_reference(a, weight, out=wanted)
+        assert difference(out, wanted) < 1e-5
+    assert (wide[:, num_columns:] == 0).all()
 
 
 def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
-    from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
-
     class Library:
         @staticmethod
         def fp8_gemm_nt(a, b, d):

@@ -12,7 +12,7 @@ from equipoise_kernels.fp8.bench.bench import Bench, bf16_calls, num_copies, row
 from equipoise_kernels.fp8.bench.checks import backend_faults, product_faults, repeat_faults
 from equipoise_kernels.fp8.bench.report import Sample
 from equipoise_kernels.fp8.bench.timing import TimedCall
-from equipoise_kernels.fp8.gemm import dense, libraries
+from equipoise_kernels.fp8.gemm import dense
 from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
 GemmShape = tuple[int, int, int]
@@ -59,7 +59,7 @@ def _large(bench: Bench, shape: GemmShape, *, is_held_out: bool) -> list[Sample]
         {
             "triton": problem.calls(dense.gemm_triton),
             "bf16": bf16_calls(problem.a, problem.weights),
-            "block": problem.calls(libraries.gemm_scaled_mm),
+            "block": problem.calls(dense.GEMM_LARGE.backends["scaled_mm"]),
             "default": problem.calls(lambda a, w, *, out: dense.gemm(a, w, out=out)),
         }
     )

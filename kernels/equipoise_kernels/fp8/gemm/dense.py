@@ -26,7 +26,7 @@ from equipoise_kernels.fp8.gemm.tile import (
     multiply_tile,
     weight_descriptor,
 )
-from equipoise_kernels.fp8.jit import constant, jit, tl
+from equipoise_kernels.fp8.jit import constant, jit, tl, triton_version
 from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -179,6 +179,21 @@ def gemm_triton(
         )
 
 
+def _gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
+    """Multiply with cuBLAS, and the rows that it does not take with this package's own kernel."""
+    num_rows = out.shape[0]
+    whole = num_rows - num_rows % libraries.SCALED_MM_ROWS
+    if out.shape[1] % libraries.SCALED_MM_COLUMNS != 0:
+        whole = 0
+    if whole > 0:
+        rows = QuantizedRows(codes=a.codes[:whole], scales=a.scales[:whole])
+        libraries.gemm_scaled_mm(rows, weight, out=out[:whole])
+    if whole < num_rows:
+        rows = QuantizedRows(codes=a.codes[whole:], scales=a.scales[whole:])
+        run = gemm_reference if triton_version() is None else gemm_triton
+        run(rows, weight, out=out[whole:])
+
+
 @jit
 def gemm_kernel(
     a_ptr: tl.tensor,
@@ -307,7 +322,7 @@ GEMM = KernelOperation(
     backends={
         "reference": gemm_reference,
         "triton": gemm_triton,
-        "scaled_mm": libraries.gemm_scaled_mm,
+        "scaled_mm": _gemm_scaled_mm,
         "deep_gemm": libraries.gemm_deep_gemm,
     },
     configs=CONFIG_SPACE,

@@ -14,26 +14,39 @@ from torch.nn import functional
 
 from equipoise_kernels.formats import SCALE_ALIGNMENT, QuantizedRows, QuantizedWeight
 
+# What cuBLAS's block-scaled product requires (its documentation, section 3.1.4.5.1), and torch.
+SCALED_MM_ROWS = 4
+SCALED_MM_COLUMNS = 16
+
 
 def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
-    """Multiply with cuBLAS (12.9 or later), 1 x 128 and 128 x 128 scales; computes bfloat16."""
+    """Multiply with cuBLAS (12.9 or later), 1 x 128 and 128 x 128 scales; computes bfloat16.
+
+    Rows must be a multiple of SCALED_MM_ROWS, outputs one of SCALED_MM_COLUMNS; `gemm.dense` sends
+    other rows elsewhere.
+    """
     # cuBLAS requires columns of scales without gaps, and rows of weight scales padded to 16 bytes.
     missing = -weight.scales.shape[1] % SCALE_ALIGNMENT
     weight_scales = functional.pad(weight.scales, (0, missing)) if missing else weight.scales
-    kinds = functional.ScalingType
-    unswizzled = functional.SwizzleType.NO_SWIZZLE
-    result = functional.scaled_mm(
+    kinds, unswizzled = functional.ScalingType, functional.SwizzleType.NO_SWIZZLE.value
+    is_direct = out.dtype is torch.bfloat16 and out.is_contiguous()
+    result = out if is_direct else out.new_empty(out.shape, dtype=torch.bfloat16)
+    # The public `scaled_mm` allocates its result, and copying it takes as long as the product.
+    torch.ops.aten._scaled_mm_v2.out(  # noqa: SLF001
         a.codes,
         weight.codes.t(),
-        scale_a=a.scales.t().contiguous().t(),
-        scale_recipe_a=kinds.BlockWise1x128,
-        scale_b=weight_scales.t(),
-        scale_recipe_b=kinds.BlockWise128x128,
-        swizzle_a=unswizzled,
-        swizzle_b=unswizzled,
-        output_dtype=torch.bfloat16,
+        [a.scales.t().contiguous().t()],
+        [kinds.BlockWise1x128.value],
+        [unswizzled],
+        [weight_scales.t()],
+        [kinds.BlockWise128x128.value],
+        [unswizzled],
+        None,
+        torch.bfloat16,
+        out=result,
     )
-    out.copy_(result)
+    if not is_direct:
+        out.copy_(result)
 
 
 def gemm_deep_gemm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
