@@ -197,6 +197,8 @@ class ExpertStep:
     """Counters, int64 [layers, slots per rank]; the step adds to them."""
     exchange: SlotExchange | None = None
     """Sends rows between several ranks of an FP8 model; None otherwise."""
+    is_captured: bool = False
+    """Whether the step is captured, or the one before a capture, which must launch the same."""
     _layer: int = 0
 
     @property

@@ -88,6 +88,7 @@ class Fp8MoE(nn.Module):
                 experts=self.experts,
                 most_tokens=max(step.tokens_by_rank),
                 load_S=load_S,
+                is_fixed=step.is_captured,
             )
         shared_TD: Tensor = self.shared_experts(rows)
         return routed_TD + shared_TD

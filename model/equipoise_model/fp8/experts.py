@@ -91,23 +91,28 @@ class Fp8ExpertSlots(nn.Module):
         order = self._order(slots_TK)
         placed = permute(rows, order)
         assert isinstance(placed, QuantizedRows)
-        y_MD = self.run_packed(placed, order.slot_ends_S)
+        expected = -(-slots_TK.numel() // self.num_slots)
+        y_MD = self.run_packed(placed, order.slot_ends_S, expected_rows=expected)
         return combine(y_MD, order, weights_TK)
 
-    def run_packed(self, rows: QuantizedRows, slot_ends_S: Tensor) -> Tensor:
+    def run_packed(self, rows: QuantizedRows, slot_ends_S: Tensor, *, expected_rows: int) -> Tensor:
         """Run rows through their slots' networks, [M, D]; M is a multiple of the block size.
 
         Each slot's rows start at the start of a block and end at `slot_ends_S`, int32. Outputs of
-        rows in between are unspecified.
+        rows in between are unspecified. `expected_rows` of a slot select the kernels' tiles.
         """
-        schedule = PrefixSumRows(group_ends=slot_ends_S)
+        schedule = PrefixSumRows(group_ends=slot_ends_S, expected_rows=expected_rows)
         hidden_MH = grouped_gemm(rows, self.gate_up, self.place_of_slot, schedule=schedule)
         activated = self._activated(hidden_MH, slot_ends_S)
         return grouped_gemm(activated, self.down, self.place_of_slot, schedule=schedule)
 
-    def run_padded(self, rows: QuantizedRows, rows_of_slot_S: Tensor) -> Tensor:
-        """Run rows [S, M, D]; of slot s the first `rows_of_slot_S[s]`, int32, count: [S, M, D]."""
-        schedule = MaskedRows(rows_of_group=rows_of_slot_S)
+    def run_padded(self, x_SMD: Tensor, rows_of_slot_S: Tensor, *, expected_rows: int) -> Tensor:
+        """Run rows [S, M, D]; of slot s the first `rows_of_slot_S[s]`, int32, count: [S, M, D].
+
+        Quantises them first. `expected_rows` of a slot select the kernels' tiles.
+        """
+        rows = group_quant(x_SMD, rows_per_group=rows_of_slot_S, scale_format=self.scale_format)
+        schedule = MaskedRows(rows_of_group=rows_of_slot_S, expected_rows=expected_rows)
         hidden_SMH = grouped_gemm(rows, self.gate_up, self.place_of_slot, schedule=schedule)
         activated = silu_mul_quant(
             hidden_SMH, rows_per_group=rows_of_slot_S, scale_format=self.scale_format

@@ -151,6 +151,7 @@ class _Memory:
             token_ids_T=self._token_ids_T[:num_rows],
             slot_load_LS=self.slot_load_LS,
             exchange=self._exchange,
+            is_captured=True,
         )
 
     def overwrite(self, rows: StepRows, step: ExpertStep) -> None:

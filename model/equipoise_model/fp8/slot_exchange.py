@@ -19,13 +19,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from equipoise_kernels.errors import AllToAllError, PeerMissingError
-from equipoise_kernels.formats import QuantizedRows, ScaleFormat
+from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer, open_buffer
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
-from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8.experts import Fp8ExpertSlots
 
@@ -110,34 +109,40 @@ class SlotExchange:
         experts: Fp8ExpertSlots,
         most_tokens: int,
         load_S: Tensor,
+        is_fixed: bool,
     ) -> Tensor:
         """Return each row's weighted sum over its slots on any rank, [T, D] in the rows' dtype.
 
         `rows` is `x_TD` quantised; the backend's format decides which of the two is sent. No rank
         brings more than `most_tokens` rows. Assignments received for this rank's slots are counted
-        in `load_S`.
+        in `load_S`. With `is_fixed`, shapes and kernels depend on `most_tokens` alone, as in a
+        captured step.
 
         Raises:
             ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         opened = self._live
-        room, buffer, sums = opened.shape.max_tokens, opened.buffer, []
+        shape, buffer, sums = opened.shape, opened.buffer, []
+        room = shape.max_tokens
         for first in range(0, max(most_tokens, 1), room):
             part = slice(first, first + room)
+            most = min(room, most_tokens - first)
+            # Of one slot if routing were even; kernels then do not depend on what arrives.
+            expected = -(-most * shape.num_ranks * shape.top_k // shape.num_slots)
             if opened.is_low_latency:
                 with self._reporting():
                     came = buffer.low_latency_dispatch(x_TD[part], slots_TK[part])
                 assert isinstance(came.rows, Tensor)
-                arrived = _quantized(came.rows, scale_format=experts.scale_format)
-                y_ND = experts.run_padded(arrived, came.rows_of_slot)
+                y_ND = experts.run_padded(came.rows, came.rows_of_slot, expected_rows=expected)
             else:
                 sent = QuantizedRows(codes=rows.codes[part], scales=rows.scales[part])
-                most = min(room, most_tokens - first)
-                layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most)
+                layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most, is_fixed=is_fixed)
                 with self._reporting():
                     came = buffer.dispatch(sent, slots_TK[part], layout=layout)
                 assert isinstance(came.rows, QuantizedRows)
-                y_ND = experts.run_packed(_aligned(came.rows), came.slot_ends)
+                y_ND = experts.run_packed(
+                    _aligned(came.rows), came.slot_ends, expected_rows=expected
+                )
             load_S += came.rows_of_slot
             with self._reporting():
                 sums.append(buffer.combine(y_ND, came.handle, weights_TK=weights_TK[part]))
@@ -176,15 +181,6 @@ class SlotExchange:
             raise ExchangeError(f"an exchange of rows failed: {error}") from error
         finally:
             self.waited_s += time.perf_counter() - began
-
-
-def _quantized(x_SMD: Tensor, *, scale_format: ScaleFormat) -> QuantizedRows:
-    """Quantise rows received in bfloat16, to the codes that their senders would have sent."""
-    flat = group_quant(x_SMD.flatten(0, 1), scale_format=scale_format)
-    shape = x_SMD.shape[:2]
-    return QuantizedRows(
-        codes=flat.codes.unflatten(0, shape), scales=flat.scales.unflatten(0, shape)
-    )
 
 
 def _aligned(rows: QuantizedRows) -> QuantizedRows:

@@ -145,12 +145,37 @@ def test_two_exchanges_may_be_open_and_no_third_one(interpreted):
     _, (buffer,) = virtual_buffers(shape)
     slots = torch.tensor([[0, 1]])
     first, second = (buffer.dispatch(numbered(n, 1), slots) for n in (5, 7))
-    with pytest.raises(AssertionError, match="combine an earlier"):
+    with pytest.raises(AssertionError, match="receive an earlier combine"):
         buffer.dispatch(numbered(9, 1), slots)
     with pytest.raises(AssertionError, match="order of dispatches"):
         buffer.combine(second.rows, second.handle)
     assert buffer.combine(first.rows, first.handle)[0, 0] == 10
     assert buffer.combine(second.rows, second.handle)[0, 0] == 14
+
+
+def test_memory_of_an_exchange_is_not_reused_before_its_combine_is_received(interpreted):
+    _, (buffer,) = virtual_buffers(replace(SHAPE, num_ranks=1))
+    slots = torch.tensor([[0, 1]])
+    first = buffer.dispatch(numbered(5, 1), slots)
+    receive_second = buffer.begin_dispatch(numbered(7, 1), slots)
+    receive_first = buffer.begin_combine(first.rows, first.handle)
+    # Another rank may still read the rows of the first dispatch, whose memory a third would take.
+    with pytest.raises(AssertionError, match="receive an earlier combine"):
+        buffer.begin_dispatch(numbered(9, 1), slots)
+    assert receive_first()[0, 0] == 10
+    receive_third = buffer.begin_dispatch(numbered(9, 1), slots)
+    second, third = receive_second(), receive_third()
+    assert buffer.combine(second.rows, second.handle)[0, 0] == 14
+    assert buffer.combine(third.rows, third.handle)[0, 0] == 18
+
+
+@pytest.mark.parametrize("layout", [RowLayout(is_fixed=True), RowLayout(rows_per_slot=5)])
+def test_a_fixed_layout_has_as_many_rows_whatever_arrives(layout, interpreted):
+    for rows in ([numbered(10, 3), numbered(20, 2)], [numbered(0, 0), numbered(0, 0)]):
+        _, buffers = virtual_buffers()
+        slots = [s[: len(x)] for s, x in zip(SLOTS, rows, strict=True)]
+        for came in dispatched(buffers, rows, slots, layout=layout):
+            assert came.rows.shape[:-1].numel() == layout.most_rows(SHAPE)
 
 
 def poisoned(windows, shape):
@@ -306,12 +331,13 @@ def test_a_captured_graph_raises_nothing_until_checked(interpreted, monkeypatch)
         for rank, window in enumerate(virtual_windows(SHAPE, device="cpu"))
     ]
     buffers = [EpBuffer(SHAPE, backend, device="cpu") for backend in backends]
-    here = dispatched(buffers, [numbered(10, 3), numbered(20, 2)], SLOTS)
+    fixed = RowLayout(is_fixed=True)
+    here = dispatched(buffers, [numbered(10, 3), numbered(20, 2)], SLOTS, layout=fixed)
     # The number of rows is unknown, so there is room for the maximum.
     assert here[0].rows.shape == (2 * 4 * 2, 128)
     assert here[0].rows[:5, 7].tolist() == [10, 12, 21, 11, 12]
     backends[0].check()
-    lonely = buffers[0].dispatch(numbered(10, 3), torch.tensor(SLOTS[0]))
+    lonely = buffers[0].dispatch(numbered(10, 3), torch.tensor(SLOTS[0]), layout=fixed)
     assert lonely.rows_of_slot.tolist() == [2, 1, 1]
     with pytest.raises(PeerMissingError, match="rank 1 did not send"):
         backends[0].check()
@@ -338,7 +364,8 @@ def test_a_captured_step_of_many_exchanges_waits_long_for_a_lost_rank_only_once(
     buffer = EpBuffer(SHAPE, backend, device="cpu")
     for _ in range(2):
         for _ in range(2):
-            came = buffer.dispatch(numbered(10, 3), torch.tensor(SLOTS[0]))
+            layout = RowLayout(is_fixed=True)
+            came = buffer.dispatch(numbered(10, 3), torch.tensor(SLOTS[0]), layout=layout)
             buffer.combine(came.rows, came.handle)
         with pytest.raises(PeerMissingError, match="rank 1 did not send"):
             backend.check()

@@ -84,7 +84,7 @@ def test_dense_cases_run_and_their_results_are_right(bench):
 
 
 def test_an_anchor_that_does_not_run_is_named_and_fails_its_gate(bench):
-    (_, against_cublas) = dense_cases.large(bench, [(3, 128, 128)])
+    (_, against_cublas) = dense_cases.large(bench, [(4, 128, 128)])
     assert any(fault.startswith("block does not run") for fault in against_cublas.faults)
     assert judge(GATES["A2"], [against_cublas]).verdict is GateStatus.FAILED
 

@@ -122,6 +122,28 @@ def test_rows_that_break_the_contract_are_rejected_by_name(x, named):
         group_quant(x)
 
 
+@pytest.mark.parametrize("counts", [[0, 0, 0], [7, 0, 3], [4, 99, -5]])
+@pytest.mark.parametrize("run", [group_quant_reference, group_quant_triton])
+def test_the_masked_form_reads_and_writes_only_real_rows(run, counts, generator, interpreted):
+    x = torch.randn(3, 7, 256, generator=generator).bfloat16()
+    codes, scales = guarded((3, 7, 256), torch.float8_e4m3fn), guarded((3, 7, 2), torch.float32)
+    run(
+        x,
+        rows_per_group=torch.tensor(counts, dtype=torch.int32),
+        scale_format=ScaleFormat.FP32,
+        out=QuantizedRows(codes=codes.view, scales=scales.view),
+    )
+    assert codes.guard_is_intact()
+    assert scales.guard_is_intact()
+    for group, count in enumerate(min(max(count, 0), 7) for count in counts):
+        assert codes.unwritten()[group, count:].all()
+        assert scales.unwritten()[group, count:].all()
+        wanted = empty_rows((count, 256), device="cpu")
+        group_quant_reference(x[group, :count], scale_format=ScaleFormat.FP32, out=wanted)
+        assert torch.equal(codes.view[group, :count].float(), wanted.codes.float())
+        assert torch.equal(scales.view[group, :count], wanted.scales)
+
+
 def test_an_output_of_another_shape_is_rejected():
     with pytest.raises(KernelInputError, match="out must be"):
         group_quant(torch.zeros(3, 256), out=empty_rows((2, 256), device="cpu"))

@@ -1,5 +1,7 @@
 """The formats of rows in transit, on one rank; `test_ranks` covers several."""
 
+import warnings
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -10,10 +12,14 @@ from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.peer import PeerBackend
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import virtual_windows
+from equipoise_kernels.fp8.gemm.grouped import grouped_gemm
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_kernels.fp8.quant.weight_quant import quantize_weight
 from equipoise_model.exchange import ExchangeError
+from equipoise_model.fp8 import experts as experts_module
 from equipoise_model.fp8.experts import Fp8ExpertSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
 from tests.support.kernel_backends import use_backends
@@ -24,6 +30,15 @@ NUM_SLOTS, TOP_K, DIM, ROOM = 4, 2, 256, 3
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
     use_backends(monkeypatch, "reference")
+
+
+@pytest.fixture
+def interpreted():
+    """Kernels run in Triton's interpreter."""
+    pytest.importorskip("triton", reason="kernels need the extra `kernels`")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
+        yield
 
 
 @pytest.fixture
@@ -61,7 +76,7 @@ def problem(num_rows):
     return x, slots, torch.rand(num_rows, TOP_K, generator=generator)
 
 
-def run(exchange, experts, num_rows, *, most_tokens=None, load=None):
+def run(exchange, experts, num_rows, *, most_tokens=None, load=None, is_fixed=False):
     x, slots, weights = problem(num_rows)
     return exchange.run(
         x,
@@ -71,6 +86,7 @@ def run(exchange, experts, num_rows, *, most_tokens=None, load=None):
         experts=experts,
         most_tokens=num_rows if most_tokens is None else most_tokens,
         load_S=torch.zeros(NUM_SLOTS, dtype=torch.int64) if load is None else load,
+        is_fixed=is_fixed,
     )
 
 
@@ -88,6 +104,61 @@ def test_packed_in_fp8_or_padded_in_bfloat16_rows_give_what_they_give_at_home(
     torch.testing.assert_close(y, expected, atol=2e-2, rtol=1e-2)
     assert (y[1:2] == 0).all()
     assert load.tolist() == torch.bincount(slots[slots >= 0], minlength=NUM_SLOTS).tolist()
+
+
+@pytest.mark.parametrize("backend", ["reference", "deep_ep"])
+def test_tiles_are_chosen_by_the_rows_that_even_routing_brings(backend, experts, monkeypatch):
+    expected = []
+
+    def remember(rows, weight, slots, *, schedule, **options):
+        expected.append(schedule.expected_rows)
+        return grouped_gemm(rows, weight, slots, schedule=schedule, **options)
+
+    monkeypatch.setattr(experts_module, "grouped_gemm", remember)
+    run(alone(backend), experts, 3)
+    # 3 rows, 2 choices each, over 4 slots, for both products; the second part has 1 row.
+    assert expected == [2, 2]
+    expected.clear()
+    run(alone(backend), experts, 0, most_tokens=4)
+    assert expected == [2, 2, 1, 1]
+
+
+def test_padding_is_not_quantised(experts, monkeypatch):
+    seen = []
+
+    def remember(x, *, rows_per_group, **options):
+        seen.append((tuple(x.shape), rows_per_group.sum().item()))
+        return group_quant(x, rows_per_group=rows_per_group, **options)
+
+    monkeypatch.setattr(experts_module, "group_quant", remember)
+    run(alone("deep_ep"), experts, 3)
+    _, slots, _ = problem(3)
+    assert seen == [((NUM_SLOTS, ROOM, DIM), int((slots >= 0).sum()))]
+
+
+def test_a_step_before_its_capture_launches_what_the_captured_one_does(experts, interpreted):
+    """Otherwise the capture loads kernels, which CUDA does not permit."""
+    shape = EpShape(
+        rank=0, num_ranks=1, slots_per_rank=NUM_SLOTS, top_k=TOP_K, dim=DIM, max_tokens=ROOM,
+        payload=Payload.FP8,
+    )  # fmt: skip
+    (window,) = virtual_windows(shape, device="cpu")
+    buffer = EpBuffer(shape, PeerBackend(shape, window, timeout_s=5.0), device="cpu")
+    opened = OpenedBuffer(buffer=buffer, shape=shape, backend="triton", passed_over={})
+    exchange = SlotExchange(opened, max_captured_rows=2, timeout_s=1.0, generation=1)
+    seen = []
+
+    class Watched:
+        num_slots, scale_format = NUM_SLOTS, ScaleFormat.FP32
+
+        def run_packed(self, rows, slot_ends_S, *, expected_rows):
+            seen.append((rows.codes.shape[0], expected_rows))
+            return torch.zeros(rows.codes.shape, dtype=torch.bfloat16)
+
+    for num_rows in (0, 1, 2):
+        run(exchange, Watched(), num_rows, most_tokens=2, is_fixed=True)
+    assert len(set(seen)) == 1
+    assert seen[0][0] >= 2 * TOP_K
 
 
 def test_buffer_errors_become_exchange_errors(experts):

@@ -93,7 +93,8 @@ class DispatchOutput:
 class EpBuffer:
     """One rank's end of the exchange; used from one thread and one stream.
 
-    At most two dispatches may wait for their combine, and combines must follow the order of
+    At most two exchanges may be under way: from the begin of a dispatch until its combine is
+    received, because peers read this rank's rows until then. Combines must follow the order of
     dispatches. After an error the buffer rejects every call.
     """
 
@@ -104,6 +105,7 @@ class EpBuffer:
         # On the device, so that captured graphs see a switch.
         self._generation = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._open: list[EpHandle] = []
+        self._under_way = 0
         self._failed: AllToAllError | None = None
 
     def switch(self, generation: int) -> None:
@@ -157,7 +159,8 @@ class EpBuffer:
         require("slots_TK", slots_TK, torch.int64, shape=(num_tokens, shape.top_k))
         self._require_device(words_TW, slots_TK)
         self._require_sound()
-        assert len(self._open) < MAX_OPEN, "combine an earlier dispatch first"
+        assert self._under_way < MAX_OPEN, "receive an earlier combine first"
+        self._under_way += 1
         receive = self._guarded(
             lambda: self._backend.begin_dispatch(
                 words_TW, slots_TK, layout=layout, generation=self._generation
@@ -187,7 +190,13 @@ class EpBuffer:
         receive = self._guarded(
             lambda: self._backend.begin_combine(flat_ND, handle.state, weights_TK=weights_TK)
         )
-        return lambda: self._guarded(receive)
+
+        def finish() -> Tensor:
+            summed_TD: Tensor = self._guarded(receive)
+            self._under_way -= 1
+            return summed_TD
+
+        return finish
 
     def low_latency_dispatch(self, x: Rows, slots_TK: Tensor) -> DispatchOutput:
         """`dispatch` into [slots, num_ranks * max_tokens, D], each slot's rows first."""

@@ -83,9 +83,12 @@ class RowLayout:
     """Each slot's first row is at a multiple of it; gaps hold zeros."""
     rows_per_slot: int | None = None
     """Rows reserved for every slot, filled from the first; None to pack slots."""
+    is_fixed: bool = False
+    """Whether the number of rows is the most that can arrive, not what does: in captured steps, and
+    where a step must launch the same kernels as when it is captured."""
     most_tokens: int | None = None
-    """Most tokens that any rank brings to this exchange, to save memory where the size cannot
-    depend on what arrives (in a captured graph); the buffer's maximum by default."""
+    """Most tokens that any rank brings to this exchange, to save memory with `is_fixed`; the
+    buffer's maximum by default."""
 
     def __post_init__(self) -> None:
         assert self.alignment >= 1

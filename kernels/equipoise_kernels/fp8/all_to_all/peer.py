@@ -238,7 +238,9 @@ class PeerBackend:
     def _receive(self, incoming: Incoming, layout: RowLayout, flag: Tensor) -> Tensor:
         shape, config = self._shape, self._config
         most = layout.most_rows(shape)
-        num_rows = most if _is_capturing() else min(most, int(incoming.num_rows))
+        is_fixed = layout.is_fixed or layout.rows_per_slot is not None
+        assert is_fixed or not _is_capturing(), "a captured exchange needs a layout that is fixed"
+        num_rows = most if is_fixed else min(most, int(incoming.num_rows))
         new = torch.zeros if layout.alignment > 1 else torch.empty
         out_NW = new(num_rows, shape.row_words, dtype=torch.int32, device=flag.device)
         receive_rows_kernel[shape.num_ranks, shape.slots_per_rank, config.parts](

@@ -66,10 +66,7 @@ def _sample(bench: Bench, gate: str, shape: EpShape, *, layout: RowLayout | None
 
 
 def _num_bytes(shape: EpShape) -> int:
-    """Bytes that an exchange must move, each once: rows in and out of slabs both ways, and sums.
-
-    Excludes doubling the rows in between, which stands for the experts.
-    """
+    """Bytes that an exchange must move, each once: rows in and out of slabs both ways, and sums."""
     num_tokens = shape.num_ranks * shape.max_tokens
     row_bytes, num_rows = 4 * shape.row_words, num_tokens * shape.top_k
     dispatch = row_bytes * (num_tokens + 3 * num_rows)

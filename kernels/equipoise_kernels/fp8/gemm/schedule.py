@@ -56,6 +56,9 @@ class PrefixSumRows:
 
     number: ClassVar[int] = 1
     group_ends: Tensor
+    """Ends of the groups."""
+    expected_rows: int | None = None
+    """Expected rows per group, a hint for choosing a configuration; an even share by default."""
 
     @property
     def groups(self) -> Tensor:
@@ -66,7 +69,11 @@ class PrefixSumRows:
         """Raise KernelInputError unless the tensor matches the rows."""
         _check("group_ends", self.group_ends, a, rank=2, size=num_groups)
 
-    expected_rows_per_group = staticmethod(_even_share)
+    def expected_rows_per_group(self, num_rows: int, *, num_groups: int) -> int:
+        """Rows per group, for choosing a configuration."""
+        if self.expected_rows is not None:
+            return self.expected_rows
+        return _even_share(num_rows, num_groups=num_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

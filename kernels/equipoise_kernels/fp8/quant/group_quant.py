@@ -3,6 +3,9 @@
 Contract: x [M, K], bfloat16, float16 or float32, contiguous columns, any row stride; K a multiple
 of 128, M may be 0. Codes [M, K] and scales [M, K / 128] follow the arithmetic of `formats`. The
 bytes between the columns of MN-aligned scales are not written.
+
+Masked form: x [G, M, K] and `rows_per_group` [G]; only the first rows_per_group[g] rows of group g
+are read and written, with counts clamped to [0, M].
 """
 
 from __future__ import annotations
@@ -59,8 +62,9 @@ CONFIG_SPACE = tuple(
 
 
 def group_quant(
-    x_MK: Tensor,
+    x: Tensor,
     *,
+    rows_per_group: Tensor | None = None,
     scale_format: ScaleFormat = ScaleFormat.FP32,
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     out: QuantizedRows | None = None,
@@ -68,7 +72,8 @@ def group_quant(
     """Quantise rows with the backend selected for this process.
 
     Args:
-        x_MK: rows.
+        x: rows [M, K], or [G, M, K] with `rows_per_group`.
+        rows_per_group: int32 [G]; only the first rows of each group are read and written.
         scale_format: which values scales may have.
         scale_layout: memory layout of new scales; ignored with `out`.
         out: where to write, in any layout; allocated by default.
@@ -76,42 +81,68 @@ def group_quant(
     Raises:
         KernelInputError: the arguments break the contract.
     """
-    require("x", x_MK, *VALUE_DTYPES)
-    require_groups("x", x_MK)
-    require("x", x_MK, shape=x_MK.shape[-2:], dense=True)
-    out = checked_out(out, x_MK.shape, device=x_MK.device, layout=scale_layout)
-    GROUP_QUANT.on(x_MK.device)(x_MK, scale_format=scale_format, out=out)
+    require("x", x, *VALUE_DTYPES)
+    require_groups("x", x)
+    if rows_per_group is None:
+        require("x", x, shape=x.shape[-2:], dense=True)
+    else:
+        require("x", x, shape=x.shape[-3:], dense=True)
+        require("rows_per_group", rows_per_group, torch.int32, shape=x.shape[:-2], like=x)
+    out = checked_out(out, x.shape, device=x.device, layout=scale_layout)
+    GROUP_QUANT.on(x.device)(x, rows_per_group=rows_per_group, scale_format=scale_format, out=out)
     return out
 
 
-def group_quant_reference(x_MK: Tensor, *, scale_format: ScaleFormat, out: QuantizedRows) -> None:
+def group_quant_reference(
+    x: Tensor,
+    *,
+    rows_per_group: Tensor | None = None,
+    scale_format: ScaleFormat,
+    out: QuantizedRows,
+) -> None:
     """The torch twin."""
-    write_quantized(x_MK.float(), scale_format=scale_format, out=out)
+    if rows_per_group is None:
+        write_quantized(x.float(), scale_format=scale_format, out=out)
+        return
+    for group, count in enumerate(rows_per_group.clamp(0, x.shape[1]).tolist()):
+        write_quantized(
+            x[group, :count].float(),
+            scale_format=scale_format,
+            out=QuantizedRows(codes=out.codes[group, :count], scales=out.scales[group, :count]),
+        )
 
 
 def group_quant_triton(
-    x_MK: Tensor,
+    x: Tensor,
     *,
+    rows_per_group: Tensor | None = None,
     scale_format: ScaleFormat,
     out: QuantizedRows,
     config: GroupQuantConfig | None = None,
 ) -> None:
     """Launch the kernel, with the committed configuration of this device by default."""
-    num_rows, num_groups = out.scales.shape
-    if num_rows == 0:
+    if out.codes.numel() == 0:
         return
-    config = config or GROUP_QUANT.config(rows=num_rows)
-    grid = (-(-num_rows // config.rows), -(-num_groups // config.groups))
-    group_quant_kernel[grid](
-        x_MK,
-        out.codes,
-        out.scales,
-        num_rows,
+    *_, max_rows, num_groups = out.scales.shape
+    config = config or GROUP_QUANT.config(rows=max_rows)
+    is_masked = rows_per_group is not None
+    # Without a mask there is one outer group, whose stride is not used.
+    x_GMK, codes_GMK, scales_GMB = (
+        tensor if is_masked else tensor.unsqueeze(0) for tensor in (x, out.codes, out.scales)
+    )
+    num_blocks = -(-max_rows // config.rows)
+    group_quant_kernel[(num_blocks * x_GMK.shape[0], -(-num_groups // config.groups))](
+        x_GMK,
+        rows_per_group if is_masked else x,
+        codes_GMK,
+        scales_GMB,
+        max_rows,
         num_groups,
-        x_MK.stride(0),
-        out.codes.stride(0),
-        *out.scales.stride(),
+        *x_GMK.stride()[:2],
+        *codes_GMK.stride()[:2],
+        *scales_GMB.stride(),
         UE8M0=scale_format is ScaleFormat.UE8M0,
+        MASKED=is_masked,
         **configurations.options(config),
     )
 
@@ -119,31 +150,43 @@ def group_quant_triton(
 @jit
 def group_quant_kernel(
     x_ptr: tl.tensor,
+    rows_per_group_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    num_rows: int,
+    max_rows: int,
     num_groups: int,
+    x_outer_stride: int,
     x_stride: int,
+    code_outer_stride: int,
     code_stride: int,
+    scale_outer_stride: int,
     scale_row_stride: int,
     scale_group_stride: int,
     UE8M0: tl.constexpr,
+    MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Each program quantises ROWS x GROUPS groups with one load and one store."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Each program quantises ROWS x GROUPS groups; programs without real rows return early."""
+    num_blocks = tl.cdiv(max_rows, ROWS)
+    outer = (tl.program_id(0) // num_blocks).to(tl.int64)
+    first_row = (tl.program_id(0) % num_blocks) * ROWS
+    num_rows = max_rows
+    if MASKED:
+        num_rows = tl.minimum(tl.load(rows_per_group_ptr + outer), max_rows)
+    if first_row >= num_rows:
+        return
+    rows = first_row.to(tl.int64) + tl.arange(0, ROWS)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     columns = groups[None, :, None] * _GROUP + tl.arange(0, _GROUP)[None, None, :]
-    x = tl.load(
-        x_ptr + rows[:, None, None] * x_stride + columns, mask=inside[:, :, None], other=0.0
-    )
+    x_ptrs = x_ptr + outer * x_outer_stride + rows[:, None, None] * x_stride + columns
+    x = tl.load(x_ptrs, mask=inside[:, :, None], other=0.0)
     codes, scales = quantized(x.to(tl.float32), UE8M0)
-    code_ptrs = codes_ptr + rows[:, None, None] * code_stride + columns
+    code_ptrs = codes_ptr + outer * code_outer_stride + rows[:, None, None] * code_stride + columns
     tl.store(code_ptrs, codes, mask=inside[:, :, None])
-    scale_places = rows[:, None] * scale_row_stride + groups[None, :] * scale_group_stride
-    tl.store(scales_ptr + scale_places, scales, mask=inside)
+    scale_ptrs = scales_ptr + outer * scale_outer_stride + rows[:, None] * scale_row_stride
+    tl.store(scale_ptrs + groups[None, :] * scale_group_stride, scales, mask=inside)
 
 
 @jit
@@ -192,16 +235,23 @@ def write_quantized(x: Tensor, *, scale_format: ScaleFormat, out: QuantizedRows)
 
 
 def specializations(config: GroupQuantConfig) -> list[Specialization]:
-    """Specialisations of a configuration: both scale formats."""
+    """Specialisations of a configuration: both scale formats, and masked."""
+    kinds = [*((scale_format, False) for scale_format in ScaleFormat), (ScaleFormat.FP32, True)]
     return [
         Specialization(
             kernel=group_quant_kernel,
-            name=f"group_quant {config} {scale_format.value}",
-            types={"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"},
-            multiples_of_16="x_stride code_stride",
-            options=configurations.options(config) | {"UE8M0": scale_format is ScaleFormat.UE8M0},
+            name=f"group_quant {config} {scale_format.value} masked={masked}",
+            types={
+                "x_ptr": "*bf16",
+                "rows_per_group_ptr": "*i32",
+                "codes_ptr": "*fp8e4nv",
+                "scales_ptr": "*fp32",
+            },
+            multiples_of_16="x_outer_stride x_stride code_outer_stride code_stride",
+            options=configurations.options(config)
+            | {"UE8M0": scale_format is ScaleFormat.UE8M0, "MASKED": masked},
         )
-        for scale_format in ScaleFormat
+        for scale_format, masked in kinds
     ]
 
 

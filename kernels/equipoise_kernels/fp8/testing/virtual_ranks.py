@@ -17,7 +17,7 @@ _TIMEOUT_S = 30.0
 
 
 class VirtualRanks:
-    """Ranks with their own rows, routes and weights; every expert doubles its rows.
+    """Ranks with their own rows, routes and weights; every expert returns its rows unchanged.
 
     Rows have a payload without scales. Every rank brings `num_tokens` tokens.
     """
@@ -34,7 +34,7 @@ class VirtualRanks:
         device = generator.device
         shapes = [replace(shape, rank=rank) for rank in range(shape.num_ranks)]
         windows = virtual_windows(shape, device=device)
-        self._layout = layout
+        self._layout = layout or RowLayout(is_fixed=True)
         self.buffers = [
             EpBuffer(
                 one, PeerBackend(one, window, timeout_s=_TIMEOUT_S, config=config), device=device
@@ -60,14 +60,12 @@ class VirtualRanks:
         returning = []
         for buffer, came, weights in zip(self.buffers, here, self.weights, strict=True):
             assert isinstance(came.rows, Tensor)
-            # In place: the experts' exchange matters here, not their arithmetic.
-            came.rows.mul_(2)
             returning.append(buffer.begin_combine(came.rows, came.handle, weights_TK=weights))
         self.sums = [receive() for receive in returning]
 
     def expected(self) -> list[Tensor]:
         """What `sums` must be, to the last bit."""
         return [
-            weighted_sum((2 * x).unsqueeze(1).expand(-1, weights.shape[1], -1), weights)
+            weighted_sum(x.unsqueeze(1).expand(-1, weights.shape[1], -1), weights)
             for x, weights in zip(self.rows, self.weights, strict=True)
         ]
