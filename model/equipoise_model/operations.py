@@ -30,6 +30,7 @@ from equipoise_model.device import use
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
 from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
+from equipoise_model.fp8.warm_up import warm_up
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
@@ -254,6 +255,16 @@ class Operations:
             block_tokens=self.block_tokens,
             fp8=self.fp8_latents,
         )
+
+    def warm_up(self, model: ServingModel, cache: LatentCache, *, max_rows: int) -> None:
+        """Compile what steps of up to `max_rows` rows need, if anything; dense weights are loaded.
+
+        Raises:
+            torch.OutOfMemoryError: the largest step does not fit in the device's memory.
+        """
+        if self.device.type == "cuda" and isinstance(model, Fp8Transformer):
+            use(self.device)
+            warm_up(model, cache, max_rows=max_rows)
 
     @property
     def _kind_of_latents(self) -> tuple[str, ...]:

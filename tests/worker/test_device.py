@@ -22,6 +22,7 @@ from equipoise.worker.group import RankGroup
 from equipoise.worker.rank import _expert_parallel
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
+from equipoise_model import operations
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
 from equipoise_model.device import DeviceError, choose_device
@@ -175,6 +176,28 @@ def test_an_fp8_rank_captures_its_steps_on_a_device_and_makes_the_same_tokens(se
     with pretended_device():
         assert served_in_fp8("cuda") == (expected, held)
     assert [held.index(one) for one in held] == [0, 1, 2, 3, 1]
+
+
+def test_an_fp8_worker_warms_up_on_a_device_before_it_serves(served_in_fp8, monkeypatch):
+    warmed = []
+
+    def remember(model, cache, *, max_rows):
+        assert torch.equal(model.norm.weight.cpu(), torch.ones(NARROW.hidden_size).bfloat16())
+        warmed.append(max_rows)
+
+    monkeypatch.setattr(operations, "warm_up", remember)
+    served_in_fp8("cpu")
+    assert warmed == []
+    with pretended_device():
+        served_in_fp8("cuda")
+        assert warmed == [12]
+
+        def too_large(*_, **__):
+            raise torch.OutOfMemoryError("no memory")
+
+        monkeypatch.setattr(operations, "warm_up", too_large)
+        with pytest.raises(WorkerError, match="a step of 12 tokens does not fit"):
+            served_in_fp8("cuda")
 
 
 def test_a_worker_without_fp8_support_reports_the_reason(settings):

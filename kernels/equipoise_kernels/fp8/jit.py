@@ -10,6 +10,7 @@ its own with `constant`.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 try:
@@ -22,6 +23,7 @@ except ImportError:
     TensorDescriptor = None
 
 __all__ = [
+    "VARYING",
     "TensorDescriptor",
     "constant",
     "is_interpreting",
@@ -32,9 +34,20 @@ __all__ = [
 ]
 
 
+# Arguments that differ between steps, ranks or layouts. Triton would compile a kernel again for a
+# value of 1, and for multiples of 16: in the middle of a step for which other ranks wait.
+VARYING = (
+    *("layer", "rank", "num_rows", "num_out_rows", "max_rows", "num_pairs", "num_splits"),
+    *("table_size", "num_places", "table_stride", "share_stride", "slots_stride"),
+)
+
+
 def jit(function: Any) -> Any:
     """Compile a function as a kernel: `triton.jit`, or the function itself without Triton."""
-    return function if triton is None else triton.jit(function)
+    if triton is None:
+        return function
+    varying = [name for name in inspect.signature(function).parameters if name in VARYING]
+    return triton.jit(function, do_not_specialize=varying)
 
 
 def constant(value: Any) -> Any:

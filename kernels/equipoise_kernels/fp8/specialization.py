@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from equipoise_kernels.fp8.jit import VARYING
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialization:
@@ -40,6 +42,7 @@ class Specialization:
         typed = {name for names in self.types for name in names.split()}
         named = {*typed, *self.multiples_of_16.split(), *self.constants}
         unknown = (named - {*arguments}) | (typed & {*self.constants})
+        unknown |= {*self.multiples_of_16.split()} & {*VARYING}
         assert not unknown, f"{self.name}: {sorted(unknown)} are not arguments of {arguments}"
         missing = [name for name in arguments if name.isupper() and name not in self.constants]
         assert not missing, f"{self.name}: no value for the constants {missing}"

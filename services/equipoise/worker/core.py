@@ -86,6 +86,13 @@ class ModelCore:
             max_len=settings.context_length,
             mtp=settings.speculate > 0,
         )
+        try:
+            operations.warm_up(model, cache, max_rows=settings.max_step_tokens)
+        except torch.OutOfMemoryError as error:
+            raise WorkerError(
+                f"a step of {settings.max_step_tokens} tokens does not fit in the memory of "
+                f"{operations.device}: lower max_step_tokens, cache_tokens or slots_per_rank"
+            ) from error
         if settings.batch_invariant:
             assert isinstance(model, Transformer)
             try:

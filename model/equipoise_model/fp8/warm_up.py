@@ -1,0 +1,139 @@
+"""`warm_up`: launches every kernel that serving needs, before a worker serves.
+
+Triton compiles a kernel at its first launch, in a second or two. Ranks wait for each other in every
+step, so a rank that compiles while others wait would exceed the step timeout, and a CUDA graph
+cannot be captured while a kernel is loaded. Runs the model on padding rows, which store no latents,
+at every size where a kernel's configuration may change: alone, and through a loopback of the
+exchange between ranks. It also allocates what the largest step needs, so that a worker without
+enough memory fails when it starts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from equipoise_kernels.fp8 import selection
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
+from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
+from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_model.dispatch import ExpertStep
+from equipoise_model.exchange import RowExchange
+from equipoise_model.fp8.rows import StepRows
+from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
+from equipoise_model.fp8.transformer import Fp8Transformer
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.placement import PlacementTables
+
+_MOST_REPLICAS = 16
+"""Replicas of one expert up to which routing is compiled; a layout with more compiles it again."""
+
+_DEEP_EP = "deep_ep"
+
+
+def warm_up_sizes(max_rows: int) -> tuple[int, ...]:
+    """Rows of the steps to run: powers of two, and the most.
+
+    Configurations change at powers of two of rows, or of rows per expert.
+    """
+    powers = range((max_rows - 1).bit_length())
+    return (*(1 << power for power in powers), max_rows)
+
+
+@torch.no_grad()
+def warm_up(model: Fp8Transformer, cache: LatentCache, *, max_rows: int) -> None:
+    """Run steps of up to `max_rows` rows, after dense weights are loaded; slots may hold anything.
+
+    Raises:
+        torch.OutOfMemoryError: the largest step does not fit in the device's memory.
+    """
+    for exchange in (None, *_loopbacks(model)):
+        for num_rows in reversed(warm_up_sizes(max_rows)):
+            _run(model, cache, _placement(model), num_rows=num_rows, exchange=exchange)
+        for placement in _replicated(model):
+            _run(model, cache, placement, num_rows=1, exchange=exchange)
+
+
+def _run(
+    model: Fp8Transformer,
+    cache: LatentCache,
+    placement: PlacementTables,
+    *,
+    num_rows: int,
+    exchange: SlotExchange | None,
+) -> None:
+    """Run steps over short and long tables, as eager steps and as captured ones."""
+    device = model.embed_tokens.weight.device
+    placement = placement.to(device)
+    rows = StepRows.padding(num_rows, cache=cache, device=device)
+    num_valid = torch.ones(1, dtype=torch.int32, device=device)
+    for tables_TS in (rows.tables_TS[:, :1].contiguous(), rows.tables_TS):
+        for is_captured in (False, True):
+            step = ExpertStep(
+                placement=placement,
+                ranks=RowExchange(group=None, rank=0, count=1),
+                tokens_by_rank=(num_rows,),
+                token_ids_T=torch.arange(num_rows, device=device),
+                slot_load_LS=torch.zeros(
+                    placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
+                ),
+                exchange=exchange,
+                is_captured=is_captured,
+            )
+            hidden_TD = model.forward(
+                replace(rows, tables_TS=tables_TS),
+                cache,
+                step,
+                num_valid=num_valid if is_captured else None,
+            )
+            model.lm_head(hidden_TD)
+
+
+def _placement(model: Fp8Transformer, *, num_replicas: int = 1) -> PlacementTables:
+    """Tables that send every expert to one of this rank's slots, so that none is unknown."""
+    config, num_slots = model.config, model.slots[0].num_slots
+    shape = (config.num_moe_layers, config.n_routed_experts)
+    slots_E = torch.arange(config.n_routed_experts) % num_slots
+    return PlacementTables(
+        generation=0,
+        num_ranks=1,
+        num_slots=num_slots,
+        slots_of_expert=slots_E[None, :, None].repeat(shape[0], 1, num_replicas),
+        replica_count=torch.full(shape, num_replicas),
+    )
+
+
+def _replicated(model: Fp8Transformer) -> Iterator[PlacementTables]:
+    """Tables with more replicas, with and without shares: kernels are compiled for each width."""
+    num_replicas = 1
+    while num_replicas <= _MOST_REPLICAS:
+        even = _placement(model, num_replicas=num_replicas)
+        yield even
+        yield replace(even, share_ends=torch.full_like(even.slots_of_expert, 1 << 15))
+        num_replicas *= 2
+
+
+def _loopbacks(model: Fp8Transformer) -> Iterator[SlotExchange]:
+    """Exchanges of a single rank with itself, in each form in which rows may arrive."""
+    config = model.config
+    backends = [selection.REFERENCE]
+    if selection.is_started() and _DEEP_EP in selection.own().possible["all_to_all"]:
+        backends.append(_DEEP_EP)
+    for backend in backends:
+        shape = EpShape(
+            rank=0,
+            num_ranks=1,
+            slots_per_rank=model.slots[0].num_slots,
+            top_k=config.num_experts_per_tok,
+            dim=config.hidden_size,
+            max_tokens=PART_TOKENS,
+            payload=Payload.BF16 if backend == _DEEP_EP else Payload.FP8,
+        )
+        # Every padding row chooses the same experts, which may share a slot.
+        crowded = replace(shape, max_tokens=PART_TOKENS * config.num_experts_per_tok)
+        loopback = CollectiveBackend(crowded, group=None, timeout_s=1.0)
+        buffer = EpBuffer(crowded, loopback, device=model.embed_tokens.weight.device)
+        opened = OpenedBuffer(buffer=buffer, shape=shape, backend=backend, passed_over={})
+        yield SlotExchange(opened, max_captured_rows=1, timeout_s=1.0, generation=0)
