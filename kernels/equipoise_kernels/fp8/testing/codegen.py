@@ -93,7 +93,9 @@ class Code:
         jumps = ((n, found[1]) for n, line in enumerate(lines) if (found := _JUMP.search(line)))
         loops = [lines[labels[to] : n] for n, to in jumps if labels.get(to, n) < n]
         bodies = [body for body in loops if any("wgmma.mma_async" in line for line in body)]
-        return ProductLoop.of_ptx("\n".join(min(bodies, key=len))) if bodies else None
+        if not bodies:
+            return None
+        return ProductLoop.of_ptx(min(("\n".join(body) for body in bodies), key=len))
 
     def count(self, *names: str) -> int:
         """Occurrences of instructions with these names."""
