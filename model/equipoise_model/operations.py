@@ -28,7 +28,7 @@ from equipoise_kernels.fp8.self_test import start_process
 from equipoise_model.config import Fp8Config, ModelConfig
 from equipoise_model.device import use
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
-from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
+from equipoise_model.fp8.slot_exchange import SlotExchange, exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
 from equipoise_model.fp8.warm_up import warm_up
 from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
@@ -175,18 +175,18 @@ class Operations:
     ) -> ServingModel:
         """Build a model of a config, without weights.
 
-        `num_spare` and `max_graph_rows` (rows of the largest captured step) only apply to the FP8
-        plane, `row_block` and `mtp` only to the plain one.
+        `num_spare` and `max_graph_rows` (rows of the largest captured step, 0 for none) only apply
+        to the FP8 plane, `row_block` and `mtp` only to the plain one.
         """
         with self.device:
             if self.fp8 is None:
                 return Transformer(config, num_slots=num_slots, row_block=row_block, mtp=mtp)
-            on_gpu = self.device.type == "cuda"
+            captures = self.device.type == "cuda" and max_graph_rows > 0
             return Fp8Transformer(
                 config,
                 num_slots=num_slots,
                 num_spare=num_spare,
-                graphs=DecodeGraphs(max_rows=max_graph_rows) if on_gpu else None,
+                graphs=DecodeGraphs(max_rows=max_graph_rows) if captures else None,
             )
 
     def exchange(
@@ -216,7 +216,7 @@ class Operations:
             slots_per_rank=slots_per_rank,
             top_k=config.num_experts_per_tok,
             dim=config.hidden_size,
-            max_tokens=max(max_graph_rows, min(max_step_tokens, PART_TOKENS)),
+            max_tokens=exchange_tokens(max_step_tokens, max_graph_rows=max_graph_rows),
             payload=Payload.FP8,
         )
         return SlotExchange.open(
@@ -272,18 +272,31 @@ class Operations:
         return (f"latents={FP8}",) if self.fp8_latents else ()
 
 
+def wants_fp8(wanted: str, *, config: ModelConfig, on_gpu: bool) -> bool:
+    """Whether `auto`, `bf16` or `fp8` means FP8 for a checkpoint's config as stored.
+
+    Raises:
+        OperationsError: it is none of the three.
+    """
+    if wanted not in (AUTO, BF16, FP8):
+        raise OperationsError(f"{wanted!r} is not one of auto, bf16 and fp8")
+    return wanted == FP8 or (wanted == AUTO and on_gpu and config.quantization_config is not None)
+
+
+def fp8_obstacle(config: ModelConfig, *, batch_invariant: bool) -> str | None:
+    """Return why a model cannot run in FP8 on any device, or None."""
+    if batch_invariant:
+        return "batch-invariant mode is only available with bf16: turn it off, or choose bf16"
+    return obstacle(config)
+
+
 def _weights(
     wanted: str, *, config: ModelConfig, device: torch.device, batch_invariant: bool
 ) -> Fp8Config | None:
     """The FP8 that weights are stored in, or None; starts the kernels if there are any."""
-    if wanted not in (AUTO, BF16, FP8):
-        raise OperationsError(f"{wanted!r} is not one of auto, bf16 and fp8")
-    is_stored = config.quantization_config is not None and device.type == "cuda"
-    if wanted == BF16 or (wanted == AUTO and not is_stored):
+    if not wants_fp8(wanted, config=config, on_gpu=device.type == "cuda"):
         return None
-    reason = obstacle(config)
-    if batch_invariant:
-        reason = "batch-invariant mode is only available with bf16: turn it off, or choose bf16"
+    reason = fp8_obstacle(config, batch_invariant=batch_invariant)
     if reason is None and not _always_twins(device):
         reason = _missing_kernels(device)
     if reason is None:

@@ -178,6 +178,7 @@ def pretended_device():
         "device_count": lambda: 1,
         "set_device": lambda _device: None,
         "get_device_name": lambda _device=None: "pretended",
+        "mem_get_info": lambda _device=None: (2**40, 2**40),
         "Stream": recorder.stream,
         "Event": recorder.event,
         "stream": recorder.on,

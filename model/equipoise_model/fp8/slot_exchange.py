@@ -35,6 +35,11 @@ PART_TOKENS = 256
 _ROW_BYTES = 16
 
 
+def exchange_tokens(max_step_tokens: int, *, max_graph_rows: int) -> int:
+    """Rows per rank that an exchange has room for, and so the rows of a part."""
+    return max(max_graph_rows, min(max_step_tokens, PART_TOKENS))
+
+
 class SlotExchange:
     """One rank's end, used from the engine's thread; all ranks call `open` together.
 

@@ -121,6 +121,10 @@ def balancer(settings: BalancerSettings) -> int:
 @options_from_settings
 def worker(settings: WorkerSettings) -> int:
     """Run one expert-parallel rank: serve requests and switch layouts."""
+    if settings.explain:
+        from equipoise.cli.explain import run as explain
+
+        return explain(settings)
     from equipoise.worker.__main__ import run
 
     return run(settings)

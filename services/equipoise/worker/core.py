@@ -10,6 +10,7 @@ from equipoise.planning.topology import ModelShape
 from equipoise.rank.errors import WorkerError
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.blocks import BlockPool
+from equipoise.worker.memory import check_memory, num_blocks
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
 from equipoise_kernels.plain.row_invariance import RowVarianceError
@@ -20,7 +21,7 @@ from equipoise_model.config import UnsupportedConfigError
 from equipoise_model.device import DeviceError, choose_device
 from equipoise_model.drafting import Drafter
 from equipoise_model.experts import PhysicalSlots
-from equipoise_model.latent_cache import LatentCache, blocks_for
+from equipoise_model.latent_cache import LatentCache
 from equipoise_model.operations import Operations, OperationsError
 from equipoise_model.plain.row_invariance import verify_rows
 from equipoise_model.plain.transformer import Transformer
@@ -48,8 +49,9 @@ class ModelCore:
         `loading` reports progress; to the log by default.
 
         Raises:
-            WorkerError: the checkpoint is missing, damaged or does not fit the settings, or this
-                machine cannot compute batch-invariantly.
+            WorkerError: the checkpoint is missing, damaged or does not fit the settings, the
+                settings need more memory than there is, or this machine cannot compute
+                batch-invariantly.
         """
         checkpoint, operations = _opened(settings)
         config = checkpoint.config
@@ -64,13 +66,14 @@ class ModelCore:
                 f"speculate {settings.speculate} is more than the checkpoint's {num_modules} "
                 "multi-token-prediction modules: choose at most that many"
             )
+        check_memory(config, settings, operations)
         model = operations.model(
             config,
             num_slots=settings.slots_per_rank,
             num_spare=settings.spare_slots,
             row_block=ROW_BLOCK if settings.batch_invariant else None,
             mtp=settings.speculate > 0,
-            max_graph_rows=settings.max_requests,
+            max_graph_rows=settings.graph_rows,
         )
         loading = loading or Loading(log_format=settings.log_format)
         try:
@@ -82,7 +85,7 @@ class ModelCore:
             raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
         cache = operations.cache(
             config,
-            num_blocks=_num_blocks(settings, block_tokens=operations.block_tokens),
+            num_blocks=num_blocks(settings, block_tokens=operations.block_tokens),
             max_len=settings.context_length,
             mtp=settings.speculate > 0,
         )
@@ -185,13 +188,6 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
         raise WorkerError(f"weights: {error}") from error
     except (CheckpointError, UnsupportedConfigError) as error:
         raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error
-
-
-def _num_blocks(settings: WorkerSettings, *, block_tokens: int) -> int:
-    """Return the configured number, or enough for `max_requests` requests of full length."""
-    if settings.cache_tokens:
-        return blocks_for(settings.cache_tokens, block_tokens=block_tokens)
-    return settings.max_requests * blocks_for(settings.context_length, block_tokens=block_tokens)
 
 
 def single_threaded() -> None:

@@ -102,7 +102,7 @@ class WorkerSlots:
                 slots_per_rank=join_epoch.layout.slots_per_rank,
                 generation=join_epoch.layout.generation,
                 max_step_tokens=settings.max_step_tokens,
-                max_graph_rows=settings.max_requests,
+                max_graph_rows=settings.graph_rows,
                 group=process_group,
                 timeout_s=settings.step_timeout_s,
             )

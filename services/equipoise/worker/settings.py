@@ -119,6 +119,22 @@ class WorkerSettings:
     """Extra slots per MoE layer, beyond --slots-per-rank, in which FP8 experts are staged. A switch
     to a staged expert then changes a table; moves that exceed them are copied at the switch."""
 
+    max_graph_rows: Annotated[int, Range(0)] = 512
+    """Rows of the largest decode step that is captured as a CUDA graph, at most --max-requests. 0
+    captures none."""
+
+    device_memory_gib: Annotated[float, Range(0)] = 0.0
+    """GiB of the device's memory that this worker may use. 0 is what is free when it starts; it
+    exits with the reason if its settings need more."""
+
+    explain: bool = False
+    """Print the memory that these settings need, term by term, and exit: with status 1 if it is
+    more than the device has, or than --device-memory-gib. Needs only the checkpoint's config.json,
+    and no GPU."""
+
+    json: bool = False
+    """Print JSON with --explain."""
+
     batch_invariant: bool = True
     """Make tokens bitwise independent of batch, rank and layout."""
 
@@ -189,6 +205,11 @@ class WorkerSettings:
         check_ranges(self)
         self._check_tokens()
         check_endpoint(self.tracing_endpoint)
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest captured decode step."""
+        return min(self.max_graph_rows, self.max_requests)
 
     def _check_tokens(self) -> None:
         if 0 < self.cache_tokens < self.context_length:

@@ -1,0 +1,337 @@
+"""`plan_memory`: the memory that one rank of a model needs, term by term, before it is allocated.
+
+Weights, latents and exchange buffers are exact. Activations, graphs and the allowance for the CUDA
+runtime are upper estimates. Pure: it allocates nothing and asks no device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from equipoise_kernels.formats import GROUP
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import WindowMap
+from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
+from equipoise_model.config import ModelConfig
+from equipoise_model.fp8.slot_exchange import exchange_tokens
+from equipoise_model.fp8.transformer import Fp8Transformer
+from equipoise_model.latent_cache import LatentCache
+from equipoise_model.plain.transformer import Transformer
+from equipoise_model.serving_model import ServingModel
+
+GIB = 2**30
+
+ALLOWANCE_BYTES = 2 * GIB
+"""Estimate for the CUDA context, NCCL, loaded kernels and the allocator's fragments."""
+
+SPLIT_POSITIONS = 8192
+"""Positions that one program of MLA decode attends to; longer contexts add partial results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSizes:
+    """What a worker's settings say about memory."""
+
+    is_fp8: bool
+    """Whether the FP8 plane computes; else the plain one does, in float32."""
+    on_gpu: bool
+    """Whether the device is a GPU."""
+    num_ranks: int
+    """Ranks of the complete pool."""
+    slots_per_rank: int
+    """Physical slots per MoE layer."""
+    spare_slots: int
+    """Places per MoE layer beyond the slots, in which experts are staged; FP8 only."""
+    num_blocks: int
+    """Blocks of the latent cache."""
+    block_tokens: int
+    """Positions per block."""
+    fp8_latents: bool
+    """Whether latents are stored in FP8."""
+    context_length: int
+    """Most positions of a request."""
+    max_requests: int
+    """Requests generated concurrently."""
+    max_step_tokens: int
+    """Tokens of one step."""
+    max_graph_rows: int
+    """Rows of the largest captured decode step; 0 captures none."""
+    speculate: int
+    """Draft tokens per generated token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One use of memory."""
+
+    name: str
+    """What it is for."""
+    num_bytes: int
+    """Bytes with these settings."""
+    least_bytes: int
+    """Bytes with the smallest settings that still serve this model."""
+    basis: str
+    """How it is computed."""
+    remedy: str
+    """Which settings make it smaller; empty if none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory of one rank."""
+
+    terms: tuple[Term, ...]
+    """Memory of the device that computes; of the host if that is a CPU."""
+    host_terms: tuple[Term, ...]
+    """Memory of the host beside a GPU; empty on a CPU."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All of the device's terms together."""
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def host_bytes(self) -> int:
+        """All of the host's terms together."""
+        return sum(term.num_bytes for term in self.host_terms)
+
+    def obstacle(self, capacity_bytes: int) -> str | None:
+        """Why a device with this much memory cannot hold the rank, with the remedy, or None.
+
+        Names the terms that free enough when their settings alone are lowered, those that can
+        shrink the most first; if there is none, all that can shrink.
+        """
+        excess = self.num_bytes - capacity_bytes
+        if excess <= 0:
+            return None
+        total = (
+            f"this rank needs {_gib(self.num_bytes)}, {_gib(excess)} more than the device's "
+            f"{_gib(capacity_bytes)}"
+        )
+        if sum(term.least_bytes for term in self.terms) > capacity_bytes:
+            largest = sorted(self.terms, key=lambda term: -term.least_bytes)[:2]
+            fixed = " and ".join(f"{one.name} {_gib(one.least_bytes)}" for one in largest)
+            return (
+                f"{total}, and no setting of this worker frees enough, because at least {fixed} "
+                "remain: use more ranks, weights in FP8, or devices with more memory"
+            )
+        ranked = sorted(self.terms, key=lambda term: term.least_bytes - term.num_bytes)
+        sufficient = [term for term in ranked if term.num_bytes - term.least_bytes >= excess]
+        shown = sufficient or [term for term in ranked if term.num_bytes > term.least_bytes]
+        advice = "; ".join(f"{one.name} take {_gib(one.num_bytes)}: {one.remedy}" for one in shown)
+        return f"{total}; {'one of these suffices' if sufficient else 'shrink several'}: {advice}"
+
+
+def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
+    """Compute the memory of one rank of a model.
+
+    `config` is the model as it computes: with `quantization_config` in the FP8 plane.
+    """
+    layers = config.num_moe_layers
+    slot_bytes = layers * _slot_bytes(config, is_fp8=sizes.is_fp8)
+    least_slots = min(sizes.slots_per_rank, ceil(config.n_routed_experts / sizes.num_ranks))
+    spare = sizes.spare_slots if sizes.is_fp8 else 0
+    dense_bytes = _dense_bytes(config, is_fp8=sizes.is_fp8, mtp=sizes.speculate > 0)
+    per_slot = f"{layers} MoE layers x {slot_bytes // layers / 1e6:.2f} MB"
+    terms = [
+        Term(
+            name="dense weights",
+            num_bytes=dense_bytes,
+            least_bytes=dense_bytes,
+            basis="attention, dense layers, shared experts, embeddings, draft modules",
+            remedy="",
+        ),
+        Term(
+            name="experts",
+            num_bytes=sizes.slots_per_rank * slot_bytes,
+            least_bytes=least_slots * slot_bytes,
+            basis=f"{sizes.slots_per_rank} slots x {per_slot}",
+            remedy=f"lower --slots-per-rank, to {least_slots} at the least, or add ranks",
+        ),
+        Term(
+            name="staging slots",
+            num_bytes=spare * slot_bytes,
+            least_bytes=0,
+            basis=f"{spare} spare slots x {per_slot}",
+            remedy="lower --spare-slots",
+        ),
+        *_working_terms(config, sizes),
+    ]
+    if not sizes.on_gpu:
+        return MemoryPlan(terms=tuple(terms), host_terms=())
+    allowance = Term(
+        name="CUDA runtime",
+        num_bytes=ALLOWANCE_BYTES,
+        least_bytes=ALLOWANCE_BYTES,
+        basis="an allowance for context, NCCL, kernels and fragments",
+        remedy="",
+    )
+    return MemoryPlan(terms=(*terms, allowance), host_terms=_host_terms(config, sizes))
+
+
+def latent_token_bytes(config: ModelConfig, sizes: RankSizes) -> int:
+    """Bytes of one position's latents in all layers."""
+    return _cache(config, sizes, num_blocks=1).bytes_per_token
+
+
+def exchange_bytes(config: ModelConfig, sizes: RankSizes) -> int:
+    """Bytes of the buffers through which FP8 ranks exchange rows, by the larger backend.
+
+    Triton's windows, or DeepEP's low-latency layout (its csrc/config.hpp): two buffers each to send
+    and to receive a message for every slot and token.
+    """
+    if not sizes.is_fp8 or sizes.num_ranks == 1:
+        return 0
+    shape = EpShape(
+        rank=0,
+        num_ranks=sizes.num_ranks,
+        slots_per_rank=sizes.slots_per_rank,
+        top_k=config.num_experts_per_tok,
+        dim=config.hidden_size,
+        max_tokens=_exchange_tokens(sizes),
+        payload=Payload.FP8,
+    )
+    dim = config.hidden_size
+    message = 2 * dim + max(16, dim // GROUP * 4)
+    deep_ep = 4 * shape.num_slots * shape.max_tokens * message
+    return max(WindowMap.of_shape(shape).num_bytes, deep_ep)
+
+
+def step_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
+    """Estimate the largest activations of a step with `rows` rows on every rank, in bytes."""
+    heads, rank = config.num_attention_heads, config.kv_lora_rank
+    width = config.qk_head_dim + config.latent_dim + 2 * rank + config.v_head_dim
+    number = 2 if sizes.is_fp8 else 4
+    attention = heads * width * number
+    if sizes.is_fp8:
+        splits = ceil(sizes.context_length / SPLIT_POSITIONS)
+        attention += (splits > 1) * splits * heads * (rank + 1) * 4
+    else:
+        attention += heads * sizes.context_length * 4 + sizes.context_length * config.latent_dim * 4
+    residual = config.hidden_size * 16
+    logits = min(rows, sizes.max_requests * (1 + sizes.speculate)) * config.vocab_size * 6
+    experts = _expert_rows(config, sizes, rows=rows) * _expert_row_bytes(config, sizes)
+    return rows * residual + max(rows * attention, experts) + logits
+
+
+def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
+    """What grows with requests and steps."""
+    token_bytes = latent_token_bytes(config, sizes)
+    least_blocks = ceil(sizes.context_length / sizes.block_tokens) + 1
+    num_blocks = sizes.num_blocks + 1
+    block_bytes = sizes.block_tokens * token_bytes
+    fp8 = "" if sizes.fp8_latents or not sizes.is_fp8 else ", or choose --latents fp8"
+    yield Term(
+        name="latents",
+        num_bytes=num_blocks * block_bytes,
+        least_bytes=min(num_blocks, least_blocks) * block_bytes,
+        basis=f"{num_blocks * sizes.block_tokens} tokens x {token_bytes} bytes",
+        remedy=f"lower --cache-tokens, --max-requests or --context-length{fp8}",
+    )
+    buffers = exchange_bytes(config, sizes)
+    yield Term(
+        name="exchange buffers",
+        num_bytes=buffers,
+        least_bytes=buffers,
+        basis=f"{sizes.num_ranks} ranks x {_exchange_tokens(sizes)} tokens, Triton's or DeepEP's",
+        remedy="",
+    )
+    yield Term(
+        name="activations",
+        num_bytes=step_bytes(config, sizes, rows=sizes.max_step_tokens),
+        least_bytes=step_bytes(config, sizes, rows=min(sizes.max_step_tokens, sizes.max_requests)),
+        basis=f"estimate for a step of {sizes.max_step_tokens} tokens",
+        remedy="lower --max-step-tokens",
+    )
+    rows = sizes.max_graph_rows if sizes.is_fp8 and sizes.on_gpu else 0
+    yield Term(
+        name="graphs",
+        num_bytes=step_bytes(config, sizes, rows=rows) if rows else 0,
+        least_bytes=0,
+        basis=f"estimate for captured steps of up to {rows} rows, which share memory",
+        remedy="lower --max-graph-rows",
+    )
+
+
+def _host_terms(config: ModelConfig, sizes: RankSizes) -> tuple[Term, ...]:
+    payload = config.num_moe_layers * config.expert_bytes
+    process = Term(
+        name="process",
+        num_bytes=4 * GIB,
+        least_bytes=4 * GIB,
+        basis="an allowance for PyTorch, CUDA and requests",
+        remedy="",
+    )
+    epoch = Term(
+        name="experts of a new epoch",
+        num_bytes=sizes.slots_per_rank * payload,
+        least_bytes=0,
+        basis="the payloads of all slots, if an epoch changes every one of them",
+        remedy="lower --slots-per-rank",
+    )
+    return (process, epoch)
+
+
+def _exchange_tokens(sizes: RankSizes) -> int:
+    return exchange_tokens(sizes.max_step_tokens, max_graph_rows=sizes.max_graph_rows)
+
+
+def _expert_rows(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
+    """Most rows that a rank's slots compute at once, padding included."""
+    pairs = min(config.num_experts_per_tok, sizes.slots_per_rank)
+    at_once = rows
+    if sizes.is_fp8 and sizes.num_ranks > 1:
+        at_once = min(rows, _exchange_tokens(sizes))
+    padding = sizes.slots_per_rank * GROUP_ALIGNMENT if sizes.is_fp8 else 0
+    return sizes.num_ranks * at_once * pairs + padding
+
+
+def _expert_row_bytes(config: ModelConfig, sizes: RankSizes) -> int:
+    """Bytes of one row of an expert: received, aligned, activated, and its output."""
+    dim, hidden = config.hidden_size, config.moe_intermediate_size
+    if not sizes.is_fp8:
+        return 4 * (2 * dim + 3 * hidden)
+    quantised = dim + dim // GROUP * 4
+    return 2 * quantised + 4 * hidden + hidden + hidden // GROUP * 4 + 2 * dim
+
+
+def _slot_bytes(config: ModelConfig, *, is_fp8: bool) -> int:
+    """Bytes of one slot in one layer, with its entry in the map of places."""
+    if is_fp8:
+        return config.expert_bytes
+    return 3 * config.moe_intermediate_size * config.hidden_size * 4
+
+
+def _dense_bytes(config: ModelConfig, *, is_fp8: bool, mtp: bool) -> int:
+    """Bytes of all weights and tables but the experts' slots, from the model itself."""
+    with torch.device("meta"):
+        model: ServingModel = (
+            Fp8Transformer(config, num_slots=1, num_spare=0)
+            if is_fp8
+            else Transformer(config, num_slots=1, row_block=None, mtp=mtp)
+        )
+    # The FP8 plane's slots are no parameters; the plain plane's are.
+    experts = {id(tensor) for moe in model.moe_layers for tensor in moe.experts.parameters()}
+    weights = [*model.parameters(), *model.buffers()]
+    return sum(one.numel() * one.element_size() for one in weights if id(one) not in experts)
+
+
+def _cache(config: ModelConfig, sizes: RankSizes, *, num_blocks: int) -> LatentCache:
+    """A cache of the rank's kind without memory."""
+    return LatentCache(
+        config,
+        num_blocks=num_blocks,
+        max_len=sizes.block_tokens,
+        mtp=sizes.speculate > 0,
+        dtype=torch.bfloat16 if sizes.is_fp8 else torch.float32,
+        device="meta",
+        block_tokens=sizes.block_tokens,
+        fp8=sizes.fp8_latents,
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,173 @@
+"""The memory plan equals what models, caches and buffers really allocate."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from equipoise_kernels.fp8.all_to_all.payload import Payload
+from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window import WindowMap, virtual_windows
+from equipoise_model.config import Fp8Config
+from equipoise_model.memory import GIB, MemoryPlan, RankSizes, Term, plan_memory
+from equipoise_model.operations import Operations
+from equipoise_model.presets import DEEPSEEK_V3, TINY
+from tests.support.fp8_models import WIDE
+
+CPU = torch.device("cpu")
+FP8 = dataclasses.replace(WIDE, quantization_config=Fp8Config())
+
+
+def sizes(**changes):
+    chosen = RankSizes(
+        is_fp8=True,
+        on_gpu=True,
+        num_ranks=2,
+        slots_per_rank=3,
+        spare_slots=2,
+        num_blocks=5,
+        block_tokens=16,
+        fp8_latents=False,
+        context_length=48,
+        max_requests=4,
+        max_step_tokens=32,
+        max_graph_rows=4,
+        speculate=0,
+    )
+    return dataclasses.replace(chosen, **changes)
+
+
+def bytes_of(plan):
+    return {term.name: term.num_bytes for term in plan.terms}
+
+
+def tensors_in(value, seen):
+    """Every tensor that an object holds, in modules, dataclasses, lists and attributes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    elif hasattr(value, "__slots__"):
+        parts = [getattr(value, name) for name in value.__slots__]
+    else:
+        return
+    for part in parts:
+        yield from tensors_in(part, seen)
+
+
+def allocated(value):
+    storages = {one.untyped_storage().data_ptr(): one for one in tensors_in(value, set())}
+    return sum(one.untyped_storage().nbytes() for one in storages.values())
+
+
+@pytest.mark.parametrize(
+    ("fp8", "fp8_latents", "speculate"),
+    [(True, False, 0), (True, True, 0), (False, False, 0), (False, False, 1)],
+    ids=["fp8", "fp8 latents", "float32", "float32 with drafts"],
+)
+def test_weights_and_latents_take_the_planned_memory(fp8, fp8_latents, speculate):
+    config = FP8 if fp8 else TINY
+    chosen = sizes(is_fp8=fp8, fp8_latents=fp8_latents, speculate=speculate)
+    operations = Operations(
+        device=CPU, fp8=config.quantization_config, fp8_latents=fp8_latents, block_tokens=16
+    )
+    model = operations.model(
+        config,
+        num_slots=chosen.slots_per_rank,
+        num_spare=chosen.spare_slots,
+        row_block=None,
+        mtp=speculate > 0,
+        max_graph_rows=0,
+    )
+    cache = operations.cache(
+        config, num_blocks=chosen.num_blocks, max_len=chosen.context_length, mtp=speculate > 0
+    )
+    planned = bytes_of(plan_memory(config, chosen))
+    weights = sum(planned[name] for name in ("dense weights", "experts", "staging slots"))
+    # The map of slots to places: four bytes each, which the plan leaves out.
+    maps = 4 * chosen.slots_per_rank * config.num_moe_layers if fp8 else 0
+    assert allocated(model) == weights + maps
+    assert allocated(cache) == planned["latents"]
+    slots = sum(allocated(one) for one in model.slots)
+    assert slots - maps == planned["experts"] + planned["staging slots"]
+
+
+def test_exchange_buffers_are_at_least_the_windows_and_deep_eps_layout():
+    shape = EpShape(
+        rank=0,
+        num_ranks=2,
+        slots_per_rank=3,
+        top_k=FP8.num_experts_per_tok,
+        dim=FP8.hidden_size,
+        max_tokens=32,
+        payload=Payload.FP8,
+    )
+    (window, _) = virtual_windows(shape, device=CPU)
+    planned = bytes_of(plan_memory(FP8, sizes()))["exchange buffers"]
+    assert planned >= WindowMap.of_shape(shape).num_bytes == window.local.nbytes
+    assert planned >= 4 * 6 * 32 * (2 * 128 + 16)
+    assert bytes_of(plan_memory(FP8, sizes(num_ranks=1)))["exchange buffers"] == 0
+
+
+def test_estimates_grow_with_their_settings():
+    few, many = (
+        bytes_of(plan_memory(FP8, sizes(max_step_tokens=tokens, max_graph_rows=rows)))
+        for tokens, rows in ((32, 0), (64, 4))
+    )
+    assert few["graphs"] == 0 < many["graphs"]
+    assert 0 < few["activations"] < many["activations"]
+    # On a CPU nothing is captured, and the host is the device.
+    on_cpu = plan_memory(FP8, sizes(on_gpu=False))
+    assert bytes_of(on_cpu)["graphs"] == 0
+    assert on_cpu.host_terms == ()
+
+
+def test_deepseek_v3_in_fp8_takes_44_mb_an_expert_and_fits_32_h100():
+    chosen = sizes(
+        num_ranks=32,
+        slots_per_rank=9,
+        num_blocks=12_288,
+        context_length=32_768,
+        max_requests=128,
+        max_step_tokens=1024,
+        max_graph_rows=128,
+    )
+    plan = plan_memory(DEEPSEEK_V3, chosen)
+    planned = bytes_of(plan)
+    assert planned["experts"] == 9 * 58 * 44_050_944
+    # 37 of the 671 billion parameters are not routed experts', and some are in bfloat16.
+    assert 17e9 < planned["dense weights"] < 21e9
+    assert planned["latents"] == 12_289 * 16 * 61 * 1152
+    assert plan.obstacle(78 * GIB) is None
+    reason = plan.obstacle(60 * GIB)
+    assert "this rank needs 68.0 GiB, 8.0 GiB more than the device's 60.0 GiB" in reason
+    assert "one of these suffices: latents take 12.9 GiB: lower --cache-tokens" in reason
+    by_torch = dataclasses.replace(DEEPSEEK_V3, quantization_config=None)
+    reason = plan_memory(by_torch, dataclasses.replace(chosen, is_fp8=False)).obstacle(78 * GIB)
+    assert "no setting of this worker frees enough, because at least experts 76.1 GiB" in reason
+
+
+def test_a_plan_that_does_not_fit_names_what_can_shrink():
+    def term(name, num_bytes, least_bytes):
+        return Term(
+            name=name,
+            num_bytes=num_bytes * GIB,
+            least_bytes=least_bytes * GIB,
+            basis="",
+            remedy=f"lower --{name}",
+        )
+
+    plan = MemoryPlan(terms=(term("a", 10, 8), term("b", 9, 4), term("c", 7, 7)), host_terms=())
+    assert plan.obstacle(26 * GIB) is None
+    assert "; one of these suffices: b take 9.0 GiB: lower --b; a take" in plan.obstacle(24 * GIB)
+    assert plan.obstacle(22 * GIB).endswith("one of these suffices: b take 9.0 GiB: lower --b")
+    assert "; shrink several: b take 9.0 GiB" in plan.obstacle(20 * GIB)
+    assert "at least a 8.0 GiB and c 7.0 GiB remain: use more ranks" in plan.obstacle(18 * GIB)
