@@ -261,15 +261,51 @@ def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
     a, b = pair
     run(pair, from_s=0.0, to_s=5.0)
     a.register.sighting = None  # The store was emptied.
-    run(pair, from_s=5.0, to_s=6.0)
+    run(pair, from_s=5.0, to_s=9.0)
     assert a.terms + b.terms == [1, 2]
-    leader = a if a.leads(6.0) else b
-    leader.apply(Outranked(term=40), 6.0)
-    assert not leader.leads(6.0)
-    run(pair, from_s=6.0, to_s=8.0)
+    leader = a if a.leads(9.0) else b
+    leader.apply(Outranked(term=40), 9.0)
+    assert not leader.leads(9.0)
+    run(pair, from_s=9.0, to_s=11.0)
     assert leader.terms[-1] == 41
-    leader.apply(Outranked(term=41), 8.0)
-    assert leader.leads(8.0)
+    leader.apply(Outranked(term=41), 11.0)
+    assert leader.leads(11.0)
+
+
+def test_who_has_seen_a_lease_takes_no_empty_register_however_long_it_looks(pair):
+    """A register that is empty at two looks may have held a lease in between."""
+    a, b = pair
+    run([b, a], from_s=0.0, to_s=5.0)
+    records = []
+    for look in range(20):
+        now = 5.0 + look / 2
+        a.apply(Due(), now)
+        records.append(a.apply(Saw(sighting=None), now).record)
+        a.apply(Failed(reason="no answer"), now)
+    assert all(record.is_vacancy and record.term == 1 for record in records)
+    assert len(set(records)) == 20, "a record is a version"
+    assert a.terms == []
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_lease_that_vanished_expires_like_one_that_is_not_renewed(pair, is_paused):
+    """Its leader leads until its next renewal, or until its deadline if it is paused."""
+    a, b = pair
+    run([b, a], from_s=0.0, to_s=5.0)
+    assert (a.terms, b.terms) == ([], [1])
+    b.register.sighting = None
+    a.round(5.0)
+    assert b.leads(5.0)
+    assert not a.leads(5.0)
+    assert a.state.reason == "the lease was lost"
+    a.round(5.0)
+    assert a.state.reason == "the lease was lost, and its leader may lead for up to 3 s"
+    assert a.state.leader_address == ""
+    b.running = not is_paused
+    history = run(pair, from_s=5.0, to_s=15.0)
+    taken_s = next(now for now, leaders in history if leaders == ["a"])
+    assert TIMING.duration_s <= taken_s - 5.0 <= TIMING.duration_s + 2 * TIMING.retry_s
+    assert a.terms == [2]
 
 
 @pytest.mark.parametrize("where", ["lease", "store"])

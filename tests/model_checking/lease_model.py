@@ -76,7 +76,11 @@ class World(NamedTuple):
     """How often a process may still crash or the register be emptied."""
 
     was_emptied: bool
-    """Whether the register lost its record: two terms may then overlap until the next renewal."""
+    """Whether the register lost its record."""
+
+    was_taken_blindly: bool
+    """Whether a candidate that had never seen a lease took the register after that. It cannot know
+    of the leader before, so their terms may be the same, and overlap until the next renewal."""
 
     broken: str
     """The invariant that the last transition broke."""
@@ -101,6 +105,7 @@ def lease_model(
             led=frozenset(),
             faults_left=faults,
             was_emptied=False,
+            was_taken_blindly=False,
             broken="",
         ),
         transitions=lambda world: _transitions(world, max_term=max_term),
@@ -187,6 +192,9 @@ def _would_succeed(world: World, request: ReadRegister | WriteRegister) -> bool:
 def _hold(world: World, record: LeaseRecord | None) -> World:
     """The register holds another record; all that was read or is to replace it is outdated."""
     processes = tuple(_outdated(process) for process in world.processes)
+    is_blind = record is not None and not record.is_vacancy and record.term == 1
+    if world.was_emptied and world.held is None and is_blind:
+        world = world._replace(was_taken_blindly=True)
     # A write that is late replaces what the register held, so it fails from now on.
     return world._replace(processes=processes, held=record, stray=None)
 
@@ -280,7 +288,8 @@ def _outdated(process: Process) -> Process:
     sighting = answer.sighting if isinstance(answer, Saw | Wrote) else None
     if sighting is not None and sighting.version == NOW:
         answer = replace(answer, sighting=replace(sighting, version=OLD if same else LATE))
-    if isinstance(request, WriteRegister):
+    if isinstance(request, WriteRegister) and request.replacing is not None:
+        # One for an empty register takes effect whenever it is empty.
         request = replace(request, replacing=OLD)
     return _process(state, Call(request, call.sent_s, answer))
 
@@ -299,7 +308,7 @@ def _violation(world: World) -> str:
         return world.broken
     if any(term > MAX_TERM for term, _ in world.led):
         return f"terms end at {MAX_TERM}: {sorted(world.led)}"
-    if world.was_emptied:
+    if world.was_taken_blindly:
         return ""
     leaders = [one.state for one in world.processes if one.state.leads(now=0.0)]
     if len(leaders) > 1:

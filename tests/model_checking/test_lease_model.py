@@ -35,7 +35,14 @@ def test_no_term_follows_the_last_one():
 
 def campaign_at_once(monkeypatch):
     """Take a lease without waiting for it to expire."""
-    monkeypatch.setattr(leader_state, "_is_free", lambda _state: True)
+    monkeypatch.setattr(leader_state, "_is_free", lambda _state, _record: True)
+
+
+def take_a_lost_lease(monkeypatch):
+    """Take the place of a lost lease without waiting for its leader."""
+    is_free = leader_state._is_free
+    eager = lambda state, record: record.is_vacancy or is_free(state, record)  # noqa: E731
+    monkeypatch.setattr(leader_state, "_is_free", eager)
 
 
 def repeat_the_term(monkeypatch):
@@ -67,9 +74,12 @@ def lead_for_ever(monkeypatch):
     monkeypatch.setattr(leader_state.LeaderState, "has_run_out", lambda _state, *, now: now < 0)
 
 
-@pytest.mark.parametrize("plant", [campaign_at_once, repeat_the_term, lead_for_ever])
-def test_a_planted_fault_of_the_lease_is_found(plant, monkeypatch):
+@pytest.mark.parametrize(
+    ("plant", "faults"),
+    [(campaign_at_once, 0), (take_a_lost_lease, 1), (repeat_the_term, 0), (lead_for_ever, 0)],
+)
+def test_a_planted_fault_of_the_lease_is_found(plant, faults, monkeypatch):
     plant(monkeypatch)
-    lease = model.lease_model(candidates=2, max_term=2, faults=0)
+    lease = model.lease_model(candidates=2, max_term=2, faults=faults)
     with pytest.raises(ViolationError, match=r"leader|leads|term"):
         explore(lease, max_states=200_000, converge_every=10_000_000)

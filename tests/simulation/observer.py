@@ -83,8 +83,9 @@ class Observer:
         self.num_terms += 1
         self.note(f"{name} leads in term {after.term}")
         # A lost lease is noticed at the next renewal. Until then the incarnation of the store, not
-        # the term, keeps the older leader from writing.
-        is_lease_known = self._world.loop.time() > self._world.lost_s + TIMING.duration_s
+        # the term, keeps the older leader from writing if the new one had never seen a lease.
+        is_recent = self._world.loop.time() <= self._world.lost_s + TIMING.duration_s
+        is_lease_known = not is_recent or after.term > 1
         for other in self._world.living_balancers():
             state = other.elector.state
             if other is balancer or state.role is not LeaderRole.LEADING or not is_lease_known:

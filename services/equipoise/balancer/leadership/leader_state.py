@@ -5,7 +5,8 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
 
 - A candidate never reads a time that another machine wrote. A lease is expired when reads found the
   same record for the lease's duration on the candidate's monotonic clock. Between two reads at most
-  the length of a round counts, so a clock that jumps gains nothing.
+  the length of a round counts, so a clock that jumps gains nothing. In the place of a lease that
+  vanished it puts a vacancy, which expires likewise: the leader before may not know yet.
 - A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
   so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
 - Each new leader starts a new term, the fencing number of every write and push. What a paused
@@ -192,11 +193,12 @@ def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Ac
 
 def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
     noted = _note(state, event.sighting, now)
-    if not _is_free(noted):
-        assert noted.seen is not None, "an empty register is free"
-        return replace(noted, reason=f"{noted.seen.record.holder} leads"), None
+    if noted.seen is not None and not _is_free(noted, noted.seen.record):
+        return replace(noted, reason=_who_leads(noted.seen.record)), None
     if noted.highest_term >= MAX_TERM:
         return replace(noted, reason=_NO_TERM_LEFT), None
+    if noted.seen is None and noted.highest_term:
+        return replace(noted, reason="the lease was lost"), _vacancy(noted, now)
     record = LeaseRecord(
         holder=noted.candidate.name,
         address=noted.candidate.address,
@@ -249,7 +251,8 @@ def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState,
     if record is None:
         return _follow(noted, "the lease was deleted"), None
     if record.holder != state.candidate.name or record.term != state.term:
-        return _follow(noted, f"{record.holder or 'no balancer'} holds the lease now"), None
+        holder = record.holder if record.holder and not record.is_vacancy else "no balancer"
+        return _follow(noted, f"{holder} holds the lease now"), None
     return noted, _renewal(noted)
 
 
@@ -289,16 +292,27 @@ def _note(state: LeaderState, sighting: Sighting | None, now: float) -> LeaderSt
     )
 
 
-def _is_free(state: LeaderState) -> bool:
-    if state.seen is None:
-        return True
-    record = state.seen.record
+def _is_free(state: LeaderState, record: LeaseRecord) -> bool:
     # A lease of ours from a term that ended cannot be held by another candidate.
     if record.holder in {"", state.candidate.name}:
         return True
     # The record may be damaged: no balancer has a longer duration, and ours is safe for its peers.
     longest_s = max(state.timing.duration_s, min(record.duration_s, MAX_LEASE_S))
     return state.unchanged_s >= longest_s
+
+
+def _who_leads(record: LeaseRecord) -> str:
+    if record.is_vacancy:
+        return f"the lease was lost, and its leader may lead for up to {record.duration_s:g} s"
+    return f"{record.holder} leads"
+
+
+def _vacancy(state: LeaderState, now: float) -> WriteRegister:
+    """Fill an empty register that was not empty before: the vacancy must last for a lease."""
+    vacancy = LeaseRecord.vacancy(
+        state.candidate, term=state.highest_term, duration_s=state.timing.duration_s, now=now
+    )
+    return WriteRegister(record=vacancy, replacing=None)
 
 
 def _extend(state: LeaderState, event: Wrote, now: float) -> LeaderState:
@@ -327,7 +341,7 @@ _Handler = Callable[[LeaderState, Any, float], tuple[LeaderState, Action]]
 TABLE: dict[tuple[LeaderRole, type[LeaseEvent]], _Handler] = {
     (LeaderRole.FOLLOWING, Due): _look,
     (LeaderRole.FOLLOWING, Saw): _consider,
-    (LeaderRole.FOLLOWING, Wrote): _ignore,  # It came too late; the next read finds our own record.
+    (LeaderRole.FOLLOWING, Wrote): _ignore,  # The next read finds it: a vacancy, or a late record.
     (LeaderRole.FOLLOWING, Overtaken): _ignore,
     (LeaderRole.FOLLOWING, Failed): _doubt,
     (LeaderRole.FOLLOWING, Ticked): _ignore,

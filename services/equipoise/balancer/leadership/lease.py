@@ -6,6 +6,9 @@ MAX_LEASE_S = 60.0
 """Longest lease duration of any balancer, seconds. A record that states a longer one expires after
 this time."""
 
+_NOBODY = "nobody, noted by "
+"""Begins the holder of a vacancy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTiming:
@@ -68,6 +71,27 @@ class LeaseRecord:
     term: int
     renewals: int
     duration_s: float
+
+    @classmethod
+    def vacancy(
+        cls, candidate: Candidate, *, term: int, duration_s: float, now: float
+    ) -> "LeaseRecord":
+        """Return what a candidate puts in the place of a lost lease, whose leader may not know yet.
+
+        It expires like a lease. `now` is the candidate's clock and makes the record unique.
+        """
+        return cls(
+            holder=f"{_NOBODY}{candidate.name}",
+            address="",
+            term=term,
+            renewals=int(now * 1000),
+            duration_s=duration_s,
+        )
+
+    @property
+    def is_vacancy(self) -> bool:
+        """Whether it stands for a lost lease."""
+        return self.holder.startswith(_NOBODY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
