@@ -57,6 +57,7 @@ class PolicyBook:
         self._read: ReadPolicy | None = None
         self._source = FLAGS
         self._loaded_s = now
+        self._digests: dict[Policy, str] = {}
         self.needs_file = needs_file
         self.revision = 1
         self.num_rejected = 0
@@ -76,8 +77,13 @@ class PolicyBook:
         values = self._base
         if self._read is not None:
             values = self._read.pools.get(pool, self._read.defaults)
+        if values not in self._digests:
+            self._digests[values] = digest(values)
         return PolicyInForce(
-            values=values, digest=digest(values), source=self._source, loaded_s=self._loaded_s
+            values=values,
+            digest=self._digests[values],
+            source=self._source,
+            loaded_s=self._loaded_s,
         )
 
     def offer(self, text: str, *, source: str, now: float) -> bool:
@@ -88,6 +94,7 @@ class PolicyBook:
             self.reject(str(error), now=now)
             return False
         self._source, self._loaded_s = source, now
+        self._digests.clear()
         self.latest_rejection = None
         self.revision += 1
         _log.info("policy %s is in force", source)

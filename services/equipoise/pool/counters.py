@@ -127,10 +127,12 @@ class Timeouts:
         return tuple(self._by_name.values())
 
     def _add(self, worker: str, reported: WorkerTimeout, *, before: int) -> None:
-        known = self._by_name.get(
-            reported.name, Timeout(name=reported.name, timeout_s=reported.timeout_s)
-        )
+        known = self._by_name.get(reported.name)
         grown = max(0, reported.reached - before)
+        if known is None:
+            known = Timeout(name=reported.name, timeout_s=reported.timeout_s)
+        elif not grown and known.timeout_s == reported.timeout_s:
+            return
         self._by_name[reported.name] = Timeout(
             name=reported.name,
             timeout_s=reported.timeout_s,

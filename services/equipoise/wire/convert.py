@@ -5,7 +5,6 @@ numbers, and any other input raises `InvalidMessageError`. Shapes come from the 
 which both sides keep for the life of the stream.
 """
 
-from dataclasses import asdict
 from typing import assert_never
 
 from equipoise.planning.layout import Layout
@@ -20,6 +19,7 @@ from equipoise.wire.balancer_messages import (
     TermConfirmed,
 )
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.layouts import fields_of
 from equipoise.wire.messages import (
     GroupLost,
     Heartbeat,
@@ -45,15 +45,15 @@ def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a
         case Report():
             return pb.ConnectRequest(load_report=reports.report_to_proto(value))
         case Staged():
-            return pb.ConnectRequest(staged=pb.Staged(**asdict(value)))
+            return pb.ConnectRequest(staged=pb.Staged(**fields_of(value)))
         case LayoutRejected():
-            return pb.ConnectRequest(layout_rejected=pb.LayoutRejected(**asdict(value)))
+            return pb.ConnectRequest(layout_rejected=pb.LayoutRejected(**fields_of(value)))
         case Switched():
             return pb.ConnectRequest(switched=requests.switched_to_proto(value))
         case Heartbeat():
-            return pb.ConnectRequest(heartbeat=pb.Heartbeat(**asdict(value)))
+            return pb.ConnectRequest(heartbeat=pb.Heartbeat(**fields_of(value)))
         case Leaving():
-            return pb.ConnectRequest(leaving=pb.Leaving(**asdict(value)))
+            return pb.ConnectRequest(leaving=pb.Leaving(**fields_of(value)))
         case GroupLost():
             return pb.ConnectRequest(group_lost=requests.group_lost_to_proto(value))
         case _:
@@ -119,13 +119,13 @@ def to_worker(value: BalancerMessage) -> pb.ConnectResponse:
         case Stage():
             return pb.ConnectResponse(stage=responses.stage_to_proto(value))
         case Abort():
-            return pb.ConnectResponse(abort=pb.Abort(**asdict(value)))
+            return pb.ConnectResponse(abort=pb.Abort(**fields_of(value)))
         case TermConfirmed():
-            return pb.ConnectResponse(term_confirmed=pb.TermConfirmed(**asdict(value)))
+            return pb.ConnectResponse(term_confirmed=pb.TermConfirmed(**fields_of(value)))
         case HeartbeatAck():
-            return pb.ConnectResponse(heartbeat_ack=pb.HeartbeatAck(**asdict(value)))
+            return pb.ConnectResponse(heartbeat_ack=pb.HeartbeatAck(**fields_of(value)))
         case Rejection():
-            return pb.ConnectResponse(rejection=pb.Rejection(**asdict(value)))
+            return pb.ConnectResponse(rejection=pb.Rejection(**fields_of(value)))
         case _:
             assert_never(value)
 

@@ -1,6 +1,6 @@
 """Conversion of the periodic messages: `Report` and `Heartbeat`."""
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.layouts import fields_of
 from equipoise.wire.messages import Heartbeat, RankStats, Report, WorkerTimeout
 from equipoise_api.v1 import worker_link_pb2 as pb
 
@@ -32,8 +33,8 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         generation=load.generation,
         phase=_PHASE_NUMBERS[load.phase],
         assignments=load.assignments.astype("<u8", copy=False).tobytes(),
-        timeouts=[pb.WorkerTimeout(**asdict(timeout)) for timeout in report.stats.timeouts],
-        heartbeat=None if beat is None else pb.Heartbeat(**asdict(beat)),
+        timeouts=[pb.WorkerTimeout(**fields_of(timeout)) for timeout in report.stats.timeouts],
+        heartbeat=None if beat is None else pb.Heartbeat(**fields_of(beat)),
         **{name: getattr(report.stats, name) for name in _STAT_COUNTS},
     )
 
