@@ -5,6 +5,7 @@ that costs less than freeing what dead processes leave, and a leak in one batch 
 next.
 """
 
+import gc
 import hashlib
 import multiprocessing
 import time
@@ -104,11 +105,20 @@ def play_all(
     batch: int = BATCH,
 ) -> Iterator[Played]:
     """Play the schedules of some seeds, in their order, `batch` in each process."""
+    warm_up()
     batches = ((some, plant, kinds) for some in _batched(seeds, batch))
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for results in pool.imap(_play_batch, batches):
             yield from results
+
+
+def warm_up() -> None:
+    """Play one schedule, so that forked processes have compiled and imported everything."""
+    seams = Seams()
+    play(seams, make_schedule(0))
+    seams.clean_up()
+    gc.freeze()
 
 
 def shrink(schedule: Schedule, violation: str, *, plant: str = "") -> Played:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,16 @@ EXPERT_BYTES = 16
 _LAYERS = np.arange(64)[:, None]
 
 
+@cache
 def expert_bytes(layer: int, expert: int) -> bytes:
     """The true bytes of an expert."""
     return hashlib.blake2b(f"{layer}/{expert}".encode(), digest_size=EXPERT_BYTES).digest()
+
+
+@lru_cache(maxsize=1024)
+def _tensor(data: bytes) -> torch.Tensor:
+    """Bytes as the product has them. It does not change what it reads."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class SimCheckpoint:
@@ -40,10 +48,7 @@ class SimCheckpoint:
             for layer in range(shape.num_layers)
             for expert in range(shape.num_experts)
         }
-        sums = b"".join(
-            checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            for data in self._true.values()
-        )
+        sums = b"".join(checksum(_tensor(data)) for data in self._true.values())
         self._checksums = np.frombuffer(sums, dtype=np.uint8).reshape(
             shape.num_layers, shape.num_experts, -1
         )
@@ -69,7 +74,7 @@ class SimCheckpoint:
         data = bytearray(self._true[layer, expert])
         if (layer, expert) in self.damaged:
             data[3] ^= 1
-        return torch.frombuffer(data, dtype=torch.uint8)
+        return _tensor(bytes(data))
 
 
 async def _later(after_s: float, payload: torch.Tensor) -> torch.Tensor:
@@ -87,7 +92,7 @@ class SimSlots:
         self.contents: list[bytes] = [bytes(EXPERT_BYTES)] * num_slots
 
     def read(self, slot: int) -> torch.Tensor:
-        return torch.frombuffer(bytearray(self.contents[slot]), dtype=torch.uint8)
+        return _tensor(self.contents[slot])
 
     def write(self, slot: int, payload: torch.Tensor) -> None:
         self.contents[slot] = payload.numpy().tobytes()

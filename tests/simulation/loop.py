@@ -27,17 +27,15 @@ _NO_PROCESS = contextvars.Context()
 _BUGS = (AttributeError, TypeError, NameError, AssertionError, LookupError)
 """What no task of the product ends with, unless it has a bug."""
 
-_serials = itertools.count()
-
 
 class _Ordered:
-    """Hashes by order of creation instead of by address."""
+    """Hashes by the order in which a loop first hashed it, instead of by address."""
 
     def __hash__(self) -> int:
         try:
             return self._serial
         except AttributeError:
-            self._serial = next(_serials)
+            self._serial = next(self.get_loop().serials)
             return self._serial
 
 
@@ -49,6 +47,27 @@ class _Task(_Ordered, asyncio.Task):
     pass
 
 
+class _Handle:
+    """A callback to be run; asyncio's own class costs several times as much to make."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "when_s")
+
+    def __init__(self, callback, args, context, when_s: float = 0.0) -> None:
+        self.callback, self.args = callback, args
+        self.context = contextvars.copy_context() if context is None else context
+        self.when_s = when_s
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.when_s
+
+
 class Process:
     """A simulated operating-system process: everything it scheduled stops when it is killed."""
 
@@ -57,7 +76,7 @@ class Process:
         self.alive = True
         self.paused = False
         self._loop = loop
-        self._parked: list[asyncio.Handle] = []
+        self._parked: list[_Handle] = []
         self._on_death: dict[Callable[[], None], None] = {}
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
@@ -101,14 +120,9 @@ class Process:
         parked, self._parked = self._parked, []
         self._loop.take_back(parked)
 
-    def runs(self, handle: asyncio.Handle) -> bool:
-        """Whether a callback may run now; a paused process keeps it for later."""
-        if not self.alive:
-            return False
-        if self.paused:
-            self._parked.append(handle)
-            return False
-        return True
+    def keep(self, handle: _Handle) -> None:
+        """What a paused process would run waits until it resumes."""
+        self._parked.append(handle)
 
 
 class SimLoop(base_events.BaseEventLoop):
@@ -118,10 +132,10 @@ class SimLoop(base_events.BaseEventLoop):
         super().__init__()
         self._now_s = EPOCH_S
         self._order = itertools.count()
-        self._due: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._ready: deque[asyncio.Handle] = deque()
+        self._due: list[tuple[float, int, _Handle]] = []
+        self._ready: deque[_Handle] = deque()
+        self.serials = itertools.count()
         self.num_events = self._moved_events = 0
-        self._moved_s = 0.0
         self.faults: list[str] = []
         """Exceptions that nobody caught."""
         self.set_exception_handler(self._note_fault)
@@ -141,8 +155,7 @@ class SimLoop(base_events.BaseEventLoop):
         return task
 
     def call_at(self, when, callback, *args, context=None):
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True
+        timer = _Handle(callback, args, context, when)
         heapq.heappush(self._due, (when, next(self._order), timer))
         return timer
 
@@ -150,7 +163,7 @@ class SimLoop(base_events.BaseEventLoop):
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_soon(self, callback, *args, context=None):
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, context)
         self._ready.append(handle)
         return handle
 
@@ -169,7 +182,7 @@ class SimLoop(base_events.BaseEventLoop):
         future.set_result(result)
         return future
 
-    def take_back(self, handles: list[asyncio.Handle]) -> None:
+    def take_back(self, handles: list[_Handle]) -> None:
         """Schedule what a paused process kept."""
         self._ready.extend(handles)
 
@@ -178,42 +191,48 @@ class SimLoop(base_events.BaseEventLoop):
         events._set_running_loop(self)
         try:
             ready, due = self._ready, self._due
-            while not self._is_stuck():
-                for _ in range(min(len(ready), MAX_EVENTS_AT_ONCE)):
-                    self._run(ready.popleft())
+            while True:
+                self._run_ready()
                 if ready:
-                    continue
-                while due and due[0][2]._cancelled:
+                    return  # Something spins.
+                while due and due[0][2].is_cancelled:
                     heapq.heappop(due)
                 if not due or due[0][0] > until_s:
                     self._now_s = max(self._now_s, until_s)
                     return
                 when_s, _, handle = heapq.heappop(due)
-                self._now_s = max(self._now_s, when_s)
-                self._run(handle)
+                if when_s > self._now_s:
+                    self._now_s, self._moved_events = when_s, self.num_events
+                ready.append(handle)
         finally:
             events._set_running_loop(None)
 
-    def _is_stuck(self) -> bool:
-        """Whether something runs again and again without letting time pass."""
-        if self._now_s > self._moved_s:
-            self._moved_s, self._moved_events = self._now_s, self.num_events
-        if self.num_events - self._moved_events < MAX_EVENTS_AT_ONCE:
-            return False
-        self.faults.append(f"{MAX_EVENTS_AT_ONCE} events at one moment: something spins")
-        return True
-
-    def _run(self, handle: asyncio.Handle) -> None:
-        if handle._cancelled:
-            return
-        process = handle._context.get(_PROCESS)
-        if process is not None and not process.runs(handle):
-            return
-        self.num_events += 1
-        handle._run()
-
-    def _timer_handle_cancelled(self, handle) -> None:
-        pass  # Skipped when it is due.
+    def _run_ready(self) -> None:
+        """Run what is ready, and what that makes ready, until time must pass."""
+        ready = self._ready
+        most = self._moved_events + MAX_EVENTS_AT_ONCE
+        while ready:
+            handle = ready.popleft()
+            if handle.is_cancelled:
+                continue
+            context = handle.context
+            process = context.get(_PROCESS)
+            if process is not None:
+                if not process.alive:
+                    continue
+                if process.paused:
+                    process.keep(handle)
+                    continue
+            self.num_events += 1
+            try:
+                context.run(handle.callback, *handle.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - as asyncio does
+                self.faults.append(f"{handle.callback!r}: {error!r}")
+            if self.num_events > most:
+                self.faults.append(f"{MAX_EVENTS_AT_ONCE} events at one moment: something spins")
+                return
 
     def _note_bug(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()

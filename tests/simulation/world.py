@@ -33,10 +33,13 @@ CONVERGE_S = 75.0
 """Seconds within which the fleet must serve as one once the faults have ended."""
 
 CHECK_S = 0.5
+BEGIN_S = 6.0
+"""Seconds within which a fleet begins to serve. Faults begin then."""
+
 SLOTS = 3
 SHAPE = ModelShape(num_layers=2, num_experts=6, num_groups=2, expert_bytes=EXPERT_BYTES)
 POLICY = Policy(
-    interval_s=4.0,
+    interval_s=3.0,
     report_interval_s=2.0,
     heartbeat_interval_s=2.0,
     slow_half_life_s=12.0,
@@ -123,7 +126,8 @@ class World(Faults):
         for name in WORKERS[: self.schedule.num_workers]:
             self.wanted.add(name)
             self.start_worker(name)
-        self.loop.run_until(EPOCH_S + 6.0)
+        while self.unsettled() and self.elapsed_s < BEGIN_S:
+            self.loop.run_until(self.loop.time() + CHECK_S)
 
     def run(self) -> ViolationError | None:
         """Play the schedule, then wait until the fleet serves as one again."""
