@@ -106,7 +106,6 @@ async def client(address):
         listen="127.0.0.1:0",
         workers=(address,),
         checkpoint=packaged_checkpoint(),
-        context_length=CONTEXT_LENGTH,
     )
     task = asyncio.create_task(serve(settings, stop=stop, listening=listening.set_result))
     base_url = f"http://{await asyncio.wait_for(listening, BOUND_S)}"

@@ -133,7 +133,7 @@ async def test_a_failed_rank_backs_off_and_is_then_tried_with_one_request(ranks,
     ranks.update(reported("a"))
     with await place(ranks) as failed:
         failed.lost("it broke")
-    assert ranks.trouble() == "a: is in backoff: it broke"
+    assert ranks.trouble() == "a: does not serve: it broke"
     clock.now_s += FIRST_REST_S
     trial = await place(ranks)
     second, third = await in_line(ranks, 1), await in_line(ranks, 2)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from equipoise.gateway.metrics import RequestTally
+from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.routing import RankState
@@ -371,6 +372,7 @@ async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet,
         ),
         tally=RequestTally(),
         credentials=Credentials(),
+        channels=RankChannels(Credentials()),
     )
 
     async def one(prompt, max_tokens):

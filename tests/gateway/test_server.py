@@ -12,7 +12,15 @@ from equipoise.gateway.http_server import MAX_HEADER_BYTES
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.settings.errors import InvalidSettingsError
-from tests.support.scripted_ranks import BOUND_S, Fault, all_events, events, tokens_of, undisturbed
+from tests.support.scripted_ranks import (
+    BOUND_S,
+    Fault,
+    all_events,
+    events,
+    listening,
+    tokens_of,
+    undisturbed,
+)
 
 PROMPT = (7, 8, 9)
 
@@ -21,6 +29,53 @@ async def test_it_is_ready_when_a_rank_is_available(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
         assert (await gateway.client.get("/healthz")).status_code == 200
         assert (await gateway.client.get("/readyz")).json() == {"status": "ready"}
+
+
+async def until_ready(gateway, status):
+    async with asyncio.timeout(BOUND_S):
+        while (response := await gateway.client.get("/readyz")).status_code != status:
+            pass
+    return response.json()
+
+
+async def test_it_is_not_ready_while_every_worker_is_dead(run_gateway, fleet):
+    rank = fleet.ranks[0]
+    async with listening(rank) as address:
+        pass
+    async with run_gateway(workers=(address,)) as gateway:
+        answer = await until_ready(gateway, 503)
+        assert f"{address}: does not serve: UNAVAILABLE" in answer["reason"]
+        for _ in range(20):
+            assert (await gateway.client.get("/readyz")).status_code == 503
+            await asyncio.sleep(0.05)
+        async with listening(rank, address):
+            await until_ready(gateway, 200)
+        # Without requests.
+        await until_ready(gateway, 503)
+    assert not rank.requests
+
+
+async def test_a_chat_may_use_the_context_that_the_ranks_report(run_gateway, fleet):
+    fleet.ranks[0].context_length, fleet.ranks[1].context_length = 90, 80
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                response = await gateway.client.post("/v1/chat/completions", json=body)
+                if response.status_code == 200 and response.json()["usage"]["total_tokens"] == 80:
+                    break
+        too_long = await gateway.post(prompt="hello", max_tokens=76)
+    assert too_long.status_code == 400
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_chat_without_a_limit_waits_for_no_rank(run_gateway):
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    async with run_gateway(balancer=("127.0.0.1:1",)) as gateway:
+        response = await gateway.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert "context length" in response.json()["error"]["message"]
 
 
 async def test_it_is_alive_but_not_ready_before_it_knows_a_rank(run_gateway):

@@ -78,6 +78,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         """Pauses before a token, after each of which it reports that the request waits."""
         self.waits_after = 0
         """Tokens before these pauses."""
+        self.context_length = 256
         self.poison = None
         self.num_deaths = 0
         self._serving = set()
@@ -97,6 +98,9 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
             serving.cancel()
             self._serving.discard(serving)
             await self._count(-1)
+
+    async def GetLimits(self, _request, _context):  # noqa: N802 - named by the contract
+        return pb.GetLimitsResponse(context_length=self.context_length)
 
     async def until(self, condition):
         async with asyncio.timeout(BOUND_S), self.changed:

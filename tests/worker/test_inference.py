@@ -329,3 +329,12 @@ async def test_requests_before_the_first_rank_are_unavailable():
             await generated(stub.Generate(request(), timeout=60))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "no rank yet" in caught.value.details()
+
+
+async def test_limits_are_reported_while_requests_are_served(bench):
+    limits = await bench.stub.GetLimits(pb.GetLimitsRequest(), timeout=60)
+    assert limits.context_length == 96
+    bench.service.draining = "this worker leaves"
+    with pytest.raises(grpc.aio.AioRpcError, match="this worker leaves") as caught:
+        await bench.stub.GetLimits(pb.GetLimitsRequest(), timeout=60)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -116,6 +116,11 @@ class InferenceStub:
                 request_serializer=equipoise__api_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GetLimits = channel.unary_unary(
+                '/equipoise_api.v1.Inference/GetLimits',
+                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.GetLimitsRequest.SerializeToString,
+                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.GetLimitsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -134,6 +139,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLimits(self, request, context):
+        """GetLimits reports which requests the rank serves. UNAVAILABLE: none now; the message says why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +153,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=equipoise__api_dot_v1_dot_worker__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLimits,
+                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.GetLimitsRequest.FromString,
+                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.GetLimitsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -171,6 +188,33 @@ class Inference:
             '/equipoise_api.v1.Inference/Generate',
             equipoise__api_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
             equipoise__api_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/equipoise_api.v1.Inference/GetLimits',
+            equipoise__api_dot_v1_dot_worker__pb2.GetLimitsRequest.SerializeToString,
+            equipoise__api_dot_v1_dot_worker__pb2.GetLimitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,6 +72,8 @@ class InferenceStub:
     that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
     of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
     """
+    GetLimits: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetLimitsRequest, _worker_pb2.GetLimitsResponse]
+    """GetLimits reports which requests the rank serves. UNAVAILABLE: none now; the message says why."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -86,6 +88,8 @@ class InferenceAsyncStub(InferenceStub):
     that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
     of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
     """
+    GetLimits: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetLimitsRequest, _worker_pb2.GetLimitsResponse]  # type: ignore[assignment]
+    """GetLimits reports which requests the rank serves. UNAVAILABLE: none now; the message says why."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Inference generates tokens on one rank."""
@@ -103,5 +107,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
         of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
         """
+
+    @_abc_1.abstractmethod
+    def GetLimits(
+        self,
+        request: _worker_pb2.GetLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetLimitsResponse, _abc.Awaitable[_worker_pb2.GetLimitsResponse]]:
+        """GetLimits reports which requests the rank serves. UNAVAILABLE: none now; the message says why."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -46,6 +46,12 @@ class UnknownModelError(InvalidRequestError):
     code = "model_not_found"
 
 
+class ContextLengthExceededError(InvalidRequestError):
+    """Prompt and output together are longer than the ranks' context."""
+
+    code = "context_length_exceeded"
+
+
 class UnauthorizedError(InvalidRequestError):
     """The request has no API key, or an unknown one."""
 

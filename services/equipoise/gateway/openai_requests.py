@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from equipoise.gateway.chat_template import ChatTemplate, Messages
-from equipoise.gateway.errors import InvalidRequestError, UnknownModelError
+from equipoise.gateway.errors import (
+    ContextLengthExceededError,
+    InvalidRequestError,
+    NoRankError,
+    UnknownModelError,
+)
 from equipoise.gateway.fields import Fields, is_whole, shown
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
@@ -106,11 +111,20 @@ class CompletionRequest:
 
 
 class RequestParser:
-    """Parses requests for one model."""
+    """Parses requests for one model.
+
+    `context_length` is the most tokens of prompt and output together; 0 if unknown.
+    """
 
     def __init__(
-        self, settings: GatewaySettings, *, tokenizer: Tokenizer, template: ChatTemplate | None
+        self,
+        settings: GatewaySettings,
+        *,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        context_length: Callable[[], int],
     ) -> None:
+        self._context_length = context_length
         self._settings = settings
         self._model = settings.model_name
         self._tokenizer = tokenizer
@@ -191,6 +205,7 @@ class RequestParser:
         logprobs: int | None,
         echo: str = "",
     ) -> CompletionRequest:
+        self._check_context(num_prompt=len(prompt), max_tokens=max_tokens)
         stream = fields.flag("stream")
         stop_tokens = frozenset(_tokens(fields, "stop_token_ids", self._tokenizer.vocab_size))
         if not fields.flag("ignore_eos"):
@@ -231,8 +246,20 @@ class RequestParser:
 
     def _check_length(self, fields: Fields, name: str, num_tokens: int) -> None:
         most = self._settings.max_prompt_tokens
-        if not 1 <= num_tokens <= most:
-            raise fields.reject(name, f"must have 1 to {most} tokens, not {num_tokens}")
+        if not num_tokens:
+            raise fields.reject(name, f"must have 1 to {most} tokens, not 0")
+        if num_tokens > most:
+            raise ContextLengthExceededError(
+                f"{name} must have 1 to {most} tokens, not {num_tokens}", param=name
+            )
+
+    def _check_context(self, *, num_prompt: int, max_tokens: int) -> None:
+        most, total = self._context_length(), num_prompt + max_tokens
+        if 0 < most < total:
+            raise ContextLengthExceededError(
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} add up to {total} tokens, "
+                f"more than the context of {most}: shorten the prompt, or ask for fewer tokens"
+            )
 
     def _chat_tokens(self, fields: Fields, *, num_prompt: int) -> int:
         """The answer's limit, by either name, or what the context leaves."""
@@ -242,8 +269,14 @@ class RequestParser:
             raise fields.reject(
                 "max_tokens", "and max_completion_tokens are the same setting: send one"
             )
-        left = max(1, min(most, self._settings.context_length - num_prompt))
-        return fields.whole(names[0] if names else "max_tokens", least=1, most=most, default=left)
+        if names:
+            return fields.whole(names[0], least=1, most=most, default=most)
+        context_length = self._context_length()
+        if not context_length:
+            raise NoRankError(
+                "no rank has reported its context length: try again later, or send max_tokens"
+            )
+        return max(1, min(most, context_length - num_prompt))
 
 
 def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:

@@ -78,9 +78,27 @@ class RankTable:
         return list(self._ranks.values())
 
     def trouble(self) -> str:
-        """Why no rank can take a request now; empty when one can."""
-        found = choose(self.loads(), now=self.now(), avoid=frozenset(), turn=0)
-        return found.reason if isinstance(found, NoRankChoice) else ""
+        """Why no rank serves; empty when one does."""
+        troubles = {rank.name: rank.trouble for rank in self._ranks.values()}
+        if not all(troubles.values()):
+            return ""
+        return "; ".join(f"{name}: {why}" for name, why in troubles.items()) or "no rank is known"
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and output together on any rank; 0 if unknown."""
+        lengths = [rank.context_length for rank in self._ranks.values() if rank.context_length]
+        return min(lengths, default=0)
+
+    def note_answer(self, address: str, *, context_length: int) -> None:
+        """A rank serves requests of up to `context_length` tokens; 0 if it does not report it."""
+        if rank := self._ranks.get(address):
+            rank.answers, rank.context_length = True, context_length
+
+    def note_silence(self, address: str, reason: str) -> None:
+        """A rank serves no requests, or does not answer."""
+        if rank := self._ranks.get(address):
+            rank.answers, rank.silence = False, reason
 
     def update(self, infos: Iterable[RankInfo]) -> None:
         """Replace what is known of all ranks. An empty list is ignored: the ranks keep serving.
@@ -239,7 +257,7 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def accepted(self) -> None:
         """The rank has accepted the request: it is alive."""
-        self.was_accepted = True
+        self.was_accepted = self.rank.answers = True
         self.rank.num_unanswered -= 1
         if self.rank.num_failures:
             self.rank.num_failures = 0
@@ -266,6 +284,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         Returns a key of the failure, the same for all requests that break at once.
         """
         rank, now = self.rank, self._ranks.now()
+        rank.answers, rank.silence = False, reason
         self._leave_trial()
         if now >= rank.resting_until_s:
             # Many requests that break at once are one failure.
@@ -335,6 +354,8 @@ class _Tracked(RankLoad):
     earlier_peak_kv_tokens: int = 0
 
     def update(self, info: RankInfo) -> None:
+        if info.state is not self.state:
+            self.answers = None
         self.name, self.state = info.name, info.state
         if info.report != self.report:
             ours = max(self.peak_open, self.earlier_peak_open)

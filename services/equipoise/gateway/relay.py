@@ -5,12 +5,10 @@ the next rank gets the prompt with the tokens so far and continues, sampling inc
 """
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NoReturn
-
-import grpc
 
 from equipoise.gateway.attempt import attempt
 from equipoise.gateway.errors import (
@@ -21,21 +19,12 @@ from equipoise.gateway.errors import (
     RankLostError,
 )
 from equipoise.gateway.metrics import RequestTally
+from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_table import RankTable, Reservation
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
-from equipoise.trust.errors import TrustError
 from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest
-from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
-
-_CHANNEL_OPTIONS = (
-    # Reconnect at once to a rank that returns; gRPC's default backoff grows to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +44,14 @@ class Relay:
         settings: GatewaySettings,
         tally: RequestTally,
         credentials: Credentials,
+        channels: RankChannels,
     ) -> None:
         self._ranks = ranks
         self._tally = tally
         self._vocab_size = vocab_size
         self._settings = settings
         self._credentials = credentials
-        self._channels: dict[tuple[str, int], _SharedChannel] = {}
+        self._channels = channels
 
     def stream(
         self,
@@ -135,7 +125,7 @@ class Relay:
         self, reservation: Reservation, request: GenerateRequest
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """One attempt on the reserved rank, with its work accounted for."""
-        async with self._stub(reservation.rank.address) as stub:
+        async with self._channels.stub(reservation.rank.address) as stub:
             parts = attempt(
                 stub,
                 request,
@@ -192,26 +182,6 @@ class Relay:
             f"change the request before retrying"
         )
 
-    @asynccontextmanager
-    async def _stub(self, address: str) -> AsyncIterator["pb_grpc.InferenceAsyncStub"]:
-        """A stub on a channel that streams share; closed with the last of them."""
-        key = (address, self._credentials.version())
-        shared = self._channels.get(key)
-        if shared is None:
-            try:
-                channel = self._credentials.worker_channel(address, options=_CHANNEL_OPTIONS)
-            except TrustError as error:
-                raise RankLostError(str(error)) from error
-            shared = self._channels[key] = _SharedChannel(channel=channel)
-        shared.num_users += 1
-        try:
-            yield pb_grpc.InferenceStub(shared.channel)
-        finally:
-            shared.num_users -= 1
-            if not shared.num_users:
-                del self._channels[key]
-                await shared.channel.close(None)
-
 
 @dataclass(slots=True, kw_only=True)
 class _RequestProgress:
@@ -234,9 +204,3 @@ class _RequestProgress:
 
     avoid: set[str] = field(default_factory=set)
     """Addresses of the ranks that failed."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _SharedChannel:
-    channel: grpc.aio.Channel
-    num_users: int = 0

@@ -73,11 +73,29 @@ class RankLoad:
     num_failures: int = 0
     """Failures since it last accepted a request. While above 0, it gets one request at a time."""
 
+    answers: bool | None = None
+    """Whether it serves, by its latest answer or failure; None if it is not known."""
+
+    silence: str = ""
+    """Why it does not serve, if it does not."""
+
+    context_length: int = 0
+    """Most tokens of prompt and output together; 0 if unknown."""
+
     resting_until_s: float = 0.0
     """Not to be tried before, on the clock of `now`."""
 
     resting_reason: str = ""
     """Reason for the latest backoff."""
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not serve; empty when it does. A full queue is no trouble."""
+        if self.state is RankState.CLOSED:
+            return "is leaving"
+        if self.answers is None and self.state is RankState.DOUBTFUL:
+            return "has lost its contact to the balancer"
+        return f"does not serve: {self.silence}" if self.answers is False else ""
 
     @property
     def work_tokens(self) -> float:

@@ -32,6 +32,8 @@ from equipoise.gateway.openai_responses import (
     error_object,
     model_object,
 )
+from equipoise.gateway.rank_channels import RankChannels
+from equipoise.gateway.rank_probe import RankProbe
 from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.routing import RankState
@@ -73,6 +75,8 @@ async def serve(
     ranks = RankTable(max_queued=settings.max_queued_requests, clock=time.monotonic)
     open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
+    channels = RankChannels(credentials)
+    probe = RankProbe(ranks, channels=channels, credentials=credentials, pool=settings.pool)
     server = http_server(
         _application(
             settings,
@@ -81,12 +85,14 @@ async def serve(
             open_requests=open_requests,
             tally=tally,
             credentials=credentials,
+            channels=channels,
         ),
         idle_s=settings.idle_timeout_s,
         header_s=settings.client_timeout_s,
     )
     stopped = asyncio.create_task(stop.wait())
     following = asyncio.create_task(_follow(ranks, settings, stop=stop, credentials=credentials))
+    probing = asyncio.create_task(probe.run())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     address = address_of(listener, listen=settings.listen)
     _log.info("listening on %s", address)
@@ -95,7 +101,7 @@ async def serve(
     try:
         async with metrics_at(settings.metrics_listen, GatewayCollector(tally, ranks=ranks)):
             done, _ = await asyncio.wait(
-                {stopped, following, serving}, return_when=asyncio.FIRST_COMPLETED
+                {stopped, following, probing, serving}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
@@ -105,9 +111,9 @@ async def serve(
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
-        stopped.cancel()
-        following.cancel()
-        await asyncio.gather(stopped, following, return_exceptions=True)
+        for task in (stopped, following, probing):
+            task.cancel()
+        await asyncio.gather(stopped, following, probing, return_exceptions=True)
 
 
 class _Model:
@@ -128,11 +134,18 @@ def _application(
     open_requests: OpenRequests,
     tally: RequestTally,
     credentials: Credentials,
+    channels: RankChannels,
 ) -> Starlette:
     """All paths."""
-    parser = RequestParser(settings, tokenizer=model.tokenizer, template=model.template)
+    parser = RequestParser(
+        settings,
+        tokenizer=model.tokenizer,
+        template=model.template,
+        context_length=lambda: settings.context_length or ranks.context_length,
+    )
     relay = Relay(
         ranks,
+        channels=channels,
         vocab_size=model.tokenizer.vocab_size,
         settings=settings,
         tally=tally,

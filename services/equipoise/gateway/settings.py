@@ -55,9 +55,9 @@ class GatewaySettings:
     max_tokens: Annotated[int, Range(1, 2**20)] = 8192
     """Maximum number of tokens that a request may ask for."""
 
-    context_length: Annotated[int, Range(2, 2**20)] = 256
-    """Tokens of prompt and output together; must match the workers' setting. A chat request
-    without a token limit may use what remains after the prompt."""
+    context_length: Annotated[int, Range(0, 2**20)] = 0
+    """Tokens of prompt and output together. A chat request without a token limit may use what
+    remains after the prompt. Default: 0, the shortest context of the ranks."""
 
     max_open_requests: Annotated[int, Range(1, 2**20)] = 1024
     """Requests in flight at a time; more are answered with 429."""

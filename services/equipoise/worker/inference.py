@@ -31,6 +31,7 @@ from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 from equipoise_model.sampling_params import SamplingError, SamplingParams
 
 _Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+_LimitsContext = grpc.aio.ServicerContext[pb.GetLimitsRequest, pb.GetLimitsResponse]
 _Token = tuple[StepResult, Emission]
 _Stream = asyncio.Queue[_Token | None]
 
@@ -139,6 +140,14 @@ class InferenceService(pb_grpc.InferenceServicer):
             del self._streams[key]
             self._engine.cancel(key)
             self._changed.set()
+
+    async def GetLimits(  # noqa: N802 - named by the contract
+        self, _: pb.GetLimitsRequest, context: _LimitsContext
+    ) -> pb.GetLimitsResponse:
+        """Report the limits of requests, unless all are rejected now."""
+        if self._closed or self.draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
+        return pb.GetLimitsResponse(context_length=self._context_length)
 
     async def _write(
         self, context: _Context, request: GenerateRequest, stream: _Stream, key: int
