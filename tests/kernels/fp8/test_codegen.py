@@ -21,7 +21,7 @@ from equipoise_kernels.fp8.testing.committed import (
 )
 from equipoise_kernels.fp8.testing.gates import violations
 
-# Half a minute on an idle machine of two cores; others may be at work too.
+# Half a minute on an idle machine of two cores, or nothing if the cache of Triton has all.
 _TIMEOUT_S = 550
 pytestmark = pytest.mark.timeout(600)
 

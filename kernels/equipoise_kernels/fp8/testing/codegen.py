@@ -6,6 +6,7 @@ Says nothing about speed, which only a GPU shows.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any, Self
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -109,10 +111,7 @@ def compile_for_hopper(what: Specialization) -> Code:
         RuntimeError: the compiler rejects the configuration.
     """
     compiled = triton.compile(_source(what), target=HOPPER, options=_options(what))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        dump = _dump(cubin.name)
+    dump = _dump(compiled.asm["cubin"])
     figures = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", dump)}
     instructions: dict[str, int] = {}
     for name in _INSTRUCTION.findall(dump):
@@ -148,13 +147,25 @@ def _options(what: Specialization) -> dict[str, int | bool]:
     }
 
 
-def _dump(path: str) -> str:
-    """Resources and instructions of a compiled kernel, as text."""
-    done = subprocess.run(
-        [str(_CUOBJDUMP), "-res-usage", "-sass", path],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_DUMP_TIMEOUT_S,
-    )
+def _dump(cubin: bytes) -> str:
+    """Resources and instructions of a compiled kernel, as text; from Triton's cache, if it has it.
+
+    The tool takes half a second for the smallest kernel. The key has its build in it.
+    """
+    tool = f"{_CUOBJDUMP} {_CUOBJDUMP.stat().st_mtime_ns}".encode()
+    cache = get_cache_manager(hashlib.sha256(tool + cubin).hexdigest())
+    cached = cache.get_file("dump.sass")
+    if cached is not None:
+        return Path(cached).read_text()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [str(_CUOBJDUMP), "-res-usage", "-sass", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_DUMP_TIMEOUT_S,
+        )
+    cache.put(done.stdout, "dump.sass", binary=False)
     return done.stdout
