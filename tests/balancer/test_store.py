@@ -174,6 +174,29 @@ async def test_what_it_lost_is_written_back_under_the_same_numbers(open_store):
     await store.close()
 
 
+async def test_numbers_that_it_lost_are_written_back_and_never_fall(open_store):
+    store = open_store()
+    members = EpochMembers(epoch=57, workers=("a", "b"))
+    lost = ForgottenRecords(members=members, next_generation=10)
+    for _ in range(2):
+        await store.restore("p", lost, term=TERM)
+    assert await store.pools() == ("p",)
+    assert await store.membership("p") == members
+    assert await store.next_generation("p") == 10
+    assert await store.committed("p") is await store.proposed("p") is None
+    with pytest.raises(StoreConflictError, match="generation 9 was used before, the next is 10"):
+        await store.put_proposed("p", layout_of(9), term=TERM)
+    with pytest.raises(StoreConflictError, match="the latest is 57"):
+        await store.put_membership("p", replace(members, epoch=56), term=TERM)
+    await store.put_proposed("p", layout_of(11), term=TERM)
+    older = EpochMembers(epoch=56, workers=("c",))
+    await store.restore("p", ForgottenRecords(members=older, next_generation=3), term=TERM)
+    await store.restore("p", ForgottenRecords(hold=Hold(paused="ann")), term=TERM)
+    assert await store.membership("p") == members
+    assert await store.next_generation("p") == 12
+    await store.close()
+
+
 async def test_only_the_newest_audit_records_are_kept(store):
     await asyncio.gather(
         *(

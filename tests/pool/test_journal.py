@@ -6,10 +6,11 @@ import pytest
 
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
+from equipoise.pool.effects import WriteAdopted, WriteMembership, WriteProposed
 from equipoise.pool.journal import Journal
 from equipoise.pool.policy import PoolPolicy
-from equipoise.pool.records import Hold, PoolMemory
-from tests.support.store_records import A_DECISION, AN_ORDER
+from equipoise.pool.records import EpochMembers, Hold, PoolMemory
+from tests.support.store_records import A_DECISION, AN_ORDER, layout_of
 
 PAUSED = Hold(paused="ann")
 
@@ -61,3 +62,42 @@ def test_newer_records_of_a_balancer_that_led_an_empty_store_are_not_overruled(k
     newer = replace(known.last_decision, sequence=1, time_unix_s=500.0)
     stored = PoolMemory(audit=orders(1, at=500.0), hold=Hold(), last_decision=newer)
     assert known.forgotten_by(stored) is None
+
+
+MEMBERS = EpochMembers(epoch=57, workers=("a", "b"))
+
+
+@pytest.fixture
+def numbered():
+    """A balancer that knows epoch 57 and generation 9."""
+    book = PolicyBook(Policy())
+    return Journal(
+        PoolPolicy("p", book, recorded=""), PoolMemory(members=MEMBERS, next_generation=10)
+    )
+
+
+def test_an_empty_store_lost_the_numbers_that_were_issued(numbered):
+    lost = numbered.forgotten_by(PoolMemory())
+    assert (lost.members, lost.next_generation) == (MEMBERS, 10)
+    restored = lost.added_to(PoolMemory())
+    assert (restored.members, restored.next_generation) == (MEMBERS, 10)
+    assert numbered.forgotten_by(restored) is None
+
+
+@pytest.mark.parametrize("write", [WriteProposed, WriteAdopted])
+def test_numbers_count_once_the_store_has_them(numbered, write):
+    numbered.note_written(write(layout=layout_of(12)))
+    numbered.note_written(write(layout=layout_of(11)))
+    numbered.note_written(WriteMembership(members=replace(MEMBERS, epoch=58)))
+    lost = numbered.forgotten_by(PoolMemory(members=MEMBERS, next_generation=12))
+    assert (lost.members.epoch, lost.next_generation) == (58, 13)
+
+
+def test_a_store_that_another_balancer_led_since_keeps_its_workers_and_gets_the_numbers(numbered):
+    stored = PoolMemory(members=EpochMembers(epoch=2, workers=("c",)), next_generation=40)
+    lost = numbered.forgotten_by(stored)
+    assert lost.members == EpochMembers(epoch=57, workers=("c",))
+    restored = lost.added_to(stored)
+    assert (restored.members, restored.next_generation) == (lost.members, 40)
+    ahead = PoolMemory(members=EpochMembers(epoch=58, workers=("c",)), next_generation=40)
+    assert numbered.forgotten_by(ahead) is None

@@ -302,6 +302,12 @@ class SimStore(_Client):
                 _put_back(data, "decisions", pool, lost.decision, limit=MAX_DECISIONS)
             if lost.hold is not None:
                 data["hold", pool] = lost.hold
+            if lost.members is not None:
+                data["members", pool] = max(
+                    lost.members, data.get(("members", pool), lost.members), key=lambda m: m.epoch
+                )
+            highest = data.get(("highest", pool), 0)
+            data["highest", pool] = max(lost.next_generation - 1, highest)
 
         await self._write(change, term=term)
 

@@ -54,8 +54,8 @@ async def restore(store: Store, pool: str, *, known: Journal | None, term: int) 
         return memory
     await store.restore(pool, lost, term=term)
     _log.warning(
-        "the store had lost %d audit records and the hold of pool %s: wrote them back",
-        *(len(lost.audit), pool),
+        "the store had lost records of pool %s (%s): wrote them back",
+        *(pool, ", ".join(lost.kinds)),
         extra=about(pool=pool, term=term),
     )
     return lost.added_to(memory)

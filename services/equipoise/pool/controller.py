@@ -197,7 +197,7 @@ class PoolController:
         """The store accepted a write; a record comes back with its number."""
         pool = self.pool
         pool.note_change()
-        pool.journal.note_written()
+        pool.journal.note_written(write)
         match write:
             case WriteProposed():
                 return pool.rollouts.handle(Persisted(generation=write.layout.generation), now=now)

@@ -2,15 +2,25 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from equipoise.planning.policy import StoreDown
-from equipoise.pool.effects import Chain, WriteAudit, WriteDecision
+from equipoise.pool.effects import (
+    Chain,
+    Write,
+    WriteAdopted,
+    WriteAudit,
+    WriteDecision,
+    WriteMembership,
+    WriteProposed,
+)
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import (
     MAX_AUDIT,
     AuditRecord,
     DecisionRecord,
+    EpochMembers,
     ForgottenRecords,
     PoolMemory,
 )
@@ -20,7 +30,10 @@ MAX_LATE = 100
 
 
 class Journal:
-    """Decisions, audit records and the hold of one pool, and whether its store works."""
+    """Decisions, audit records, the hold and the numbers of one pool, and whether its store works.
+
+    The numbers are those that the store has recorded: none is used before that.
+    """
 
     def __init__(self, policy: PoolPolicy, memory: PoolMemory) -> None:
         self._policy = policy
@@ -29,6 +42,8 @@ class Journal:
         self._audit = deque(memory.audit, maxlen=MAX_AUDIT)
         self.last_decision = memory.last_decision
         """The latest decision."""
+        self._members = memory.members
+        self._next_generation = memory.next_generation
         self._late: deque[DecisionRecord] = deque(maxlen=MAX_LATE)
         self.store_fault = ""
         """Why the store accepted no write last; empty while it works."""
@@ -38,9 +53,16 @@ class Journal:
         """The latest audit records, newest first."""
         return self._audit
 
-    def note_written(self) -> None:
+    def note_written(self, write: Write) -> None:
         """The store accepted a write."""
         self.store_fault = ""
+        match write:
+            case WriteProposed() | WriteAdopted():
+                self._next_generation = max(self._next_generation, write.layout.generation + 1)
+            case WriteMembership():
+                self._members = write.members
+            case _:
+                pass
 
     def note_decision(self, record: DecisionRecord) -> None:
         """A decision is recorded."""
@@ -69,6 +91,7 @@ class Journal:
 
         A store that lost writes has lower numbers than this balancer knows. It also has them if
         another balancer led an empty store since; then its records are more recent, and count.
+        Epochs and generations are never reused, so the highest count either way.
         """
         audit: tuple[AuditRecord, ...] = ()
         if self._audit and _is_lost(self._audit[0], stored.audit[0] if stored.audit else None):
@@ -77,10 +100,22 @@ class Journal:
         decision = self.last_decision
         if decision is not None and not _is_lost(decision, stored.last_decision):
             decision = None
-        if not audit and decision is None:
+        is_behind = self._next_generation > stored.next_generation
+        lost = ForgottenRecords(
+            audit=audit,
+            hold=self.hold if audit else None,
+            decision=decision,
+            members=self._members_lost_by(stored.members),
+            next_generation=self._next_generation if is_behind else 0,
+        )
+        return lost if lost.kinds else None
+
+    def _members_lost_by(self, stored: EpochMembers | None) -> EpochMembers | None:
+        """The highest epoch if the store lost it, with the workers that the store has, if any."""
+        known = self._members
+        if known is None or (stored is not None and stored.epoch >= known.epoch):
             return None
-        hold = self.hold if audit else None
-        return ForgottenRecords(audit=audit, hold=hold, decision=decision)
+        return known if stored is None else replace(stored, epoch=known.epoch)
 
     def late_decisions(self) -> Chain:
         """Decisions that the store missed, once it works again."""

@@ -223,6 +223,24 @@ class ForgottenRecords:
     decision: DecisionRecord | None = None
     """The latest decision; None if the store has it."""
 
+    members: EpochMembers | None = None
+    """The highest epoch; None if the store has it."""
+
+    next_generation: int = 0
+    """The lowest generation that was never used; 0 if the store knows that."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is lost, for the log."""
+        lost = {
+            f"{len(self.audit)} audit records": bool(self.audit),
+            "its hold": self.hold is not None,
+            "a decision": self.decision is not None,
+            "its epoch": self.members is not None,
+            "its highest generation": self.next_generation > 0,
+        }
+        return tuple(kind for kind, is_lost in lost.items() if is_lost)
+
     def added_to(self, memory: PoolMemory) -> PoolMemory:
         """Return what the store knows once these are written back."""
         return replace(
@@ -230,4 +248,6 @@ class ForgottenRecords:
             audit=(*reversed(self.audit), *memory.audit)[:MAX_AUDIT],
             hold=self.hold or memory.hold,
             last_decision=self.decision or memory.last_decision,
+            members=self.members or memory.members,
+            next_generation=max(self.next_generation, memory.next_generation),
         )

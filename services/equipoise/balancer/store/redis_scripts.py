@@ -169,6 +169,7 @@ HOLD = "return {'ok', redis.call('HGET', pool, 'hold')}"
 
 RESTORE = """
 local hold, num_audit = ARGV[4], tonumber(ARGV[5])
+local epoch, workers, highest = ARGV[8], ARGV[9], ARGV[10]
 local function append(stream, counter, num_kept, first, last)
   for place = first, last, 2 do
     local sequence, record = ARGV[place], ARGV[place + 1]
@@ -178,9 +179,15 @@ local function append(stream, counter, num_kept, first, last)
     end
   end
 end
-append(audit, 'num_audit', ARGV[6], 8, 7 + 2 * num_audit)
-append(decisions, 'num_decisions', ARGV[7], 8 + 2 * num_audit, #ARGV)
+append(audit, 'num_audit', ARGV[6], 11, 10 + 2 * num_audit)
+append(decisions, 'num_decisions', ARGV[7], 11 + 2 * num_audit, #ARGV)
 if hold ~= '' then redis.call('HSET', pool, 'hold', hold) end
+if tonumber(epoch) > tonumber(redis.call('HGET', pool, 'epoch') or '0') then
+  redis.call('HSET', pool, 'epoch', epoch, 'workers', workers)
+end
+if tonumber(highest) > tonumber(redis.call('HGET', pool, 'highest') or '0') then
+  redis.call('HSET', pool, 'highest', highest)
+end
 redis.call('SADD', pools, name)
 return {'ok'}
 """

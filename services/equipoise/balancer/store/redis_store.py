@@ -231,6 +231,7 @@ class RedisStore:
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """See `Store`."""
         decisions = () if lost.decision is None else (lost.decision,)
+        members = lost.members or EpochMembers(epoch=0, workers=())
         await self._write(
             pool,
             scripts.RESTORE,
@@ -238,6 +239,9 @@ class RedisStore:
             len(lost.audit),
             MAX_AUDIT_ENTRIES,
             MAX_DECISIONS,
+            members.epoch,
+            json.dumps(members.workers),
+            max(0, lost.next_generation - 1),
             *(part for one in (*lost.audit, *decisions) for part in (one.sequence, _fields(one))),
             term=term,
         )

@@ -257,10 +257,13 @@ class SqliteStore:
             for record in lost.audit:
                 if record.sequence > self._pool_value(pool, "num_audit"):
                     self._append_audit(pool, record)
-            decision = lost.decision
-            known = self._pool_value(pool, "num_decisions")
-            if decision is not None and decision.sequence > known:
+            decision, members = lost.decision, lost.members
+            if decision and decision.sequence > self._pool_value(pool, "num_decisions"):
                 self._append_decision(pool, decision)
+            if members and members.epoch > (self._pool_value(pool, "epoch") or 0):
+                self._set_pool(pool, epoch=members.epoch, workers=json.dumps(members.workers))
+            if lost.next_generation > self._pool_value(pool, "highest"):
+                self._set_pool(pool, highest=lost.next_generation - 1)
             if lost.hold is not None:
                 self._set_pool(pool, hold=pack_hold(lost.hold))
 

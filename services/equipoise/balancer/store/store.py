@@ -184,7 +184,8 @@ class Store(Protocol):
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """Write back records that this store lost, under their numbers, in one write.
 
-        A record is skipped if the store has one of the same or a higher number.
+        A record is skipped if the store has one of the same or a higher number; so are the epoch
+        and the highest generation.
         """
 
     async def hold(self, pool: str) -> Hold:
