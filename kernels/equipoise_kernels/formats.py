@@ -19,8 +19,9 @@ affects only itself. UE8M0 scales are computed on bits: a logarithm is wrong nex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,8 @@ class QuantizedWeight:
 
     codes: Tensor
     scales: Tensor
+    derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What launchers make of the tensors once and use at every launch, by name."""
 
     def __post_init__(self) -> None:
         require("codes", self.codes, CODE)
@@ -174,21 +177,27 @@ def require(
     if dtypes and tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise KernelInputError(f"{name} must be {names}, not {tensor.dtype}: convert it first")
-    if shape is not None and tuple(tensor.shape) != tuple(shape):
+    # Runs several times per kernel: a list of strides is made only for a message.
+    if shape is not None and tensor.shape != tuple(shape):
         raise KernelInputError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
-    strides = list(tensor.stride())
-    if dense and tensor.shape[-1] > 1 and strides[-1] != 1:
-        raise KernelInputError(
-            f"{name} must have neighbouring columns, not strides {strides}: call contiguous()"
-        )
-    if dense and tensor.shape[-2] > 1 and strides[-2] < tensor.shape[-1]:
-        raise KernelInputError(f"{name}'s rows overlap (strides {strides}): call contiguous()")
+    if dense and not tensor.is_contiguous():
+        _require_dense(name, tensor)
     if contiguous and not tensor.is_contiguous():
         raise KernelInputError(
-            f"{name} must be contiguous, not strides {strides}: call contiguous()"
+            f"{name} must be contiguous, not strides {list(tensor.stride())}: call contiguous()"
         )
     if like is not None and tensor.device != like.device:
         raise KernelInputError(f"{name} is on {tensor.device}, the rest on {like.device}: move it")
+
+
+def _require_dense(name: str, tensor: Tensor) -> None:
+    strides = list(tensor.stride())
+    if tensor.shape[-1] > 1 and strides[-1] != 1:
+        raise KernelInputError(
+            f"{name} must have neighbouring columns, not strides {strides}: call contiguous()"
+        )
+    if tensor.shape[-2] > 1 and strides[-2] < tensor.shape[-1]:
+        raise KernelInputError(f"{name}'s rows overlap (strides {strides}): call contiguous()")
 
 
 def require_groups(name: str, tensor: Tensor) -> None:

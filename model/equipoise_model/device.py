@@ -5,7 +5,7 @@ between calls.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,6 +91,28 @@ def beside(device: torch.device) -> Iterator[Arrive]:
     with torch.cuda.stream(stream):
         yield arrive
         event.record(stream)
+
+
+def to_host(parts: Sequence[Tensor]) -> Tensor:
+    """Copy one-dimensional tensors of one device and dtype into a new one on the host, in order.
+
+    The copy is on a separate stream and only the calling thread waits for it: no step does.
+    """
+    device, dtype = parts[0].device, parts[0].dtype
+    if device.type != "cuda":
+        return torch.cat(list(parts))
+    sizes = [part.numel() for part in parts]
+    # Copies to memory that is not pinned wait for the whole device.
+    whole = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
+    stream = torch.cuda.Stream(device)
+    # What the computation has queued may still be writing these tensors.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, part in zip(whole.split(sizes), parts, strict=True):
+            target.copy_(part, non_blocking=True)
+            part.record_stream(stream)
+    stream.synchronize()
+    return whole
 
 
 def _is_number(text: str) -> bool:

@@ -58,6 +58,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        kwargs.pop("pin_memory", None)  # Pinning needs a driver.
         if name == "__get__" and func.__self__.__name__ in _VIEWS:
             name = "view"
         flat, _ = tree_flatten((args, kwargs))
@@ -153,6 +154,9 @@ class _Stream:
 
     def wait_stream(self, stream):
         self._recorder.log.append((self.name, "waits for", stream.name))
+
+    def synchronize(self):
+        self._recorder.log.append(("the host", "waits for", self.name))
 
     def wait_event(self, event):
         self._recorder.log.append((self.name, "waits for", event.recorded_on))

@@ -25,7 +25,7 @@ from equipoise.worker.settings import WorkerSettings
 from equipoise_model import operations
 from equipoise_model.checkpoint import save
 from equipoise_model.config import Fp8Config
-from equipoise_model.device import DeviceError, choose_device
+from equipoise_model.device import DeviceError, choose_device, to_host
 from equipoise_model.experts import checksum
 from equipoise_model.fp8 import graphs
 from equipoise_model.plain.transformer import Transformer
@@ -176,6 +176,21 @@ def test_an_fp8_rank_captures_its_steps_on_a_device_and_makes_the_same_tokens(se
     with pretended_device():
         assert served_in_fp8("cuda") == (expected, held)
     assert [held.index(one) for one in held] == [0, 1, 2, 3, 1]
+
+
+def test_an_expert_is_read_beside_the_computation():
+    with pretended_device() as device:
+        parts = [torch.arange(6, dtype=torch.uint8, device="cuda"),
+                 torch.full((3,), 9, dtype=torch.uint8, device="cuda")]  # fmt: skip
+        payload = to_host(parts)
+        assert payload.device.type == "cpu"
+        assert payload.tolist() == [0, 1, 2, 3, 4, 5, 9, 9, 9]
+        # Only the reading thread waits, and for its own stream.
+        assert device.log == [
+            ("stream 1", "waits for", "computing"),
+            ("the host", "waits for", "stream 1"),
+        ]
+    assert to_host([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
 
 
 def test_an_fp8_worker_warms_up_on_a_device_before_it_serves(served_in_fp8, monkeypatch):

@@ -30,7 +30,7 @@ from equipoise_kernels.fp8.moe.permute import combine, permute
 from equipoise_kernels.fp8.moe.row_order import RowOrder, most_rows, order_rows
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant
-from equipoise_model.device import Arrive
+from equipoise_model.device import Arrive, to_host
 from equipoise_model.experts import Settle, check_payload
 
 _BLOCK = GROUP_ALIGNMENT
@@ -123,7 +123,7 @@ class Fp8ExpertSlots(nn.Module):
     def read(self, slot: int) -> Tensor:
         """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host."""
         parts = self._parts(self._place_of_slot[slot])
-        return torch.cat([part.flatten().view(torch.uint8) for part in parts]).cpu()
+        return to_host([part.flatten().view(torch.uint8) for part in parts])
 
     @torch.no_grad()
     def write(self, slot: int, payload: Tensor) -> None:

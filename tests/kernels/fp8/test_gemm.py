@@ -3,6 +3,7 @@ import torch
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleFormat, ScaleLayout
+from equipoise_kernels.fp8.gemm import tile
 from equipoise_kernels.fp8.gemm.dense import GemmConfig, gemm, gemm_reference, gemm_triton
 from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 from equipoise_kernels.numerics import difference
@@ -93,6 +94,21 @@ def test_nothing_is_written_outside_the_output(split_k, generator, interpreted):
     gemm_triton(a, weight, out=out.view, config=config(split_k=split_k))
     assert out.guard_is_intact()
     assert_equals_reference(out.view, a, weight)
+
+
+def test_a_weights_descriptor_is_made_once(generator, interpreted, monkeypatch):
+    made = []
+
+    def remember(*arguments):
+        made.append(arguments)
+        return descriptor(*arguments)
+
+    descriptor = tile.TensorDescriptor
+    monkeypatch.setattr(tile, "TensorDescriptor", remember)
+    a, weight = spread_rows((2, 128), generator), spread_weight((64, 128), generator)
+    for _ in range(3):
+        gemm_triton(a, weight, out=torch.empty(2, 64), config=config())
+    assert len(made) == 1
 
 
 def test_no_rows_give_no_rows(generator, interpreted):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import distributed_c10d
 
 from equipoise_kernels.fp8.all_to_all.payload import WORD_BYTES
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.all_to_all.window_store import RendezvousStore
 
 NUM_PARITIES = 2
 _NUMBER_BYTES = 8
@@ -127,12 +131,26 @@ def symmetric_window(
 
     num_bytes = WindowMap.of_shape(shape).num_bytes
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(local, group)
+    name, store = rendezvous_group(shape, group=group)
+    handle = symmetric.rendezvous(local, name)
     local.zero_()
     # No rank may send before all flags are zero; the caller makes all ranks wait for that.
     torch.cuda.current_stream(device).synchronize()
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return PeerWindow(local=local, addresses=addresses, owner=handle)
+    return PeerWindow(local=local, addresses=addresses, owner=(handle, store))
+
+
+def rendezvous_group(shape: EpShape, *, group: dist.ProcessGroup) -> tuple[str, RendezvousStore]:
+    """Register ranks for one rendezvous under a new name, the same on all of them.
+
+    The caller keeps the store alive until the rendezvous is over.
+    """
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    shared = dist.PrefixStore(names[0], distributed_c10d._get_process_group_store(group))  # noqa: SLF001
+    store = RendezvousStore(shared)
+    _SymmetricMemory.set_group_info(names[0], shape.rank, shape.num_ranks, store)
+    return names[0], store
 
 
 def _parts(everything_RB: Tensor, *, owner: Any) -> list[PeerWindow]:

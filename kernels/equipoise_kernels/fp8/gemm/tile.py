@@ -134,9 +134,18 @@ def _store_tile(
 
 
 def weight_descriptor(weight: QuantizedWeight, *, block_n: int) -> Any:
-    """The tensor descriptor for loading weights: codes [S, N, K], or [N, K] as one slot."""
-    codes = weight.codes if weight.codes.dim() == 3 else weight.codes.unsqueeze(0)
-    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [1, block_n, GROUP])
+    """The tensor descriptor for loading weights: codes [S, N, K], or [N, K] as one slot.
+
+    Kept with the weight, because making it takes a third of a launch.
+    """
+    name = f"descriptor {block_n}"
+    if name not in weight.derived:
+        codes = weight.codes if weight.codes.dim() == 3 else weight.codes.unsqueeze(0)
+        block = [1, block_n, GROUP]
+        weight.derived[name] = TensorDescriptor(
+            codes, list(codes.shape), list(codes.stride()), block
+        )
+    return weight.derived[name]
 
 
 def check_operands(a: QuantizedRows, weight: QuantizedWeight) -> None:
@@ -152,6 +161,7 @@ def check_operands(a: QuantizedRows, weight: QuantizedWeight) -> None:
         raise KernelInputError(
             "codes must start at multiples of 16 bytes, and so must each row: copy them"
         )
-    devices = {t.device for t in (a.codes, a.scales, weight.codes, weight.scales)}
-    if len(devices) != 1:
+    device = a.codes.device
+    if not (a.scales.device == weight.codes.device == weight.scales.device == device):
+        devices = {t.device for t in (a.codes, a.scales, weight.codes, weight.scales)}
         raise KernelInputError(f"rows and weights are on several devices ({devices}): move them")
