@@ -122,9 +122,10 @@ chaos: $(STAMP) redis  ## Inject seeded faults into a real fleet and check the i
 soak: $(STAMP) redis  ## Run a real fleet under faults for an hour and check that nothing grows (ARGS="--hours 8")
 	PYTHONPATH=. $(BIN)/python -m tests.support.chaos.soak $(ARGS)
 
-bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write JSON
+bench-gpu:  ## Check and time the kernels on this machine's GPU (8 minutes), write results/gpu
 	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.fp8.bench $(ARGS); status=$$?; \
-		[ $$status = 2 ] || PYTHONPATH=kernels:model $(GPU_PYTHON) -m equipoise_model.bench; exit $$status
+		[ $$status = 2 ] || PYTHONPATH=kernels:model timeout 90 $(GPU_PYTHON) -m equipoise_model.bench; \
+		exit $$status
 
 tune:  ## Choose the kernels' configurations on this machine's GPU
 	@PYTHONPATH=kernels $(GPU_PYTHON) -m equipoise_kernels.fp8.tune $(ARGS)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from equipoise_kernels.fp8 import configurations
-from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_here
+from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, RESULTS, versions, why_not_here
 from equipoise_kernels.fp8.bench.timing import GraphTimer
 from equipoise_kernels.fp8.self_test import start_process
 from equipoise_model.bench.layer import DECODE_ROWS, PREFILL_ROWS, LayerTiming, time_layer
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"bench-gpu: {reason}; no layer was measured and nothing written\n")
         return NO_DEVICE
     report = run()
-    out = options.out or Path("benchmarks") / f"{report['device']}_model_{report['date'][:10]}.json"
+    out = options.out or RESULTS / f"{report['device']}_model_{report['date'][:10]}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     sys.stdout.write(f"{as_text(report)}\nwritten to {out}\n")

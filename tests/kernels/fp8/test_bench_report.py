@@ -85,4 +85,8 @@ def test_a_run_passes_if_it_is_valid_and_nothing_failed():
     slow = report(0.7, machine=Machine(copy_tb_s=3.0, bf16_tflops=790.0))
     assert not has_passed(slow)
     assert "3.00 TB/s" in as_text(slow)
-    assert "700" in Machine(copy_tb_s=4.3, bf16_tflops=600.0).void_because()
+    assert "700" in Machine(copy_tb_s=4.3, bf16_tflops=600.0).void_because("nvidia_h200")
+    h100 = Machine(copy_tb_s=2.9, bf16_tflops=600.0)
+    assert h100.void_because("nvidia_h100_80gb_hbm3") is None
+    assert "2.7" in Machine(copy_tb_s=1.5, bf16_tflops=600.0).void_because("nvidia_h100_80gb_hbm3")
+    assert h100.void_because("another_card") is None

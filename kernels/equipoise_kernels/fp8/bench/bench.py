@@ -33,6 +33,8 @@ class Bench:
     """Random shapes, drawn at run time."""
     machine: Machine
     """The machine's figures, measured before the cases."""
+    within_s: float = 120.0
+    """Seconds that the case may take."""
 
     @property
     def device(self) -> torch.device:
