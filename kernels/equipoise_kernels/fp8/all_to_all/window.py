@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory
 from torch.distributed import distributed_c10d
 
 from equipoise_kernels.fp8.all_to_all.payload import WORD_BYTES
@@ -132,7 +132,7 @@ def symmetric_window(
     num_bytes = WindowMap.of_shape(shape).num_bytes
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     name, store = rendezvous_group(shape, group=group)
-    handle = symmetric.rendezvous(local, name)
+    handle = symmetric.rendezvous(local, name)  # type: ignore[arg-type]  # newer than some torch
     local.zero_()
     # No rank may send before all flags are zero; the caller makes all ranks wait for that.
     torch.cuda.current_stream(device).synchronize()
@@ -147,7 +147,7 @@ def rendezvous_group(shape: EpShape, *, group: dist.ProcessGroup) -> tuple[str, 
     """
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, group=group, group_src=0)
-    shared = dist.PrefixStore(names[0], distributed_c10d._get_process_group_store(group))  # noqa: SLF001
+    shared = PrefixStore(names[0], distributed_c10d._get_process_group_store(group))  # noqa: SLF001
     store = RendezvousStore(shared)
     _SymmetricMemory.set_group_info(names[0], shape.rank, shape.num_ranks, store)
     return names[0], store

@@ -12,16 +12,16 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch import distributed as dist
+from torch._C._distributed_c10d import Store
 
 # "CUDASymmetricMemory/12/0" for rank 0 of an exchange, "CUDASymmetricMemory/13" for a barrier.
 _NUMBER = re.compile(r"(?<=/)\d+(?=/|$)")
 
 
-class RendezvousStore(dist.Store):
+class RendezvousStore(Store):
     """One rank's view of a store, for one rendezvous."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
         self._first: int | None = None
@@ -32,7 +32,8 @@ class RendezvousStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """See `torch.distributed.Store`."""
-        return self._store.get(self._key(key))
+        value: bytes = self._store.get(self._key(key))
+        return value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """See `torch.distributed.Store`."""
@@ -40,9 +41,10 @@ class RendezvousStore(dist.Store):
 
     def add(self, key: str, value: int) -> int:
         """See `torch.distributed.Store`."""
-        return self._store.add(self._key(key), value)
+        total: int = self._store.add(self._key(key), value)
+        return total
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """See `torch.distributed.Store`."""
         own = [self._key(key) for key in keys]
         if timeout is None:
@@ -52,7 +54,8 @@ class RendezvousStore(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         """See `torch.distributed.Store`."""
-        return self._store.check([self._key(key) for key in keys])
+        exist: bool = self._store.check([self._key(key) for key in keys])
+        return exist
 
     def _key(self, key: str) -> str:
         def renumbered(found: re.Match[str]) -> str:

@@ -46,7 +46,7 @@ _BESIDE = {"B5": ("B1", "B2")}
 _LONGEST_CASE_S = 120.0
 _SHORTEST_CASE_S = 15.0
 # Starting three processes and losing one take most of it.
-_SHORTEST_OF = {("E3",): 100.0}
+_SHORTEST_OF: Mapping[tuple[str, ...], float] = {("E3",): 100.0}
 
 RunCase = Callable[[CaseInput], CaseOutput]
 

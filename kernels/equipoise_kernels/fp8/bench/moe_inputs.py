@@ -32,7 +32,9 @@ class RouteInputs:
         """Physical slots of the layout."""
         return self.tables.slots_of_expert_ER.numel()
 
-    def run(self, backend: object, *, rows_S: Tensor, out: Routes, **options: object) -> None:
+    def run(
+        self, backend: object, *, rows_S: Tensor | None, out: Routes, **options: object
+    ) -> None:
         """Launch a backend of `route`."""
         backend(  # type: ignore[operator]
             self.logits_TE,
