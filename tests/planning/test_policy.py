@@ -57,5 +57,11 @@ def test_a_worker_may_miss_a_heartbeat():
         Policy(silent_after_s=1.0, heartbeat_interval_s=1.0)
 
 
+def test_ranks_may_meet_before_the_join_times_out():
+    with pytest.raises(InvalidPolicyError, match=r"join_timeout_s must be at least meet_timeout_s"):
+        Policy(join_timeout_s=20.0)
+    assert Policy(join_timeout_s=20.0, meet_timeout_s=20.0).join_timeout_s == 20.0
+
+
 def test_an_algorithm_may_be_named_by_its_text():
     assert dataclasses.replace(Policy(), algorithm="global").algorithm is Algorithm.GLOBAL

@@ -91,6 +91,12 @@ def test_options_apply_where_the_file_sets_nothing():
             "pools.a.timeouts.report",
             "timeouts.report must be above heartbeatInterval (1)",
         ),
+        (
+            "defaults:\n  timeouts:\n    join: 20s\n    meet: 30s",
+            5,
+            "defaults.timeouts.join",
+            "timeouts.join must be at least timeouts.meet (30), not 20",
+        ),
         ("defaults: {}\ndefaults: {}", 4, "defaults", "is a duplicate of line 3"),
         ("defaults: [", 3, "", "is not valid YAML"),
         ("defaults: &a {}\npools: {b: *a}", 4, "", "aliases are not supported"),

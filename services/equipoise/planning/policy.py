@@ -237,8 +237,9 @@ class Policy:
 
     join_timeout_s: Annotated[float, Range(1, HOUR_S), Key("timeouts.join")] = 600.0
     """Time from the start of an epoch within which each of its ranks must serve, including the time
-    to load experts and to meet. After that the pool re-forms: without ranks that are late, or with
-    all again if all are needed. Raise it if loading a worker's experts takes longer."""
+    to load experts and to meet; at least that of `timeouts.meet`. After that the pool re-forms:
+    without ranks that are late, or with all again if all are needed. Raise it if loading a worker's
+    experts takes longer."""
 
     start_timeout_s: Annotated[float, Range(0, HOUR_S), Key("timeouts.start")] = 60.0
     """Time that a starting pool waits for all its workers. After that it starts with those that
@@ -269,6 +270,11 @@ class Policy:
             raise InvalidPolicyError(
                 f"silent_after_s must be above heartbeat_interval_s "
                 f"({self.heartbeat_interval_s:g}), not {self.silent_after_s:g}"
+            )
+        if self.join_timeout_s < self.meet_timeout_s:
+            raise InvalidPolicyError(
+                f"join_timeout_s must be at least meet_timeout_s ({self.meet_timeout_s:g}), "
+                f"not {self.join_timeout_s:g}"
             )
 
     def wave_bytes(self, expert_bytes: int) -> int:
