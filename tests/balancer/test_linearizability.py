@@ -18,7 +18,7 @@ from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.store import StoreConflictError, StoreError, TermOverError
 from equipoise.pool.records import Hold
 from tests.support.linearizability import UNKNOWN, Operation, UndecidedError, is_linearizable
-from tests.support.redis_replica import promote, replicated
+from tests.support.redis_replica import promote, replicated, until_replicated
 from tests.support.store_records import AN_ORDER, layout_of
 from tests.support.tcp_proxy import TcpProxy
 
@@ -231,13 +231,6 @@ async def test_a_store_that_breaks_its_contract_is_found(
                 return
         redis_server.restart_empty()
     pytest.fail("not found in ten histories")
-
-
-async def until_replicated(client):
-    """Wait until the replica has what was written until now."""
-    client.incr("a write of this connection, because WAIT waits for those only")
-    # On a thread, because the link to the replica runs in this loop.
-    assert await asyncio.to_thread(client.wait, 1, 1000) == 1
 
 
 @pytest.mark.parametrize("is_replicated", [True, False])

@@ -49,7 +49,7 @@ async def test_a_reader_that_waits_is_woken_by_a_message_and_by_closing():
     mailbox.post(abort(1))
     await asyncio.sleep(0)
     mailbox.close()
-    assert await asyncio.wait_for(reader, 5) == [abort(1)]
+    assert await asyncio.wait_for(reader, 60) == [abort(1)]
 
 
 @pytest.mark.parametrize("read_first", [True, False])

@@ -42,7 +42,7 @@ def process(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_cleanly(process, number):
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "Traceback" not in said
     assert "stopping; workers keep serving" in said
@@ -100,7 +100,7 @@ def test_a_redis_that_starts_later_is_waited_for(tmp_path):
             with server:
                 assert any("listening on" in line for line in started.stderr)
                 started.send_signal(signal.SIGTERM)
-                started.communicate(timeout=30)
+                started.communicate(timeout=120)
                 assert started.returncode == 0
         finally:
             started.kill()

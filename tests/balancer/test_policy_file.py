@@ -13,7 +13,7 @@ from equipoise.policy.book import PolicyBook
 from equipoise.policy.reading import MAX_BYTES
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Mount:

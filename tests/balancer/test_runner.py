@@ -22,7 +22,7 @@ from equipoise.pool.requests import Pause
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch
 from tests.support.balancers import ThreadPlanner
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class FaultyStore:

@@ -21,7 +21,7 @@ from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.settings import Tls
 from tests.support.browser import browsing, require_chromium
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Seat:

@@ -11,7 +11,7 @@ from equipoise_api.v1 import worker_link_pb2 as link
 from equipoise_api.v1 import worker_link_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.chaos.relay import Relay
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Echo(worker_link_pb2_grpc.WorkerLinkServicer):

@@ -11,7 +11,7 @@ import pytest
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
 from equipoise.cli.tethered import tethered
 
-BOUND_S = 30.0
+BOUND_S = 120.0
 SLEEPER = ("-c", "import signal; signal.pause()")
 FAULTY = ("-c", "import sys; print('no such checkpoint: /nowhere'); sys.exit(3)")
 SERVER = (

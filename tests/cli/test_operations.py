@@ -28,7 +28,7 @@ from equipoise.trust.tokens import AcceptedKeys
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 from tests.support.authority import write_keys
 
-BOUND_S = 30.0
+BOUND_S = 120.0
 
 
 class Answering(admin_pb2_grpc.AdminServicer):

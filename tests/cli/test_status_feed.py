@@ -8,7 +8,7 @@ from equipoise.cli.demo.fleet import free_address
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
-BOUND_S = 30.0
+BOUND_S = 120.0
 
 
 class Balancer(status_pb2_grpc.StatusServicer):

@@ -8,7 +8,7 @@ import pytest
 from equipoise.cli.demo.traffic import Prompt, Traffic, prompts_of
 from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
 
-BOUND_S = 30.0
+BOUND_S = 120.0
 PROMPTS = {
     domain: prompts_of(domain, texts, max_tokens=(3, 5), seed=0)
     for domain, texts in {"code": (b"if", b"for"), "english": (b"the", b"a", b"one")}.items()

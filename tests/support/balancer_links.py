@@ -14,7 +14,7 @@ from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise_api.v1 import status_pb2, worker_link_pb2_grpc
 from tests.support.balancers import serving
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 POLICY = Policy(interval_s=0.3, min_assignments=100.0, report_interval_s=0.1)
 
 

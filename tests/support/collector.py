@@ -41,7 +41,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         with self._arrived:
             return list(self._spans)
 
-    def until(self, condition, *, timeout_s=30.0):
+    def until(self, condition, *, timeout_s=120.0):
         """All spans as soon as `condition` of them holds."""
         with self._arrived:
             assert self._arrived.wait_for(lambda: condition(self._spans), timeout_s)

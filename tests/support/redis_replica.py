@@ -30,6 +30,13 @@ async def until(condition):
             await asyncio.sleep(0.05)
 
 
+async def until_replicated(client):
+    """Wait until the replica has what was written until now."""
+    client.incr("a write of this connection, because WAIT waits for those only")
+    # On a thread, because the link to the replica runs in this loop.
+    assert await asyncio.to_thread(client.wait, 1, 1000 * int(WAIT_S)) == 1
+
+
 def is_synchronised(client):
     return client.info("replication")["master_link_status"] == "up"
 

@@ -13,7 +13,7 @@ from typing import Self
 
 import pytest
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
 
 
 class RedisServer:
@@ -82,7 +82,7 @@ class RedisServer:
                 return
             process, self._process = self._process, None
             process.kill()
-            process.wait(20)
+            process.wait(START_TIMEOUT_S)
             process.stdout.close()
 
     def pause(self) -> None:

@@ -61,5 +61,5 @@ def value_of(families, name, **labels):
 
 
 def _get(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read().decode()

@@ -13,7 +13,7 @@ from equipoise.wire.inference import ACCEPTED_KEY, BLAME_KEY, Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 
-BOUND_S = 30.0
+BOUND_S = 120.0
 VOCAB_SIZE = 272
 END_TOKEN = 257
 

@@ -12,7 +12,7 @@ async def test_probes_on_the_metrics_port_answer_with_a_single_word():
     ready = False
     routes = probe_routes(ready=lambda: ready)
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(120),
         metrics_at("127.0.0.1:0", routes=routes) as address,
         httpx2.AsyncClient(base_url=f"http://{address}") as client,
     ):

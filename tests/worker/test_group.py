@@ -62,7 +62,7 @@ def peer(address, behaviour, said, epoch):
     group = form(address, rank=1, epoch=epoch)
     group.exchange(header(1))
     if behaviour == "hang":
-        said.wait(30)
+        said.wait(120)
     group.close()
 
 
@@ -94,7 +94,7 @@ def rank_0_of_two(address, behaviour, **changes):
     finally:
         group.close()
         said.set()
-        process.join(30)
+        process.join(120)
         assert process.exitcode == 0
 
 
@@ -158,7 +158,7 @@ def test_forming_with_peers_that_hang_meanwhile_is_bounded(rendezvous):
         dist.destroy_process_group() if dist.is_initialized() else None
         for process in hung:
             process.kill()
-            process.join(30)
+            process.join(120)
 
 
 def test_forming_with_a_peer_that_gave_up_before_is_bounded_and_can_be_abandoned(rendezvous):
@@ -235,7 +235,7 @@ def test_waiting_for_a_hung_host_is_bounded(way_out, monkeypatch):
             form(address, timeout_s=1000 if way_out == "abandoned" else 1, abandoned=abandoned)
     finally:
         process.kill()
-        process.join(30)
+        process.join(120)
 
 
 def host(addresses):
