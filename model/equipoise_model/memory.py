@@ -7,13 +7,11 @@ runtime are upper estimates. Pure: it allocates nothing and asks no device.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import Self
 
 import torch
 
 from equipoise_kernels.formats import GROUP
-from equipoise_kernels.fp8.all_to_all.payload import Payload
-from equipoise_kernels.fp8.all_to_all.shape import EpShape
-from equipoise_kernels.fp8.all_to_all.window import WindowMap
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
 from equipoise_model.config import ModelConfig
 from equipoise_model.fp8.slot_exchange import exchange_tokens
@@ -177,44 +175,65 @@ def latent_token_bytes(config: ModelConfig, sizes: RankSizes) -> int:
     return _cache(config, sizes, num_blocks=1).bytes_per_token
 
 
-def exchange_bytes(config: ModelConfig, sizes: RankSizes) -> int:
-    """Bytes of the buffers through which FP8 ranks exchange rows, by the larger backend.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBytes:
+    """Bytes per row of a step, by what it passes."""
 
-    Triton's windows, or DeepEP's low-latency layout (its csrc/config.hpp): two buffers each to send
-    and to receive a message for every slot and token.
+    residual: int
+    """Hidden states beside a layer."""
+    attention: int
+    """Queries, absorbed queries and outputs of all heads."""
+    partial: int
+    """Float32 results of one split of a long context."""
+    logits: int
+    """A sampled row's logits, and their copy in float32."""
+    expert: int
+    """A row at an expert: received, aligned, activated, and its output."""
+    message: int
+    """A row in DeepEP's buffers."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, is_fp8: bool) -> Self:
+        """Return those of a model; activations are bfloat16 in the FP8 plane, else float32."""
+        heads, rank, dim = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
+        hidden, number = config.moe_intermediate_size, 2 if is_fp8 else 4
+        width = config.qk_head_dim + config.latent_dim + 2 * rank + config.v_head_dim
+        codes = 2 * (dim + dim // GROUP * 4) + hidden + hidden // GROUP * 4
+        return cls(
+            residual=16 * dim,
+            attention=heads * width * number,
+            partial=heads * (rank + 1) * 4,
+            logits=config.vocab_size * 6,
+            expert=codes + 4 * hidden + 2 * dim if is_fp8 else 4 * (2 * dim + 3 * hidden),
+            message=2 * dim + max(16, dim // GROUP * 4),
+        )
+
+
+def exchange_bytes(config: ModelConfig, sizes: RankSizes) -> int:
+    """Bytes of the buffers through which FP8 ranks exchange rows.
+
+    Those of DeepEP's low-latency layout (its csrc/config.hpp): two buffers each to send and to
+    receive a message for every slot and token. Triton's windows are smaller.
     """
     if not sizes.is_fp8 or sizes.num_ranks == 1:
         return 0
-    shape = EpShape(
-        rank=0,
-        num_ranks=sizes.num_ranks,
-        slots_per_rank=sizes.slots_per_rank,
-        top_k=config.num_experts_per_tok,
-        dim=config.hidden_size,
-        max_tokens=_exchange_tokens(sizes),
-        payload=Payload.FP8,
-    )
-    dim = config.hidden_size
-    message = 2 * dim + max(16, dim // GROUP * 4)
-    deep_ep = 4 * shape.num_slots * shape.max_tokens * message
-    return max(WindowMap.of_shape(shape).num_bytes, deep_ep)
+    messages = sizes.num_ranks * sizes.slots_per_rank * _exchange_tokens(sizes)
+    return 4 * messages * RowBytes.of(config, is_fp8=True).message
 
 
 def step_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     """Estimate the largest activations of a step with `rows` rows on every rank, in bytes."""
-    heads, rank = config.num_attention_heads, config.kv_lora_rank
-    width = config.qk_head_dim + config.latent_dim + 2 * rank + config.v_head_dim
-    number = 2 if sizes.is_fp8 else 4
-    attention = heads * width * number
+    row = RowBytes.of(config, is_fp8=sizes.is_fp8)
+    attention = row.attention
     if sizes.is_fp8:
         splits = ceil(sizes.context_length / SPLIT_POSITIONS)
-        attention += (splits > 1) * splits * heads * (rank + 1) * 4
+        attention += (splits > 1) * splits * row.partial
     else:
-        attention += heads * sizes.context_length * 4 + sizes.context_length * config.latent_dim * 4
-    residual = config.hidden_size * 16
-    logits = min(rows, sizes.max_requests * (1 + sizes.speculate)) * config.vocab_size * 6
-    experts = _expert_rows(config, sizes, rows=rows) * _expert_row_bytes(config, sizes)
-    return rows * residual + max(rows * attention, experts) + logits
+        scores = config.num_attention_heads + config.latent_dim
+        attention += sizes.context_length * scores * 4
+    sampled = min(rows, sizes.max_requests * (1 + sizes.speculate))
+    experts = _expert_rows(config, sizes, rows=rows) * row.expert
+    return rows * row.residual + max(rows * attention, experts) + sampled * row.logits
 
 
 def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
@@ -236,7 +255,7 @@ def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
         name="exchange buffers",
         num_bytes=buffers,
         least_bytes=buffers,
-        basis=f"{sizes.num_ranks} ranks x {_exchange_tokens(sizes)} tokens, Triton's or DeepEP's",
+        basis=f"{sizes.num_ranks} ranks x {_exchange_tokens(sizes)} tokens, as DeepEP's",
         remedy="",
     )
     yield Term(
@@ -287,15 +306,6 @@ def _expert_rows(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
         at_once = min(rows, _exchange_tokens(sizes))
     padding = sizes.slots_per_rank * GROUP_ALIGNMENT if sizes.is_fp8 else 0
     return sizes.num_ranks * at_once * pairs + padding
-
-
-def _expert_row_bytes(config: ModelConfig, sizes: RankSizes) -> int:
-    """Bytes of one row of an expert: received, aligned, activated, and its output."""
-    dim, hidden = config.hidden_size, config.moe_intermediate_size
-    if not sizes.is_fp8:
-        return 4 * (2 * dim + 3 * hidden)
-    quantised = dim + dim // GROUP * 4
-    return 2 * quantised + 4 * hidden + hidden + hidden // GROUP * 4 + 2 * dim
 
 
 def _slot_bytes(config: ModelConfig, *, is_fp8: bool) -> int:

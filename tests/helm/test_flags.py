@@ -15,6 +15,7 @@ VARIANTS = [
         "redis": {"url": "redis://r:6379/0", "existingSecret": {"name": "redis"}},
     },
     TLS,
+    {"worker": {"gpu": {"count": 1}, "pullMiBPerSecond": 512}},
 ]
 
 
@@ -49,7 +50,7 @@ def options():
     return of
 
 
-@pytest.mark.parametrize("values", VARIANTS, ids=["defaults", "full", "labels", "tls"])
+@pytest.mark.parametrize("values", VARIANTS, ids=["defaults", "full", "labels", "tls", "gpu"])
 def test_every_flag_of_the_chart_is_an_option_of_the_program(values, options):
     called = {}
     for name, container in containers(render(values)).items():

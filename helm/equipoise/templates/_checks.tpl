@@ -33,6 +33,8 @@
 {{- if and .Values.worker.checkpoint.volume (not .Values.worker.checkpoint.path) -}}
 {{- fail "worker.checkpoint.volume is set without worker.checkpoint.path: set the path of the checkpoint in the container" -}}
 {{- end -}}
+{{- include "equipoise.weightChecks" .Values.worker -}}
+{{- include "equipoise.memoryCheck" . -}}
 {{- end -}}
 
 {{- define "equipoise.tlsChecks" -}}
@@ -57,5 +59,24 @@
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}
 {{- fail (printf "tls.enabled requires a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "equipoise.weightChecks" -}}
+{{- $weights := include "equipoise.workerWeights" . -}}
+{{- if and (eq $weights "fp8") (eq (include "equipoise.workerBatchInvariant" .) "true") -}}
+{{- fail "worker.batchInvariant is not available with FP8 weights: set it to auto or false, or worker.weights to bf16" -}}
+{{- end -}}
+{{- if and (eq .latents "fp8") (ne $weights "fp8") -}}
+{{- fail "worker.latents fp8 needs FP8 weights: set worker.weights to fp8 or worker.gpu.count to 1" -}}
+{{- end -}}
+{{- if and .gpu.count (eq .device "cpu") -}}
+{{- fail "worker.device is cpu, but worker.gpu.count requests a GPU: set device to auto, or gpu.count to 0" -}}
+{{- end -}}
+{{- if lt (int .maxStepTokens) (int .maxRequests) -}}
+{{- fail (printf "worker.maxStepTokens (%d) must be at least worker.maxRequests (%d): a step has a token for each request" (int .maxStepTokens) (int .maxRequests)) -}}
+{{- end -}}
+{{- if and .cacheTokens (lt (int64 .cacheTokens) (int64 .contextLength)) -}}
+{{- fail (printf "worker.cacheTokens (%d) must be at least worker.contextLength (%d), the length of one request, or 0" (int64 .cacheTokens) (int64 .contextLength)) -}}
 {{- end -}}
 {{- end -}}

@@ -39,9 +39,19 @@ spec:
         - --slots-per-rank={{ $worker.slotsPerRank }}
         - --max-requests={{ $worker.maxRequests }}
         - --max-queued-requests={{ $worker.maxQueuedRequests }}
-        - --context-length={{ $worker.contextLength }}
-        - --{{ ternary "" "no-" $worker.batchInvariant }}batch-invariant
-        - --max-step-tokens={{ $worker.maxStepTokens }}
+        - --context-length={{ int64 $worker.contextLength }}
+        - --{{ ternary "" "no-" (eq (include "equipoise.workerBatchInvariant" $worker) "true") }}batch-invariant
+        - --max-step-tokens={{ int64 $worker.maxStepTokens }}
+        - --device={{ include "equipoise.workerDevice" $worker }}
+        - --weights={{ include "equipoise.workerWeights" $worker }}
+        - --latents={{ $worker.latents }}
+        - --cache-tokens={{ int64 $worker.cacheTokens }}
+        - --spare-slots={{ $worker.spareSlots }}
+        - --speculate={{ $worker.speculate }}
+        - --max-graph-rows={{ $worker.maxGraphRows }}
+        {{- if $worker.pullMiBPerSecond }}
+        - --pull-mib-per-s={{ $worker.pullMiBPerSecond }}
+        {{- end }}
         - --step-timeout-s={{ $worker.stepTimeoutSeconds }}
         - --outage-timeout-s={{ $worker.outageTimeoutSeconds }}
         - --drain-timeout-s={{ $worker.drainTimeoutSeconds }}
@@ -137,4 +147,17 @@ spec:
 {{- $_ := set $resources "requests" (merge (deepCopy (default dict $resources.requests)) $devices) -}}
 {{- end -}}
 {{- toYaml $resources -}}
+{{- end -}}
+
+{{/* What `auto` means. Take .Values.worker. A GPU rank is asked for its GPU and for FP8 by name, so that it stops without them. */}}
+{{- define "equipoise.workerDevice" -}}
+{{- if ne .device "auto" -}}{{ .device }}{{- else -}}{{ ternary "cuda" "cpu" (gt (int .gpu.count) 0) }}{{- end -}}
+{{- end -}}
+
+{{- define "equipoise.workerWeights" -}}
+{{- if and (eq .weights "auto") (gt (int .gpu.count) 0) -}}fp8{{- else -}}{{ .weights }}{{- end -}}
+{{- end -}}
+
+{{- define "equipoise.workerBatchInvariant" -}}
+{{- if kindIs "bool" .batchInvariant -}}{{ .batchInvariant }}{{- else -}}{{ ne (include "equipoise.workerWeights" .) "fp8" }}{{- end -}}
 {{- end -}}

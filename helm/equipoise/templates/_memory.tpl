@@ -1,0 +1,65 @@
+{{/* The memory of a rank as `equipoise worker --explain` computes it (model/equipoise_model/memory.py), from the sizes in files/models.yaml. */}}
+{{- define "equipoise.memoryCheck" -}}
+{{- $w := .Values.worker -}}
+{{- if and (gt (int $w.gpu.count) 0) $w.gpu.memoryGiB $w.checkpoint.model (eq (include "equipoise.workerWeights" $w) "fp8") -}}
+{{- $model := index (.Files.Get "files/models.yaml" | fromYaml) $w.checkpoint.model -}}
+{{- $ranks := int64 $w.replicas -}}
+{{- $slots := int64 $w.slotsPerRank -}}
+{{- $least := min $slots (div (add (int64 $w.numExperts) $ranks -1) $ranks) -}}
+{{- $slotBytes := int64 $model.slotBytes -}}
+{{- $blockBytes := mul 16 (int64 (index $model.latentBytes $w.latents)) -}}
+{{- $perRequest := div (add (int64 $w.contextLength) 15) 16 -}}
+{{- $blocks := add 1 (mul (int64 $w.maxRequests) $perRequest) -}}
+{{- if $w.cacheTokens -}}{{- $blocks = add 1 (div (add (int64 $w.cacheTokens) 15) 16) -}}{{- end -}}
+{{- $graphRows := min (int64 $w.maxGraphRows) (int64 $w.maxRequests) -}}
+{{- $room := max $graphRows (min (int64 $w.maxStepTokens) 256) -}}
+{{- $exchange := 0 -}}
+{{- if gt $ranks 1 -}}{{- $exchange = mul 4 $ranks $slots $room (int64 $model.messageBytes) -}}{{- end -}}
+{{- $step := dict "model" $model "worker" $w "room" $room -}}
+{{- $graphs := 0 -}}
+{{- if gt $graphRows 0 -}}{{- $graphs = include "equipoise.stepBytes" (merge (dict "rows" $graphRows) $step) | int64 -}}{{- end -}}
+{{- $activations := include "equipoise.stepBytes" (merge (dict "rows" (int64 $w.maxStepTokens)) $step) | int64 -}}
+{{- $smallest := include "equipoise.stepBytes" (merge (dict "rows" (min (int64 $w.maxStepTokens) (int64 $w.maxRequests))) $step) | int64 -}}
+{{- $terms := list
+  (dict "name" "dense weights" "bytes" (int64 $model.denseBytes) "least" (int64 $model.denseBytes) "remedy" "")
+  (dict "name" "experts" "bytes" (mul $slots $slotBytes) "least" (mul $least $slotBytes) "remedy" "worker.slotsPerRank")
+  (dict "name" "staging slots" "bytes" (mul (int64 $w.spareSlots) $slotBytes) "least" 0 "remedy" "worker.spareSlots")
+  (dict "name" "latents" "bytes" (mul $blocks $blockBytes) "least" (mul (min $blocks (add 1 $perRequest)) $blockBytes) "remedy" "worker.cacheTokens, maxRequests or contextLength")
+  (dict "name" "exchange buffers" "bytes" $exchange "least" $exchange "remedy" "")
+  (dict "name" "activations" "bytes" $activations "least" $smallest "remedy" "worker.maxStepTokens")
+  (dict "name" "graphs" "bytes" $graphs "least" 0 "remedy" "worker.maxGraphRows")
+  (dict "name" "CUDA runtime" "bytes" (int64 $model.allowanceBytes) "least" (int64 $model.allowanceBytes) "remedy" "") -}}
+{{- $needed := 0 -}}
+{{- $largest := dict "bytes" 0 "least" 0 -}}
+{{- $all := list -}}
+{{- range $terms -}}
+{{- $needed = add $needed .bytes -}}
+{{- $all = append $all (printf "%s %s" .name (include "equipoise.gib" .bytes)) -}}
+{{- if gt (sub .bytes .least) (sub $largest.bytes $largest.least) -}}{{- $largest = . -}}{{- end -}}
+{{- end -}}
+{{- $capacity := floor (mulf $w.gpu.memoryGiB 1073741824) | int64 -}}
+{{- if gt $needed $capacity -}}
+{{- $remedy := "add ranks, or use GPUs with more memory" -}}
+{{- if $largest.bytes -}}{{- $remedy = printf "lower %s (%s can shrink the most), add ranks, or use GPUs with more memory" $largest.remedy $largest.name -}}{{- end -}}
+{{- fail (printf "a rank needs %s, more than worker.gpu.memoryGiB (%s): %s. Remedy: %s" (include "equipoise.gib" $needed) (include "equipoise.gib" $capacity) (join ", " $all) $remedy) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The estimated activations of a step of "rows" rows on every rank. Takes "model", "worker" and "room", the exchange's rows. */}}
+{{- define "equipoise.stepBytes" -}}
+{{- $w := .worker -}}
+{{- $splits := div (add (int64 $w.contextLength) 8191) 8192 -}}
+{{- $attention := int64 .model.attentionBytes -}}
+{{- if gt $splits 1 -}}{{- $attention = add $attention (mul $splits (int64 .model.partialBytes)) -}}{{- end -}}
+{{- $atOnce := .rows -}}
+{{- if gt (int64 $w.replicas) 1 -}}{{- $atOnce = min .rows .room -}}{{- end -}}
+{{- $pairs := min (int64 .model.choices) (int64 $w.slotsPerRank) -}}
+{{- $expertRows := add (mul (int64 $w.replicas) $atOnce $pairs) (mul (int64 $w.slotsPerRank) 128) -}}
+{{- $sampled := min .rows (mul (int64 $w.maxRequests) (add 1 (int64 $w.speculate))) -}}
+{{- add (mul .rows (int64 .model.residualBytes)) (max (mul .rows $attention) (mul $expertRows (int64 .model.expertRowBytes))) (mul $sampled (int64 .model.logitBytes)) -}}
+{{- end -}}
+
+{{- define "equipoise.gib" -}}
+{{- printf "%.1f GiB" (divf (float64 .) 1073741824) -}}
+{{- end -}}

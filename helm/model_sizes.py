@@ -1,0 +1,65 @@
+"""Writes helm/equipoise/files/models.yaml: models' sizes, by which the chart checks memory."""
+
+from pathlib import Path
+
+from equipoise_model.config import ModelConfig
+from equipoise_model.memory import ALLOWANCE_BYTES, RankSizes, RowBytes, plan_memory
+from equipoise_model.presets import DEEPSEEK_V3
+
+FILE = Path(__file__).parent / "equipoise" / "files" / "models.yaml"
+MODELS = {"deepseek-v3": DEEPSEEK_V3}
+
+
+def written() -> str:
+    """The file's text."""
+    lines = ["# Bytes of models in FP8. Written by helm/model_sizes.py."]
+    for name, config in MODELS.items():
+        lines += [f"{name}:", *(f"  {key}: {value}" for key, value in _sizes(config).items())]
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(config: ModelConfig) -> dict[str, object]:
+    row = RowBytes.of(config, is_fp8=True)
+    return {
+        "denseBytes": _term(config, "dense weights"),
+        "slotBytes": _term(config, "experts"),
+        "latentBytes": f"{{bf16: {_latents(config)}, fp8: {_latents(config, fp8_latents=True)}}}",
+        "choices": config.num_experts_per_tok,
+        "residualBytes": row.residual,
+        "attentionBytes": row.attention,
+        "partialBytes": row.partial,
+        "logitBytes": row.logits,
+        "expertRowBytes": row.expert,
+        "messageBytes": row.message,
+        "allowanceBytes": ALLOWANCE_BYTES,
+    }
+
+
+def _latents(config: ModelConfig, *, fp8_latents: bool = False) -> int:
+    """Bytes of one token: a cache of one position has that one and the zero block's."""
+    return _term(config, "latents", fp8_latents=fp8_latents) // 2
+
+
+def _term(config: ModelConfig, name: str, *, fp8_latents: bool = False) -> int:
+    """A term of a rank with one slot and one token."""
+    sizes = RankSizes(
+        is_fp8=True,
+        on_gpu=True,
+        num_ranks=1,
+        slots_per_rank=1,
+        spare_slots=0,
+        num_blocks=1,
+        block_tokens=1,
+        fp8_latents=fp8_latents,
+        context_length=1,
+        max_requests=1,
+        max_step_tokens=1,
+        max_graph_rows=0,
+        speculate=0,
+    )
+    plan = plan_memory(config, sizes)
+    return {term.name: term.num_bytes for term in plan.terms}[name]
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(), encoding="utf-8")
