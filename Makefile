@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
+.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster test-engines lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,10 @@ endif
 
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
 	@tests/cluster/run $(ARGS)
+
+test-engines: $(STAMP)  ## Balance 4 ranks of vLLM's and SGLang's real code on this machine's CPUs (about 10 minutes)
+	EQUIPOISE_ENGINES_PYTHON=$$(tests/engines/install.sh .cache/engines) \
+	  $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
 
 lint: $(STAMP)  ## Style, types, imports between packages, protos against their stubs, dependencies
 	$(BIN)/ruff format --check .

@@ -25,8 +25,8 @@ Settle = Callable[[Arrive], None]
 """Puts staged experts into their slots, once the copies are complete."""
 
 
-class PhysicalSlots(Protocol):
-    """One rank's expert slots in one layer, in either data plane."""
+class SlotMemory(Protocol):
+    """The memory of one rank's expert slots in one layer, in any engine."""
 
     @property
     def num_slots(self) -> int:
@@ -36,17 +36,21 @@ class PhysicalSlots(Protocol):
     def device(self) -> torch.device:
         """The device that holds the slots."""
 
-    def __call__(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
-        """Run rows in slot order through their slots' networks, [N, D]; N may be 0."""
-
     def read(self, slot: int) -> Tensor:
         """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host."""
 
-    def write(self, slot: int, payload: Tensor) -> None:
-        """Overwrite one slot with a payload. Raises PayloadError if it does not fit."""
-
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
         """Prepare payloads by slot for a switch, on any thread, or raise PayloadError."""
+
+
+class PhysicalSlots(SlotMemory, Protocol):
+    """One rank's expert slots in one layer, in either data plane."""
+
+    def __call__(self, x_ND: Tensor, rows_per_slot: Sequence[int]) -> Tensor:
+        """Run rows in slot order through their slots' networks, [N, D]; N may be 0."""
+
+    def write(self, slot: int, payload: Tensor) -> None:
+        """Overwrite one slot with a payload. Raises PayloadError if it does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class StagedExperts:
     @classmethod
     @torch.no_grad()
     def prepare(
-        cls, payloads: Mapping[tuple[int, int], Tensor], layers: Sequence[PhysicalSlots]
+        cls, payloads: Mapping[tuple[int, int], Tensor], layers: Sequence[SlotMemory]
     ) -> Self:
         """Decode payloads by (layer, slot of this rank) for the rank's MoE layers.
 

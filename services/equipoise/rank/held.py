@@ -12,7 +12,7 @@ from equipoise.planning.arrays import Checksums, ExpertTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.rank.errors import NotHeldError
-from equipoise_model.experts import PhysicalSlots, StagedExperts, checksum
+from equipoise_model.experts import SlotMemory, StagedExperts, checksum
 
 SlotIndex = tuple[int, int]
 """A MoE layer and one of this rank's slots in it, both from 0."""
@@ -82,7 +82,7 @@ class HeldExperts(Generic[_Tables]):
 
     def __init__(
         self,
-        slots: Sequence[PhysicalSlots],
+        slots: Sequence[SlotMemory],
         *,
         layout: Layout,
         rank: int,
@@ -212,7 +212,7 @@ class HeldExperts(Generic[_Tables]):
         )
 
 
-def _checksums(slots: Sequence[PhysicalSlots]) -> Checksums:
+def _checksums(slots: Sequence[SlotMemory]) -> Checksums:
     sums = [[checksum(layer.read(slot)) for slot in range(layer.num_slots)] for layer in slots]
     flat = np.frombuffer(b"".join(one for row in sums for one in row), dtype=np.uint8)
     return flat.reshape(len(slots), -1, CHECKSUM_BYTES)

@@ -1,0 +1,45 @@
+"""What ranks tell each other before the first move: their names, and checksums of their slots."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.planning.arrays import Checksums
+from equipoise.planning.layout import Layout
+from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.rank.errors import GroupError
+
+NAME_BYTES = 256
+"""Room for a worker's name."""
+
+
+def held_row(worker: str, checksums: Checksums) -> Tensor:
+    """Return a rank's row: its worker's name in ASCII, and the checksums of its own slots."""
+    row = worker.encode("ascii").ljust(NAME_BYTES) + checksums.tobytes()
+    return torch.frombuffer(bytearray(row), dtype=torch.uint8)
+
+
+def compare(rows: Tensor, layout: Layout) -> tuple[tuple[str, ...], Checksums]:
+    """Return the workers of all ranks, and checksums by expert, uint8 [layers, experts, 16].
+
+    Raises:
+        GroupError: two slots hold different bytes as the same expert.
+    """
+    held = rows.numpy()
+    workers = tuple(row.tobytes().decode("ascii").rstrip() for row in held[:, :NAME_BYTES])
+    num_layers, num_slots = layout.expert_of_slot.shape
+    by_rank = held[:, NAME_BYTES:].reshape(layout.num_ranks, num_layers, -1, CHECKSUM_BYTES)
+    of_slot = by_rank.swapaxes(0, 1).reshape(num_layers, num_slots, CHECKSUM_BYTES)
+    layers = np.arange(num_layers)[:, None]
+    table = np.zeros((num_layers, layout.num_experts, CHECKSUM_BYTES), dtype=np.uint8)
+    table[layers, layout.expert_of_slot] = of_slot
+    differs = (table[layers, layout.expert_of_slot] != of_slot).any(axis=2)
+    if differs.any():
+        layer, slot = (int(index) for index in np.argwhere(differs)[0])
+        raise GroupError(
+            f"replicas of expert {int(layout.expert_of_slot[layer, slot])} of layer {layer} differ "
+            f"(slot {slot}, {workers[slot // layout.slots_per_rank]}): ranks loaded different "
+            "weights; restart the engine"
+        )
+    table.flags.writeable = False
+    return workers, table

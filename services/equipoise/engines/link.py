@@ -1,0 +1,348 @@
+"""`EngineLink`: the balancer's stream and the peers' port of a rank inside an engine.
+
+It has a thread and an event loop of its own; the engine's thread never waits for it.
+"""
+
+import asyncio
+import atexit
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from torch import Tensor
+
+from equipoise.engines.seat import EngineSeat
+from equipoise.engines.settings import EngineSettings, Mode
+from equipoise.planning.layout import Layout
+from equipoise.planning.moves import checksums_digest
+from equipoise.rank.agent import Agent, Outbox
+from equipoise.rank.errors import DamagedSlotError, NotHeldError, TransferError
+from equipoise.rank.reporter import Reporter
+from equipoise.rank.scrubber import Scrubber
+from equipoise.rank.stager import Stager
+from equipoise.rank.transfer import ExpertPuller, ExpertTransferService
+from equipoise.rank.waits import ACK_TIMEOUT_S, SOURCE_TIMEOUT_S, Waits
+from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
+from equipoise.trust.guard import Guard, Rights
+from equipoise.trust.identity import Role
+from equipoise.trust.tokens import worker_audience
+from equipoise.wire.balancer_messages import Abort, BalancerMessage, JoinEpoch, Rejection, Stage
+from equipoise.wire.messages import (
+    Heartbeat,
+    Hello,
+    LayoutRejected,
+    RunningState,
+    Staged,
+    Switched,
+    Wait,
+)
+from equipoise_api.v1 import worker_link_pb2, worker_pb2_grpc
+
+SCRUB_BYTES_PER_S = 64 * 2**20
+"""How fast held slots are hashed again, to notice weights that something else changed."""
+
+_LEAVE_TIMEOUT_S = 2.0
+
+_RIGHTS: Rights = {"equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER})}
+
+_log = logging.getLogger(__name__)
+
+
+class EngineLink:
+    """One rank's link; used from its own event loop, except for `start`."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Nothing is opened before `start`.
+
+        Raises:
+            TrustError: a certificate or key is unusable.
+        """
+        self._settings = settings
+        self._boot_id = uuid.uuid4().hex
+        self._outbox = Outbox()
+        self._waits = Waits({Wait.PULL: SOURCE_TIMEOUT_S, Wait.ACK: ACK_TIMEOUT_S})
+        self._credentials = Credentials(
+            settings.tls,
+            signing_key=settings.signing_key,
+            worker_name=settings.tls_worker_name,
+            balancer_name=settings.tls_balancer_name,
+        )
+        self._transfer = ExpertTransferService()
+        self._address = ""
+        self._joined: JoinEpoch | None = None
+        self._stager: Stager | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, seat: EngineSeat) -> None:
+        """Start the thread: the seat is ready. For the engine's thread; must not fail."""
+        self._seat = seat
+        self._hashed = seat.held.contents
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        seat.on_switch = self._calling(self._note_switch)
+        seat.on_reject = self._calling(self._note_reject)
+        seat.on_stop = self._calling(self._note_stop)
+        thread = threading.Thread(target=self._run, name="equipoise-link", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            seat.leave(f"rank {seat.rank} cannot start a thread: {error}")
+        atexit.register(self._leave_at_exit)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:  # noqa: BLE001 - the engine serves on
+            _log.exception("the link to the balancer ended")
+            self._seat.leave(f"rank {self._seat.rank} lost its link for good: {error}")
+
+    async def _serve(self) -> None:
+        """Serve peers and follow the balancer until the seat stops."""
+        settings, seat = self._settings, self._seat
+        guard = Guard(
+            settings.tls,
+            accepted_keys=settings.accepted_keys,
+            audience=worker_audience(settings.pool, self._seat.worker),
+            rights=_RIGHTS,
+            pool=settings.pool,
+        )
+        options = (("grpc.so_reuseport", 0), *KEEPALIVE_OPTIONS, *ACCEPTED_PINGS)
+        server = grpc.aio.server(options=options, interceptors=[guard])
+        worker_pb2_grpc.add_ExpertTransferServicer_to_server(self._transfer, server)
+        self._transfer.open(seat.held, epoch=seat.epoch)
+        port = self._credentials.bind(server, settings.listen)
+        await server.start()
+        self._address = f"{settings.advertise_host}:{port}"
+        self._agent = Agent(
+            addresses=settings.balancer.split(","),
+            handler=self,
+            outbox=self._outbox,
+            credentials=self._credentials,
+            waits=self._waits,
+        )
+        _log.info("rank %d of pool %s listens on %s", seat.rank, settings.pool, self._address)
+        self._spawn(self._agent.run())
+        self._spawn(self._scrub())
+        await self._ended.wait()
+        await self._agent.leave(seat.stopped)
+        for task in self._tasks:
+            task.cancel()
+        if self._stager is not None:
+            await self._stager.close()
+        await server.stop(None)
+
+    def _leave_at_exit(self) -> None:
+        """Announce a shutdown of the engine to the balancer, if there is time."""
+        if self._loop.is_running() and self._address:
+            leaving = asyncio.run_coroutine_threadsafe(
+                self._agent.leave("the engine is shutting down"), self._loop
+            )
+            with suppress(FutureTimeoutError):
+                leaving.result(_LEAVE_TIMEOUT_S)
+
+    # What the seat calls, by way of this loop.
+
+    def _calling(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(value: Any) -> None:
+            with suppress(RuntimeError):  # The loop is closed: there is nobody to tell.
+                self._loop.call_soon_threadsafe(method, value)
+
+        return call
+
+    def _note_switch(self, switch: Switched) -> None:
+        _log.info(
+            "switched to generation %d after pass %d in %d us",
+            switch.generation,
+            switch.step - 1,
+            switch.stall_us,
+        )
+        self._spawn(self._report_switch(switch))
+
+    async def _report_switch(self, switch: Switched) -> None:
+        """Report a switch with the checksums of what its slots hold; passes continue meanwhile."""
+        try:
+            after = await asyncio.to_thread(self._seat.held.hash_changed, self._hashed)
+        except NotHeldError as error:
+            _log.warning("generation %d is not reported: %s", switch.generation, error)
+            return
+        if after.layout.generation == switch.generation:
+            self._hashed = after
+            self._outbox.send(replace(switch, checksums=after.checksums))
+
+    def _note_reject(self, rejected: LayoutRejected) -> None:
+        if self._stager is not None:
+            self._stager.reject(rejected)
+
+    def _note_stop(self, _reason: str) -> None:
+        self._ended.set()
+
+    # The LinkHandler of the agent.
+
+    def hello(self) -> Hello:
+        """Return this rank's state; a generation that is not staged yet is dropped."""
+        if self._stager is not None:
+            self._stager.drop_unfinished()
+        seat, model = self._seat, self._seat.model
+        contents = seat.held.contents
+        if self._hashed.layout is contents.layout:
+            contents = self._hashed
+        digest = checksums_digest(seat.table)
+        return Hello(
+            pool=self._settings.pool,
+            worker=self._seat.worker,
+            boot_id=self._boot_id,
+            node=self._settings.node,
+            host=self._settings.node,
+            device=str(model.slots[0].device),
+            kernels=model.engine,
+            address=self._address,
+            rendezvous_address=self._address,
+            model=model.shape,
+            slots_per_rank=contents.layout.slots_per_rank,
+            num_ranks=seat.num_ranks,
+            checkpoint_fingerprint=digest.hex(),
+            experts_digest=digest,
+            running=RunningState(
+                epoch=seat.epoch,
+                rank=seat.rank,
+                workers=seat.workers,
+                staged_generation=seat.staged_generation,
+                layout=contents.layout,
+                checksums=contents.checksums,
+                steps=model.engine,
+                expert_checksums=None if seat.rank else seat.table,
+            ),
+            highest_epoch=seat.epoch,
+            highest_generation=max(seat.generation, seat.staged_generation),
+        )
+
+    def heartbeat(self, sequence: int) -> Heartbeat:
+        """Return this rank's heartbeat."""
+        layout = self._seat.held.contents.layout
+        return Heartbeat(
+            epoch=self._seat.epoch,
+            generation=layout.generation,
+            layout_digest=layout.digest(),
+            staged_generation=self._seat.staged_generation,
+            sequence=sequence,
+        )
+
+    def running(self) -> Layout:
+        """Return the layout in use."""
+        return self._seat.held.contents.layout
+
+    def receive(self, message: BalancerMessage) -> None:
+        """Handle a message of the leading balancer."""
+        match message:
+            case JoinEpoch():
+                self._join(message)
+            case Stage() if self._settings.mode is Mode.OBSERVE:
+                self._reject(message.layout.generation, "it only observes: EQUIPOISE_MODE")
+            case Stage() if self._stager:
+                self._stager.stage(message)
+            case Abort() if self._stager:
+                _log.info("generation %d is aborted: %s", message.generation, message.reason)
+                self._stager.abort(message)
+            case Rejection():
+                _log.warning("the balancer rejects this rank: %s", message.reason)
+            case _:
+                _log.warning("ignored a %s: this rank has not joined", type(message).__name__)
+
+    def message_dropped(self, message: worker_link_pb2.ConnectResponse, reason: str) -> None:
+        """Reject a dropped Stage, so that its rollout need not wait for a timeout."""
+        if message.HasField("stage"):
+            stage = message.stage
+            self._reject(stage.change.generation or stage.layout.generation, reason)
+
+    def _reject(self, generation: int, reason: str) -> None:
+        self._outbox.send(
+            LayoutRejected(
+                epoch=self._seat.epoch,
+                rank=self._seat.rank,
+                generation=generation,
+                reason=reason,
+            )
+        )
+
+    def _join(self, join_epoch: JoinEpoch) -> None:
+        """Take the peers of the epoch that the engine's group is; no other can be joined."""
+        seat = self._seat
+        if (join_epoch.epoch, join_epoch.rank) != (seat.epoch, seat.rank):
+            reason = (
+                f"rank {seat.rank} of an engine stays in epoch {seat.epoch}: its group is fixed; "
+                "restart the engine if ranks of it are lost"
+            )
+            _log.error("cannot join epoch %d: %s", join_epoch.epoch, reason)
+            self._reject(join_epoch.layout.generation, reason)
+            return
+        if self._joined is not None:
+            return
+        self._joined = join_epoch
+        puller = ExpertPuller(
+            join_epoch,
+            pool=self._settings.pool,
+            held=seat.held,
+            read_checkpoint=_no_checkpoint,
+            checksums=seat.table,
+            expert_bytes=seat.model.shape.expert_bytes,
+            credentials=self._credentials,
+            waits=self._waits,
+        )
+        self._stager = Stager(
+            engine=seat,
+            held=seat.held,
+            puller=puller,
+            epoch=seat.epoch,
+            send=self._outbox.send,
+            spans=_NoSpans(),
+        )
+        reporter = Reporter(
+            join_epoch,
+            engine=seat,
+            boot_id=self._boot_id,
+            send=self._outbox.send,
+            waits=self._waits,
+        )
+        self._spawn(reporter.run())
+
+    async def _scrub(self) -> None:
+        """Stop balancing once a slot holds other bytes than it was filled with."""
+        seat = self._seat
+        scrubber = Scrubber(
+            seat.held,
+            checksums=seat.table,
+            expert_bytes=seat.model.shape.expert_bytes,
+            bytes_per_s=SCRUB_BYTES_PER_S,
+        )
+        try:
+            await scrubber.run()
+        except DamagedSlotError as error:
+            seat.leave(
+                f"the weights of rank {seat.rank} have changed (were they updated?): {error}"
+            )
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _NoSpans:
+    """In place of traces, which would need OpenTelemetry in the engine."""
+
+    @contextmanager
+    def staging(self, stage: Stage) -> Iterator[Callable[[Staged | LayoutRejected], None]]:
+        """Record nothing."""
+        del stage
+        yield lambda _answer: None
+
+
+async def _no_checkpoint(layer: int, expert: int) -> Tensor:
+    del layer, expert
+    raise TransferError("an engine's weights are not in the format of its checkpoint")

@@ -1,0 +1,110 @@
+"""`SeatLoads`: what the slots of a rank received, as counted on all ranks.
+
+Engines count where tokens are sent from, for all slots of the pool, so the counts of all ranks are
+added up. A pass never waits: what is taken in a round is added up in the next, and read after it.
+"""
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from equipoise.engines.lockstep import Lockstep, Pending
+from equipoise.planning.layout import Layout
+
+
+class SeatLoad(NamedTuple):
+    """The assignments that this rank's slots received in one generation."""
+
+    generation: int
+    slot_load_LS: npt.NDArray[np.int64]
+
+
+class _Taken(NamedTuple):
+    """Counts of this rank that are not added up over the ranks yet."""
+
+    generation: int
+    passes: int
+    load_LP: Tensor
+    """On the host, once `copied` has happened."""
+    copied: torch.cuda.Event | None
+
+
+class SeatLoads:
+    """One rank's counters; `latest` is for any thread, the rest for the engine's."""
+
+    def __init__(self, layout: Layout, *, rank: int) -> None:
+        self._own = layout.own_slots(rank)
+        self._load_LP = torch.zeros(layout.expert_of_slot.shape, dtype=torch.int64)
+        self._generation = 0
+        self._taken: deque[_Taken] = deque()
+        self._sum: tuple[_Taken, Pending] | None = None
+        self._lock = threading.Lock()
+        self._passes = 0
+        self._loads: tuple[SeatLoad, ...] = ()
+
+    @property
+    def latest(self) -> tuple[int, tuple[SeatLoad, ...]]:
+        """Passes until the latest sum; loads of the current, then of the previous generation."""
+        with self._lock:
+            return self._passes, self._loads
+
+    def begin(self, generation: int) -> None:
+        """Count for another generation from here on."""
+        self._load_LP.zero_()
+        self._generation = generation
+        shape = (len(self._load_LP), self._own.stop - self._own.start)
+        with self._lock:
+            none = SeatLoad(generation, np.zeros(shape, dtype=np.int64))
+            self._loads = (none, *self._loads[:1])
+
+    def add(self, load_LP: Tensor) -> None:
+        """Count a pass: integers [layers, slots] of the pool, on any device."""
+        if self._load_LP.device != load_LP.device:
+            self._load_LP = self._load_LP.to(load_LP.device)
+        self._load_LP += load_LP
+
+    def take(self, passes: int) -> None:
+        """Set aside what was counted until now, to be added up; no copy is waited for."""
+        copied = None
+        if self._load_LP.is_cuda:
+            load_LP = torch.empty_like(self._load_LP, device="cpu", pin_memory=True)
+            load_LP.copy_(self._load_LP, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        else:
+            load_LP = self._load_LP.clone()
+        self._load_LP.zero_()
+        self._taken.append(_Taken(self._generation, passes, load_LP, copied))
+
+    def begin_sum(self, lockstep: Lockstep) -> None:
+        """Start adding up what was taken in an earlier round, if anything was."""
+        if not self._taken:
+            return
+        taken = self._taken.popleft()
+        if taken.copied is not None:
+            taken.copied.synchronize()
+        self._sum = (taken, lockstep.sum(taken.load_LP))
+
+    def read_sum(self) -> None:
+        """Take over the sum that was begun in the previous round, if any.
+
+        Raises:
+            LockstepError: a rank did not take part.
+        """
+        if self._sum is None:
+            return
+        (taken, pending), self._sum = self._sum, None
+        load_LS = pending.result().numpy()[:, self._own]
+        with self._lock:
+            self._passes = taken.passes
+            self._loads = tuple(
+                load._replace(slot_load_LS=load.slot_load_LS + load_LS)
+                if load.generation == taken.generation
+                else load
+                for load in self._loads
+            )

@@ -1,0 +1,69 @@
+"""`Lockstep`: collectives that all ranks start at the same step and read some steps later.
+
+They run on a CPU group of the engine's ranks, beside its forward passes, so that reading rarely
+waits: a peer that took part in a later pass has long started the collective.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equipoise.rank.errors import GroupError
+
+
+class LockstepError(GroupError):
+    """A collective failed or timed out: this rank cannot know what the others decided."""
+
+
+class Pending:
+    """A collective in flight."""
+
+    def __init__(self, work: dist.Work, result: Tensor, *, timeout_s: float) -> None:
+        self._work = work
+        self._result = result
+        self._timeout_s = timeout_s
+
+    def result(self) -> Tensor:
+        """Wait for the result.
+
+        Raises:
+            LockstepError: a rank did not take part in time, or is gone.
+        """
+        try:
+            if not self._work.wait(timedelta(seconds=self._timeout_s)):
+                raise LockstepError("a collective between the ranks failed")
+        except RuntimeError as error:
+            raise LockstepError(
+                f"not all ranks answered within {self._timeout_s:g} s (is the plugin installed and "
+                f"EQUIPOISE_BALANCER set on each of them?): {str(error).splitlines()[0]}"
+            ) from error
+        return self._result
+
+
+class Lockstep:
+    """Collectives of one CPU group; for the engine's thread, in the same order on all ranks."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, rank: int, num_ranks: int, timeout_s: float = 60.0
+    ) -> None:
+        self._group = group
+        self.rank = rank
+        """This rank, from 0."""
+        self.num_ranks = num_ranks
+        """Ranks of the group."""
+        self._timeout_s = timeout_s
+
+    def gather(self, row: Tensor) -> Pending:
+        """Start gathering a row, [...], of each rank; the result is [ranks, ...]."""
+        rows = torch.empty((self.num_ranks, *row.shape), dtype=row.dtype)
+        return self._pending(dist.all_gather(list(rows), row, self._group, async_op=True), rows)
+
+    def sum(self, values: Tensor) -> Pending:
+        """Start adding up values of all ranks, in place."""
+        return self._pending(dist.all_reduce(values, group=self._group, async_op=True), values)
+
+    def _pending(self, work: dist.Work | None, result: Tensor) -> Pending:
+        assert work is not None, "this rank is in the group"
+        return Pending(work, result, timeout_s=self._timeout_s)

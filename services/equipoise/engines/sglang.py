@@ -1,0 +1,228 @@
+"""The plugin for SGLang: hooks `EPLBManager.on_forward_pass_end`, called after each pass.
+
+Entry point `sglang.srt.plugins`. While the seat is taken, SGLang's own planner is not called; its
+options (`SILENT_PLANNER`) make the recorder count every pass.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.engines.link import EngineLink
+from equipoise.engines.lockstep import Lockstep
+from equipoise.engines.seat import EngineModel, EngineSeat
+from equipoise.engines.settings import EngineSettings, settings_from
+from equipoise.engines.slots import EngineSlots
+from equipoise.engines.tables import replica_tables
+from equipoise.planning.layout import Layout
+from equipoise.planning.topology import ModelShape
+from equipoise.trust.errors import TrustError
+
+SILENT_PLANNER = (
+    "--enable-eplb --ep-num-redundant-experts R --ep-dispatch-algorithm dynamic "
+    "--expert-distribution-recorder-mode stat --expert-distribution-recorder-buffer-size 1 "
+    "--eplb-rebalance-num-iterations 1000000000"
+)
+"""SGLang's options with which only Equipoise plans."""
+
+MIN_VERSION = (0, 5, 11)
+"""Oldest release with plugins."""
+
+_MANAGER = "sglang.srt.eplb.eplb_manager.EPLBManager"
+_ACCUMULATOR = "sglang.srt.eplb.expert_distribution._StatAccumulator"
+_SILENT_ITERATIONS = 10**8
+_GROUP_TIMEOUT = timedelta(seconds=60)
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the hooks, if the environment names a balancer; else change nothing."""
+    try:
+        settings = settings_from()
+        if settings is not None:
+            check_seam()
+            Hooks(settings).register()
+    except UnsupportedEngineError as error:
+        _log.error("Equipoise leaves this engine alone: %s", error)
+
+
+def check_seam() -> None:
+    """Check that everything the plugin touches is there.
+
+    Raises:
+        UnsupportedEngineError: this release of SGLang differs from those that are supported.
+    """
+    try:
+        release = version("sglang")
+        numbers = tuple(int("".join(filter(str.isdigit, part))) for part in release.split(".")[:3])
+    except (ImportError, ValueError) as error:
+        raise UnsupportedEngineError(f"the version of SGLang is unknown: {error}") from error
+    if numbers < MIN_VERSION:
+        raise UnsupportedEngineError(
+            f"SGLang {release} is too old: install {'.'.join(map(str, MIN_VERSION))} or later"
+        )
+
+
+class Hooks:
+    """What SGLang calls in one process; for its engine's thread."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._seat: EngineSeat | None = None
+        self._is_decided = False
+        self._layers: Sequence[int] = ()
+        self._load_LP: Tensor | None = None
+
+    @property
+    def seat(self) -> EngineSeat | None:
+        """The seat of this process; None before its first pass, or if it cannot be balanced."""
+        return self._seat
+
+    def register(self) -> None:
+        """Register both hooks; SGLang applies them before it starts."""
+        registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+        around, after = registry.HookType.AROUND, registry.HookType.AFTER
+        registry.HookRegistry.register(f"{_MANAGER}.on_forward_pass_end", self.end_pass, around)
+        registry.HookRegistry.register(f"{_ACCUMULATOR}.append", self.take_counts, after)
+
+    def take_counts(self, _result: None, _accumulator: Any, *args: Any, **named: Any) -> None:
+        """Keep what the recorder counted in this pass, by physical expert."""
+        data = named["single_pass_data"] if "single_pass_data" in named else args[2]
+        self._load_LP = data["global_physical_count"].to(torch.int64)
+
+    def end_pass(self, original: Callable[[Any], None], manager: Any) -> None:
+        """Take part after a pass, in place of SGLang's planner."""
+        load_LP, self._load_LP = self._load_LP, None
+        if not self._is_decided:
+            self._is_decided = True
+            try:
+                self._seat = self._take_seat(manager)
+            except (UnsupportedEngineError, TrustError, ValueError) as error:
+                _log.error("Equipoise leaves this engine alone: %s", error)
+        if self._seat is None:
+            original(manager)
+            return
+        self._seat.on_step(None if load_LP is None else load_LP[list(self._layers)])
+
+    def _take_seat(self, manager: Any) -> EngineSeat:
+        """Return the seat of an `EPLBManager`; all ranks have the same configuration.
+
+        Raises:
+            UnsupportedEngineError: its configuration is not supported; names the option.
+            TrustError: a certificate or key is unusable.
+        """
+        location = importlib.import_module("sglang.srt.eplb.expert_location")
+        context = importlib.import_module("sglang.srt.runtime_context")
+        moe, parallel = context.get_exec().moe, context.get_parallel()
+        _check(moe, parallel, manager)
+        link = EngineLink(self._settings)
+        metadata = location.get_global_expert_location_metadata()
+        weights = manager._get_model().routed_experts_weights_of_layer  # noqa: SLF001
+        self._layers = sorted(weights)
+        slots = [EngineSlots(list(weights[layer])) for layer in self._layers]
+        table = metadata.physical_to_logical_map_cpu[list(self._layers)]
+        ranks, rank = int(metadata.ep_size), int(parallel.moe_ep_rank)
+        group = dist.new_group(list(range(ranks)), backend="gloo", timeout=_GROUP_TIMEOUT)
+        tables, commit = _tables_of(metadata, self._layers, rank=rank)
+        return EngineSeat(
+            EngineModel(
+                engine=f"SGLang {version('sglang')}",
+                shape=ModelShape(
+                    num_layers=len(slots),
+                    num_experts=int(metadata.num_logical_experts),
+                    num_groups=1,
+                    expert_bytes=slots[0].expert_bytes,
+                ),
+                expert_of_slot=table.numpy().astype(np.int32),
+                slots=slots,
+                tables=tables,
+                commit=commit,
+            ),
+            Lockstep(group, rank=rank, num_ranks=ranks),
+            worker=self._settings.worker_of(rank),
+            on_ready=link.start,
+        )
+
+
+def _check(moe: Any, parallel: Any, manager: Any) -> None:
+    size = dist.get_world_size()
+    problems = (
+        (
+            moe.eplb_rebalance_num_iterations < _SILENT_ITERATIONS
+            or moe.expert_distribution_recorder_buffer_size != 1,
+            f"SGLang's own planner is active: start it with {SILENT_PLANNER}",
+        ),
+        (
+            moe.ep_dispatch_algorithm == "lp",
+            "--ep-dispatch-algorithm lp chooses replicas by a plan of its own: use dynamic",
+        ),
+        (
+            parallel.ep_size != size,
+            f"only {parallel.ep_size} of {size} ranks share experts: set --ep-size {size}",
+        ),
+        (not hasattr(manager, "_get_model"), "its EPLBManager is unknown: install 0.5.16 or later"),
+    )
+    for is_wrong, remedy in problems:
+        if is_wrong:
+            raise UnsupportedEngineError(remedy)
+
+
+def _tables_of(
+    metadata: Any, layers: Sequence[int], *, rank: int
+) -> tuple[Callable[[Layout], list[tuple[Tensor, Tensor]]], Callable[[Any], None]]:
+    """Return what makes SGLang's tables, and what copies them into place.
+
+    Each logical expert keeps all its replicas as candidates. SGLang makes these tables in Python,
+    with a device read for each entry; the static dispatch table is made by its own function.
+    """
+    location = importlib.import_module("sglang.srt.eplb.expert_location")
+    rows = torch.tensor(list(layers))
+
+    def tables(layout: Layout) -> list[tuple[Tensor, Tensor]]:
+        num_slots = layout.num_slots
+        made = replica_tables(layout, max_replicas=num_slots)
+        slots = torch.from_numpy(made.slots_of_expert)
+        padding = num_slots - slots.shape[2]
+        padded = torch.nn.functional.pad(slots, (0, padding), value=-1)
+        experts = torch.from_numpy(made.expert_of_slot)
+        pairs = [
+            (metadata.physical_to_logical_map, experts),
+            (metadata.physical_to_logical_map_cpu, experts),
+            (metadata.logical_to_all_physical_map, padded),
+            (metadata.logical_to_all_physical_map_cpu, padded),
+            (
+                metadata.logical_to_all_physical_map_num_valid,
+                torch.from_numpy(made.replica_count),
+            ),
+        ]
+        if metadata.logical_to_rank_dispatch_physical_map is not None:
+            static = location.compute_logical_to_rank_dispatch_physical_map(
+                logical_to_all_physical_map=slots,
+                ep_size=layout.num_ranks,
+                num_physical_experts=num_slots,
+                ep_rank=rank,
+            )
+            pairs.append((metadata.logical_to_rank_dispatch_physical_map, static))
+        return [(table, values.to(table)) for table, values in pairs]
+
+    indices = {table.device: rows.to(table.device) for table in _all_tables(metadata)}
+
+    def commit(made: list[tuple[Tensor, Tensor]]) -> None:
+        for table, values in made:
+            table.index_copy_(0, indices[table.device], values)
+
+    return tables, commit
+
+
+def _all_tables(metadata: Any) -> Sequence[Tensor]:
+    return (metadata.physical_to_logical_map, metadata.physical_to_logical_map_cpu)

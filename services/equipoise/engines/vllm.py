@@ -1,0 +1,215 @@
+"""The plugin for vLLM: wraps `EplbState.step`, which vLLM calls after each pass on all EP ranks.
+
+Entry point `vllm.general_plugins`. vLLM keeps its slots, tables and kernels; its own planner must
+be silent, by the options that `SILENT_PLANNER` names.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.engines.link import EngineLink
+from equipoise.engines.lockstep import Lockstep
+from equipoise.engines.seat import EngineModel, EngineSeat
+from equipoise.engines.settings import EngineSettings, settings_from
+from equipoise.engines.slots import EngineSlots
+from equipoise.engines.tables import replica_tables
+from equipoise.planning.layout import Layout
+from equipoise.planning.topology import ModelShape
+from equipoise.trust.errors import TrustError
+
+SILENT_PLANNER = (
+    '--enable-eplb --eplb-config \'{"num_redundant_experts": R, "window_size": 1, '
+    '"step_interval": 1000000000, "use_async": false}\''
+)
+"""vLLM's options with which only Equipoise plans."""
+
+MIN_VERSION = (0, 20)
+"""Oldest release with this seam."""
+
+_STEP = ("self", "is_dummy", "is_profile", "log_stats")
+_SILENT_INTERVAL = 10**8
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Wrap `EplbState.step`, if the environment names a balancer; else change nothing."""
+    try:
+        settings = settings_from()
+        if settings is not None:
+            install(settings)
+    except UnsupportedEngineError as error:
+        _log.error("Equipoise leaves this engine alone: %s", error)
+
+
+def install(settings: EngineSettings) -> None:
+    """Wrap `EplbState.step` once.
+
+    Raises:
+        UnsupportedEngineError: this release of vLLM differs from those that are supported.
+    """
+    state = importlib.import_module("vllm.distributed.eplb.eplb_state").EplbState
+    if hasattr(state.step, "equipoise"):
+        return
+    check_seam(state)
+    original = state.step
+    original_record = state._should_record_current_step  # noqa: SLF001 - no public name
+    seats: dict[int, EngineSeat | None] = {}
+
+    @functools.wraps(original)
+    def step(
+        self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
+    ) -> None:
+        if is_profile:
+            original(self, is_dummy, is_profile, log_stats)
+            return
+        if id(self) not in seats:
+            seats[id(self)] = _take_seat(self, settings)
+        seat = seats[id(self)]
+        load_LP = None
+        if seat is not None and not is_dummy:
+            (model_state,) = self.model_states.values()
+            load_LP = model_state.expert_load_pass.to(torch.int64, copy=True)
+        original(self, is_dummy, is_profile, log_stats)
+        if seat is not None:
+            seat.on_step(load_LP)
+
+    def should_record(self: Any, log_stats: bool = False) -> bool:
+        """Count in every pass while this state is balanced from outside."""
+        return seats.get(id(self)) is not None or original_record(self, log_stats)
+
+    vars(step)["equipoise"] = seats
+    state.step = step
+    state._should_record_current_step = should_record  # noqa: SLF001 - no public name
+
+
+def check_seam(state: type) -> None:
+    """Check that everything the plugin touches is there.
+
+    Raises:
+        UnsupportedEngineError: this release of vLLM differs from those that are supported.
+    """
+    try:
+        release = version("vllm")
+        numbers = tuple(int(part) for part in release.split(".")[:2])
+    except (ImportError, ValueError) as error:
+        raise UnsupportedEngineError(f"the version of vLLM is unknown: {error}") from error
+    if numbers < MIN_VERSION:
+        raise UnsupportedEngineError(
+            f"vLLM {release} is too old: install {'.'.join(map(str, MIN_VERSION))} or later"
+        )
+    found = tuple(inspect.signature(vars(state)["step"]).parameters)
+    if found != _STEP or not hasattr(state, "_should_record_current_step"):
+        raise UnsupportedEngineError(
+            f"EplbState.step of vLLM {release} takes {found}, not {_STEP}: install another release"
+        )
+
+
+def _take_seat(state: Any, settings: EngineSettings) -> EngineSeat | None:
+    """Return the seat of this process, or None if its vLLM cannot be balanced.
+
+    All ranks have the same configuration, so all or none have a seat.
+    """
+    try:
+        return make_seat(state, settings)
+    except (UnsupportedEngineError, TrustError, ValueError) as error:
+        _log.error("Equipoise leaves this engine alone: %s", error)
+    return None
+
+
+def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
+    """Return the seat of an `EplbState` whose planner is silent.
+
+    Raises:
+        UnsupportedEngineError: its configuration is not supported; names the option.
+        TrustError: a certificate or key is unusable.
+    """
+    parallel = state.parallel_config
+    _check(parallel, num_models=len(state.model_states))
+    (model_state,) = state.model_states.values()
+    group = importlib.import_module("vllm.distributed.parallel_state").get_eplb_group()
+    lockstep = Lockstep(group.cpu_group, rank=group.rank_in_group, num_ranks=group.world_size)
+    slots = [EngineSlots(list(tensors)) for tensors in model_state.model.expert_weights]
+    table = model_state.physical_to_logical_map.cpu().numpy().astype(np.int32)
+    num_experts = int(model_state.logical_replica_count.shape[1])
+    num_groups = int(getattr(model_state.model, "num_expert_groups", None) or 1)
+    tables, commit = _tables_of(model_state)
+    link = EngineLink(settings)
+    return EngineSeat(
+        EngineModel(
+            engine=f"vLLM {version('vllm')}",
+            shape=ModelShape(
+                num_layers=len(slots),
+                num_experts=num_experts,
+                num_groups=1 if num_experts % num_groups else num_groups,
+                expert_bytes=slots[0].expert_bytes,
+            ),
+            expert_of_slot=table,
+            slots=slots,
+            tables=tables,
+            commit=commit,
+        ),
+        lockstep,
+        worker=settings.worker_of(group.rank_in_group),
+        on_ready=link.start,
+    )
+
+
+def _check(parallel: Any, *, num_models: int) -> None:
+    eplb = parallel.eplb_config
+    problems = (
+        (num_models != 1, "it has a draft model with experts: start it without one"),
+        (getattr(parallel, "enable_elastic_ep", False), "elastic EP is on: remove the option"),
+        (
+            getattr(parallel, "pipeline_parallel_size", 1) > 1,
+            "it has pipeline stages: set --pipeline-parallel-size 1",
+        ),
+        (
+            eplb.use_async or eplb.step_interval < _SILENT_INTERVAL or eplb.window_size != 1,
+            f"vLLM's own planner is active: start it with {SILENT_PLANNER}",
+        ),
+    )
+    for is_wrong, remedy in problems:
+        if is_wrong:
+            raise UnsupportedEngineError(remedy)
+
+
+def _tables_of(
+    model_state: Any,
+) -> tuple[Callable[[Layout], list[Tensor]], Callable[[list[Tensor]], None]]:
+    """Return what makes vLLM's three tables, and what copies them into place.
+
+    vLLM's own commit makes them in Python on the engine's thread and copies all 1024 columns; only
+    as many as the most replicas are ever read.
+    """
+    slot_of = model_state.logical_to_physical_map
+    expert_of, count = model_state.physical_to_logical_map, model_state.logical_replica_count
+    used = int(count.max())
+
+    def tables(layout: Layout) -> list[Tensor]:
+        made = replica_tables(layout, max_replicas=slot_of.shape[2])
+        pairs = zip(made, (expert_of, slot_of, count), strict=True)
+        cast = [torch.from_numpy(table).to(like.dtype) for table, like in pairs]
+        return [table.pin_memory() for table in cast] if expert_of.is_cuda else cast
+
+    def commit(made: list[Tensor]) -> None:
+        nonlocal used
+        experts, slots, counts = made
+        most = slots.shape[2]
+        expert_of.copy_(experts, non_blocking=True)
+        slot_of[:, :, :most].copy_(slots, non_blocking=True)
+        slot_of[:, :, most:used].fill_(-1)
+        count.copy_(counts, non_blocking=True)
+        used = most
+
+    return tables, commit

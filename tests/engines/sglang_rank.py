@@ -1,0 +1,197 @@
+"""One rank of SGLang's expert balancing on a CPU: its real recorder, dispatch, tables and mover."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.eplb import (
+    eplb_manager,
+    expert_distribution,
+    expert_location,
+    expert_location_updater,
+)
+from sglang.srt.eplb.expert_location_dispatch import (
+    ExpertLocationDispatchInfo,
+    topk_ids_logical_to_physical,
+)
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_context, get_parallel
+
+from equipoise.engines import sglang
+from equipoise.engines.settings import settings_from
+from tests.engines.rank_main import prepare
+
+DENSE = 1
+"""Dense layers before the MoE layers, which SGLang counts too."""
+
+
+class Rank:
+    def __init__(self, options, rank):
+        self.options, self.rank, self.record = options, rank, None
+        ours = options.planner == "equipoise"
+        total, slots = options.layers + DENSE, options.experts + options.redundant
+        self.layers = list(range(DENSE, total))
+        get_context().override_server_args(
+            device="cpu",
+            enable_eplb=True,
+            ep_num_redundant_experts=options.redundant,
+            ep_size=options.ranks,
+            tp_size=options.ranks,
+            nnodes=1,
+            moe_a2a_backend="none",
+            deepep_mode="normal",
+            ep_dispatch_algorithm="dynamic",
+            expert_distribution_recorder_mode="stat",
+            expert_distribution_recorder_buffer_size=1 if ours else 50,
+            eplb_rebalance_num_iterations=10**9 if ours else 100,
+        ).install()
+        get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
+        if not hasattr(torch.cpu, "empty_cache"):
+            torch.cpu.empty_cache = lambda: None
+        torch.cpu.is_current_stream_capturing = lambda: False
+        expert_location.ModelConfigForExpertLocation.from_model_config = staticmethod(
+            lambda _config: expert_location.ModelConfigForExpertLocation(
+                num_layers=total, num_logical_experts=options.experts, num_groups=None
+            )
+        )
+        expert_distribution.get_device = lambda: "cpu"
+        self.config = SimpleNamespace(hf_config=None)
+        first = (torch.arange(slots) % options.experts).repeat(total, 1)
+        expert_location.set_global_expert_location_metadata(self.metadata_of(first))
+        self.metadata = expert_location.get_global_expert_location_metadata()
+        expert_distribution.set_global_expert_distribution_recorder(
+            expert_distribution.ExpertDistributionRecorder.init_new(self.metadata, rank=rank)
+        )
+        self.recorder = expert_distribution.get_global_expert_distribution_recorder()
+        self.num_own = slots // options.ranks
+        own = first[0, rank * self.num_own : (rank + 1) * self.num_own].tolist()
+        self.weights = {
+            layer: self.layer_weights(row, own, options.dim)
+            for row, layer in enumerate(self.layers)
+        }
+        self.hooks = None
+        if options.planner != "engine":
+            sglang.check_seam()
+            self.hooks = sglang.Hooks(settings_from())
+            self.hooks.register()
+        HookRegistry.apply_hooks()
+        model = SimpleNamespace(routed_experts_weights_of_layer=self.weights)
+        updater = expert_location_updater.ExpertLocationUpdater()
+        self.manager = eplb_manager.EPLBManager(
+            model_config=self.config,
+            get_model=lambda: model,
+            get_expert_location_updater=lambda: updater,
+            get_expert_backup_client=lambda: None,
+            get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
+        )
+        rebalance = self.manager.rebalance
+
+        def counted():
+            self.record.planner_runs += 1
+            return rebalance()
+
+        self.manager.rebalance = counted
+        self.draws = np.random.default_rng(7 + rank)
+        self.skews = [
+            np.random.default_rng(100 + phase).dirichlet(
+                np.full(options.experts, 0.25), size=options.layers
+            )
+            for phase in range(2)
+        ]
+        self.number = 0
+        self._watched = False
+
+    def metadata_of(self, table):
+        return expert_location.ExpertLocationMetadata.init_by_mapping(
+            self.config, table, moe_ep_rank=None
+        )
+
+    @staticmethod
+    def layer_weights(row, experts, dim):
+        seed = lambda expert, salt: torch.Generator().manual_seed(  # noqa: E731
+            1_000_003 * row + 101 * expert + salt
+        )
+        first = torch.stack([torch.randn(2 * dim, dim, generator=seed(e, 1)) for e in experts])
+        second = torch.stack([torch.randn(dim, dim, generator=seed(e, 2)) for e in experts])
+        marks = torch.tensor([[float(e), float(row)] for e in experts])
+        return [first.to(torch.bfloat16), second.to(torch.bfloat16), marks]
+
+    def seat(self):
+        return self.hooks.seat if self.hooks else None
+
+    def route(self, phase, tokens=32, k=4):
+        self.number += 1
+        counts = torch.zeros(self.options.layers, self.num_own * self.options.ranks)
+        with self.recorder.with_forward_pass(self.number, None):
+            for row, layer in enumerate(self.layers):
+                skew = self.skews[phase][row]
+                topk = torch.from_numpy(
+                    self.draws.choice(self.options.experts, size=(tokens, k), p=skew)
+                )
+                slot = topk_ids_logical_to_physical(
+                    topk, ExpertLocationDispatchInfo.init_new(layer)
+                )
+                with self.recorder.with_current_layer(layer):
+                    self.recorder.on_select_experts(topk_ids=slot)
+                counts[row].scatter_add_(0, slot.flatten(), torch.ones(slot.numel()))
+        return counts
+
+    def step(self):
+        self.manager.on_forward_pass_end()
+        seat = self.seat()
+        if seat is not None and not self._watched and seat.is_ready:
+            self._watched = True
+            prepare(self, seat)
+
+    def fault(self):
+        own = slice(self.rank * self.num_own, (self.rank + 1) * self.num_own)
+        for row, layer in enumerate(self.layers):
+            marks = self.weights[layer][2]
+            told = self.metadata.physical_to_logical_map[layer, own]
+            if not torch.equal(marks[:, 0].long(), told) or not (marks[:, 1] == row).all():
+                return f"layer {row} holds {marks.tolist()}, its table says {told.tolist()}"
+        return ""
+
+    def table(self):
+        return self.metadata.physical_to_logical_map
+
+    def copies(self):
+        return {layer: [tensor.clone() for tensor in self.weights[layer]] for layer in self.layers}
+
+    def compare(self, before, after, copies):
+        """Compare a switch with SGLang's own mover, canary on, and with its own tables."""
+        os.environ["SGLANG_EXPERT_LOCATION_UPDATER_CANARY"] = "1"
+
+        def metadata(table):
+            full = self.metadata.physical_to_logical_map_cpu.clone()
+            full[self.layers] = table
+            return self.metadata_of(full)
+
+        theirs = metadata(after)
+        expert_location_updater._update_expert_weights(
+            routed_experts_weights_of_layer=copies,
+            old_expert_location_metadata=metadata(before),
+            new_expert_location_metadata=theirs,
+            update_layer_ids=self.layers,
+            nnodes=1,
+            rank=self.rank,
+        )
+        names = (
+            "physical_to_logical_map",
+            "physical_to_logical_map_cpu",
+            "logical_to_all_physical_map",
+            "logical_to_all_physical_map_cpu",
+        )
+        counts = "logical_to_all_physical_map_num_valid"
+        return {
+            "weights": all(
+                torch.equal(*pair)
+                for layer in self.layers
+                for pair in zip(self.weights[layer], copies[layer], strict=True)
+            ),
+            "tables": all(
+                torch.equal(getattr(self.metadata, name), getattr(theirs, name)) for name in names
+            ),
+            "counts": torch.equal(getattr(self.metadata, counts), getattr(theirs, counts)),
+        }

@@ -1,0 +1,199 @@
+"""One rank of vLLM's `EplbState` on a CPU: its real planner, mover, tables and counters."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.config.parallel import EPLBConfig
+from vllm.distributed import parallel_state
+from vllm.distributed.eplb import eplb_communicator, eplb_state
+from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
+from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
+from vllm.model_executor.models.interfaces import MixtureOfExperts
+
+from equipoise.engines import vllm
+from tests.engines.rank_main import prepare
+
+KNUTH = 2654435769
+
+
+class Group:
+    """What `EplbState` asks of a `GroupCoordinator`."""
+
+    device_communicator = None
+
+    def __init__(self, rank, ranks):
+        self.cpu_group = dist.new_group(list(range(ranks)), backend="gloo")
+        self.device_group = dist.new_group(list(range(ranks)), backend="gloo")
+        self.world_size, self.rank_in_group, self.device = ranks, rank, torch.device("cpu")
+
+
+class Event:
+    """CPU events cannot be timed."""
+
+    def __init__(self, *_args, **_options):
+        self.at = 0.0
+
+    def record(self, *_args):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    wait = synchronize
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+class Layer:
+    def __init__(self, layer, experts, dim):
+        self.eplb_state = EplbLayerState()
+        seed = lambda expert, salt: torch.Generator().manual_seed(  # noqa: E731
+            1_000_003 * layer + 101 * expert + salt
+        )
+        self.w13 = torch.stack([torch.randn(2 * dim, dim, generator=seed(e, 1)) for e in experts])
+        self.w2 = torch.stack([torch.randn(dim, dim, generator=seed(e, 2)) for e in experts])
+        self.w13, self.w2 = self.w13.to(torch.bfloat16), self.w2.to(torch.bfloat16)
+        self.scale = torch.tensor([[float(e), float(layer)] for e in experts])
+
+    def get_expert_weights(self):
+        slots = len(self.scale)
+        return [self.w13.view(slots, -1), self.w2.view(slots, -1), self.scale]
+
+    def set_eplb_state(
+        self, moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count
+    ):
+        self.eplb_state.set_layer_state(
+            moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count
+        )
+
+
+class Model(MixtureOfExperts):
+    num_expert_groups, num_shared_experts = 1, 0
+
+    def __init__(self, options, rank):
+        self.num_moe_layers = options.layers
+        self.num_logical_experts = self.num_routed_experts = options.experts
+        self.num_redundant_experts = options.redundant
+        self.num_physical_experts = options.experts + options.redundant
+        self.num_local_physical_experts = num = self.num_physical_experts // options.ranks
+        first = EplbState.build_initial_global_physical_to_logical_map(
+            options.experts, options.redundant
+        )
+        own = first[rank * num : (rank + 1) * num]
+        self.moe_layers = [Layer(layer, own, options.dim) for layer in range(options.layers)]
+
+
+class Rank:
+    def __init__(self, options, rank):
+        self.options, self.rank, self.record = options, rank, None
+        parallel_state._EP = Group(rank, options.ranks)
+        parallel_state._EPLB = Group(rank, options.ranks)
+        parallel_state._NODE_COUNT = 1
+        eplb_state.get_node_count = lambda: 1
+        eplb_communicator.is_local_first_rank = lambda: False
+        eplb_state.PIN_MEMORY = False
+        torch.Event = eplb_state.torch.Event = Event
+        ours = options.planner == "equipoise"
+        if options.planner != "engine":
+            vllm.register()
+        config = EPLBConfig(
+            window_size=1 if ours else 50,
+            step_interval=10**9 if ours else 100,
+            num_redundant_experts=options.redundant,
+            use_async=False,
+            communicator="torch_nccl",
+        )
+        parallel = SimpleNamespace(
+            eplb_config=config, enable_elastic_ep=False, num_ubatches=0, enable_eplb=True
+        )
+        self.state = EplbState(parallel, torch.device("cpu"))
+        self.model = Model(options, rank)
+        self.state.add_model(
+            self.model, SimpleNamespace(model="fake-moe", compute_hash=lambda: "h")
+        )
+        (self.model_state,) = self.state.model_states.values()
+        self.draws = np.random.default_rng(7 + rank)
+        self.weights = [
+            np.random.default_rng(100 + phase).dirichlet(
+                np.full(options.experts, 0.25), size=options.layers
+            )
+            for phase in range(2)
+        ]
+        rearrange = self.state.rearrange
+
+        def counted(*args, **named):
+            self.record.planner_runs += 1
+            return rearrange(*args, **named)
+
+        self.state.rearrange = counted
+        self._watched = False
+
+    def seat(self):
+        seats = getattr(EplbState.step, "equipoise", {})
+        return seats.get(id(self.state))
+
+    def route(self, phase, tokens=32, k=4):
+        """Logical top-k by a skewed draw, then vLLM's rule: hash of the row modulo replicas."""
+        for layer, weights in enumerate(self.weights[phase]):
+            state = self.model.moe_layers[layer].eplb_state
+            topk = torch.from_numpy(
+                self.draws.choice(self.options.experts, size=(tokens, k), p=weights)
+            )
+            row = torch.arange(tokens)[:, None].expand(-1, k)
+            pick = ((row * KNUTH) & 0xFFFFFFFF) % state.logical_replica_count[topk]
+            slot = state.logical_to_physical_map[topk, pick]
+            assert (slot >= 0).all()
+            one = torch.ones(slot.numel(), dtype=state.expert_load_view.dtype)
+            state.expert_load_view.scatter_add_(0, slot.flatten(), one)
+        return self.model_state.expert_load_pass
+
+    def step(self):
+        self.state.step()
+        seat = self.seat()
+        if seat is not None and not self._watched and seat.is_ready:
+            self._watched = True
+            prepare(self, seat)
+
+    def fault(self):
+        num = self.model.num_local_physical_experts
+        own = self.model_state.physical_to_logical_map[:, self.rank * num : (self.rank + 1) * num]
+        for layer, one in enumerate(self.model.moe_layers):
+            held = one.scale[:, 0].long()
+            if not torch.equal(held, own[layer]) or not (one.scale[:, 1] == layer).all():
+                return f"layer {layer} holds {held.tolist()}, its table says {own[layer].tolist()}"
+        return ""
+
+    def table(self):
+        return self.model_state.physical_to_logical_map
+
+    def compare(self, before, after, copies):
+        """Compare a switch with vLLM's own mover and maps."""
+        rearrange_expert_weights_inplace(
+            before,
+            after,
+            copies,
+            [torch.empty_like(tensor) for tensor in copies[0]],
+            parallel_state._EP.device_group,
+            self.model_state.communicator,
+        )
+        maps, counts = eplb_state.compute_logical_maps(after, self.options.experts)
+        padded = torch.full_like(self.model_state.logical_to_physical_map, -1)
+        padded[:, :, : maps.shape[2]] = maps
+        ours = [tensor for layer in self.model.expert_weights for tensor in layer]
+        theirs = [tensor for layer in copies for tensor in layer]
+        return {
+            "weights": all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)),
+            "tables": torch.equal(self.model_state.logical_to_physical_map, padded)
+            and torch.equal(self.model_state.physical_to_logical_map, after),
+            "counts": torch.equal(self.model_state.logical_replica_count, counts),
+        }
+
+    def copies(self):
+        return [[tensor.clone() for tensor in layer] for layer in self.model.expert_weights]
