@@ -126,9 +126,14 @@ def test_rollout_decisions_switches_and_rejections_are_shown():
     status.timeouts.add(
         name="pull", timeout_s=5.0, reached=2, latest="worker-1: expert 3 from rank 0"
     )
+    status.quarantined.add(
+        worker="w-9", boot_id="b1", reason="wrong bytes", since_unix_s=9e8, until_restart=True
+    )
     text = " ".join(printed(pool_view(status), width=200).split())
     for words in (
         "degraded",
+        "quarantined w-9 (boot b1) since 1998-07-09",
+        "until it restarts: wrong bytes",
         "rank 2 has been silent for 5.1 s",
         "worker-2 silent",
         "7→8",

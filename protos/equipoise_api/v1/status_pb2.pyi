@@ -468,6 +468,7 @@ class PoolStatus(_message.Message):
     SHARES_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     GAINS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -547,6 +548,10 @@ class PoolStatus(_message.Message):
     def gains(self) -> _containers.RepeatedCompositeFieldContainer[Global___GainStatus]:
         """Expected and realised gains of the latest rollouts, newest first, at most 16."""
 
+    @_builtins.property
+    def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantineStatus]:
+        """Workers that get no rank because they do not fit the pool, sorted by name."""
+
     def __init__(
         self,
         *,
@@ -577,10 +582,11 @@ class PoolStatus(_message.Message):
         shares: Global___ShareStatus | None = ...,
         policy: Global___PolicyStatus | None = ...,
         gains: _abc.Iterable[Global___GainStatus] | None = ...,
+        quarantined: _abc.Iterable[Global___QuarantineStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -600,6 +606,43 @@ class PoolStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class QuarantineStatus(_message.Message):
+    """QuarantineStatus is a worker that gets no rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    UNTIL_RESTART_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    boot_id: _builtins.str
+    """The quarantined process; another one of the same name is not."""
+    reason: _builtins.str
+    """Why, human-readable."""
+    since_unix_s: _builtins.float
+    """Unix time when it was quarantined, seconds."""
+    until_restart: _builtins.bool
+    """Whether only a restart ends it, because it reported wrong bytes."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+        until_restart: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "reason", b"reason", "since_unix_s", b"since_unix_s", "until_restart", b"until_restart", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantineStatus: _TypeAlias = QuarantineStatus  # noqa: Y015
 
 @_typing.final
 class GainStatus(_message.Message):
@@ -876,7 +919,9 @@ class Decision(_message.Message):
     shift_detected: _builtins.bool
     """Whether a traffic shift was detected in the window."""
     kind: _builtins.str
-    """plan, or policy if another policy came into force."""
+    """plan, policy if another policy came into force, or quarantine if a worker was quarantined
+    (accepted) or released.
+    """
     policy_hash: _builtins.str
     """The policy that made this decision, or that came into force."""
     def __init__(

@@ -90,6 +90,7 @@ class Pool:
             windows=windows,
             rollouts=rollouts,
             journal=journal,
+            quarantine=quarantine,
             counters=counters,
         )
 

@@ -56,6 +56,9 @@ class DecisionKind(StrEnum):
     POLICY = "policy"
     """Another policy came into force."""
 
+    QUARANTINE = "quarantine"
+    """A worker was quarantined (yes) or released (no)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:

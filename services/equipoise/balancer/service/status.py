@@ -59,6 +59,10 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         ],
         audit=[audit_to_proto(record) for record in pool.journal.audit],
         gains=_gains(pool),
+        quarantined=[
+            pb.QuarantineStatus(**fields_of(one, but=("since_s",)), since_unix_s=one.since_s)
+            for one in sorted(pool.quarantine.workers, key=lambda one: one.worker)
+        ],
     )
     if pool.roster.shape is not None:
         status.model.CopyFrom(model_to_proto(pool.roster.shape.model))

@@ -65,7 +65,7 @@ def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
         right = name in {"moves", "bytes"}
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
     for one in decisions:
-        is_plan = one.kind != "policy"
+        is_plan = one.kind == "plan"
         table.add_row(
             Text(str(one.sequence), style="dim"),
             format_time(one.time_unix_s),
@@ -128,4 +128,6 @@ def _line(one: pb.Decision) -> str:
 def _verdict(one: pb.Decision) -> Text:
     if one.kind == "policy":
         return Text("policy", style="cyan")
+    if one.kind == "quarantine":
+        return Text("quarantine" if one.accepted else "release", style="red")
     return Text("yes", style="bold green") if one.accepted else Text("no", style="dim")

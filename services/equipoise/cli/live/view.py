@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import format_bytes
+from equipoise.cli.display import format_bytes, format_time
 from equipoise_api.v1 import status_pb2
 
 GOOD_BALANCEDNESS = 0.9
@@ -261,7 +261,7 @@ class RateMeter:
 def _facts(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, expected gain, timeouts, rejections: one row each, if any."""
+    """Rollout, decisions, switches, gain, timeouts, quarantine, rejections: a row each, if any."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
@@ -287,6 +287,8 @@ def _facts(
                 ),
                 style="yellow",
             )
+    for one in status.quarantined:
+        table.add_row("quarantined", Text(_quarantine_text(one), style="red"))
     for rejection in status.rejections:
         table.add_row(
             "rejected",
@@ -312,6 +314,12 @@ def _rollout_text(rollout: status_pb2.RolloutStatus) -> Text:
         f"switched by {_ranks_text(rollout.switched_ranks)}{waves}",
         style="cyan",
     )
+
+
+def _quarantine_text(one: status_pb2.QuarantineStatus) -> str:
+    until = "until it restarts" if one.until_restart else "until it fits the pool"
+    since = format_time(one.since_unix_s)
+    return f"{one.worker} (boot {one.boot_id}) since {since}, {until}: {one.reason}"
 
 
 def _gain_text(expected: status_pb2.GainStatus) -> Text:
