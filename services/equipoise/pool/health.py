@@ -38,17 +38,17 @@ def diagnose(
     *,
     opening: EpochDecision,
     silent: Mapping[int, str],
-    contradicting: Mapping[str, str],
+    left_out: Mapping[str, str],
     quarantined: Mapping[str, str],
     faults: Sequence[str],
     store_fault: str,
 ) -> Diagnosis:
     """Judge a pool.
 
-    `opening` is the latest decision about the next epoch. `silent` (by rank), `contradicting` and
+    `opening` is the latest decision about the next epoch. `silent` (by rank), `left_out` and
     `quarantined` (by worker), `faults` and `store_fault` are messages.
     """
-    odd = [f"{name} is left out: {reason}" for name, reason in contradicting.items()]
+    odd = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     odd += [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
     if opening.is_down:
         return Diagnosis(health=Health.DOWN, reason="; ".join([opening.reason, *odd]))

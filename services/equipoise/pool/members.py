@@ -331,6 +331,8 @@ def _candidate(
         reason = quarantined
     elif excluded and (member.rank is None or member.lost_reason is not None):
         state, reason = MemberState.STUCK, excluded
+    elif excluded and member.later_epoch:
+        state, reason = MemberState.MISSING, excluded
     elif excluded and member.serving:
         state, reason = MemberState.SLOW, excluded
     elif member.lost_reason is not None:

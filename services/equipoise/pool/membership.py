@@ -17,7 +17,8 @@ from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
 from equipoise.pool.epochs import EpochHistory, EpochRecord, UnwrittenEpoch
-from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers, check_running_layout
+from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers
+from equipoise.pool.interruptions import Interruptions
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
@@ -46,6 +47,7 @@ class Membership:
         *,
         roster: Roster,
         attendance: Attendance,
+        interruptions: Interruptions,
         quarantine: Quarantine,
         agreement: Agreement,
         layouts: PoolLayouts,
@@ -58,6 +60,7 @@ class Membership:
         self._policy = policy
         self._roster = roster
         self._attendance = attendance
+        self._interruptions = interruptions
         self._quarantine = quarantine
         self._agreement = agreement
         self._layouts = layouts
@@ -65,7 +68,14 @@ class Membership:
         self._windows = windows
         self._rollouts = rollouts
         self._timeouts = counters.timeouts
-        self._resumption = Resumption(policy, roster=roster, layouts=layouts, recorded=recorded)
+        self._resumption = Resumption(
+            policy,
+            roster=roster,
+            layouts=layouts,
+            agreement=agreement,
+            counters=counters,
+            recorded=recorded,
+        )
         # Workers that only the store knows so far.
         self._unheard = frozenset(recorded.workers if recorded is not None else ())
         self.opening = EpochDecision()
@@ -102,10 +112,12 @@ class Membership:
             restarted = f"worker {member.name} restarted"
             effects += self._rollouts.handle(RankLost(rank=before.rank, reason=restarted), now=now)
         if member.serving:
-            effects += self._note_running(member, now=now)
+            effects += self._resumption.note_running(member, now=now)
         if hello.group_lost is not None:
             # A worker that reconnects later may have staged one more.
             self._layouts.reserve(hello.group_lost.generation + 1)
+        if member.rank is not None and member.lost_reason is not None:
+            self._interruptions.note_end(member)
         effects += self._open_after(hello, now=now)
         return (*effects, *self._join_returned(), *self.settle(now=now))
 
@@ -130,6 +142,7 @@ class Membership:
         used = UsedNumbers(epoch=rejected.highest_epoch)
         warning = self._count(member, used, kind="rejected", now=now)
         member.reject_epoch(rejected.highest_epoch)
+        self._interruptions.note_end(member)
         reason = f"it has already taken up epoch {rejected.highest_epoch}"
         effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*warning, *effects, *self._open_if_due(now=now))
@@ -153,6 +166,7 @@ class Membership:
         self._quarantine.look_again()
         effects: Chain = ()
         if member.rank is not None:
+            self._interruptions.note_end(member)
             reason = f"its group ended: {lost.reason}"
             effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*warning, *effects, *self._open_if_due(now=now))
@@ -177,6 +191,7 @@ class Membership:
         if self._windows.loads is not None and not self._is_serving_noted:
             self._is_serving_noted = True
             self._history.note_serving(self._roster.epoch, now=now)
+            self._interruptions.note_serving(now=now)
         return effects
 
     def note_written(self, members: EpochMembers) -> Chain:
@@ -199,15 +214,7 @@ class Membership:
     def _check(self, hello: Hello, used: UsedNumbers, *, now: float) -> None:
         if (fault := self._fault(hello.worker, used, now=now)) is not None:
             raise RejectedWorkerError(f"hello_{fault[0]}_leap", fault[1])
-        before = self._roster.members.get(hello.worker)
-        others_run = any(
-            member.connected and member.serving and member.name != hello.worker
-            for member in self._roster.seated()
-        )
-        is_rank = before is not None and before.rank is not None
-        if hello.running is not None and is_rank and others_run:
-            ours = self._layouts.get(hello.running.layout.generation)
-            check_running_layout(hello, ours)
+        self._resumption.check(hello)
 
     def _count(self, member: Member, used: UsedNumbers, *, kind: str, now: float) -> Chain:
         """Take over the numbers that a connected worker reports.
@@ -262,7 +269,10 @@ class Membership:
         if shape is None:
             return ()
         silent = self._attendance.silent_workers(now=now)
-        excluded = self._attendance.excluded_workers(now=now)
+        excluded = {
+            **self._attendance.excluded_workers(now=now),
+            **self._interruptions.excluded_workers(now=now),
+        }
         told = self._quarantine.follow_checkpoints(now=now)
         quarantined = self._quarantine.reasons
         is_waiting = silent or excluded or quarantined or self._unheard or self.opening.reason
@@ -274,7 +284,7 @@ class Membership:
             return told
         if choice is not None:
             told = (*told, *self._take_over(choice, now=now))
-        opening = next_epoch(
+        self.opening = opening = next_epoch(
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.wanted_ranks,
             slots_per_rank=shape.slots_per_rank,
@@ -284,39 +294,25 @@ class Membership:
             policy=self._policy.values,
             now=now,
         )
-        self.opening = opening
-        if opening.workers:
-            return (*told, *self._open(opening, shape, now=now))
-        return (*told, *(self._attendance.recall_excluded() if opening.is_down else ()))
+        if opening.is_down:
+            told = (*told, *self._attendance.recall_excluded(), *self._interruptions.recall())
+        if not opening.workers:
+            return told
+        # A rank that hangs ended the epoch, whoever reported it first.
+        if not opening.timeout and (found := self._interruptions.judge(silent=silent, now=now)):
+            return (*told, *found, *self._open_if_due(now=now))
+        return (*told, *self._open(opening, shape, now=now))
 
     def _take_over(self, choice: GroupChoice, *, now: float) -> Chain:
-        """Count workers that run an epoch which this balancer did not open as its ranks."""
-        if choice.is_late:
-            self._timeouts.note("reform", choice.reason)
-        if not choice.ranks:
-            self._roster.release_claims(choice.reason)
-            return (Log(text=choice.reason, is_warning=True),)
-        resumed = self._roster.take_over(choice)
+        """Ranks run an epoch that this balancer did not open, and now count."""
         if choice.is_new_group:
             self._begin_epoch(opened_here=False, now=now)
             self._unwritten.begin(())
-        effects: list[Effect] = [
-            Log(text=f"worker {worker} is not followed: {reason}", is_warning=True, worker=worker)
-            for worker, reason in choice.contradicting.items()
-        ]
-        for member in resumed:
-            effects += self._note_running(member, now=now)
-        return (*effects, *self._join_returned())
-
-    def _note_running(self, member: Member, *, now: float) -> Chain:
-        """A worker counts as a rank that runs what it reported."""
-        running = member.hello.running
-        assert running is not None, "a rank that resumes runs"
-        self._layouts.remember(running.layout)
-        return self._agreement.note_bytes(member, running.layout, running, now=now)
+        return (*self._resumption.take_over(choice, now=now), *self._join_returned())
 
     def _open(self, opening: EpochDecision, shape: Hello, *, now: float) -> Chain:
         roster, layouts = self._roster, self._layouts
+        self._interruptions.begin_epoch(now=now)
         load = self._windows.average_load(shape.model)
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
         is_known = not self._unwritten.is_pending

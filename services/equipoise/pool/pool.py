@@ -6,6 +6,7 @@ from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.decisions import Decisions
 from equipoise.pool.health import Diagnosis, Health, diagnose
+from equipoise.pool.interruptions import Interruptions
 from equipoise.pool.journal import Journal
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.members import Roster
@@ -56,6 +57,7 @@ class Pool:
             policy, roster=roster, layouts=layouts, verification=verification, counters=counters
         )
         self.attendance = attendance = Attendance(policy, roster=roster, counters=counters)
+        self.interruptions = interruptions = Interruptions(roster=roster)
         self.quarantine = quarantine = Quarantine(roster=roster, rejections=counters.rejections)
         self.agreement = agreement = Agreement(
             policy,
@@ -72,6 +74,7 @@ class Pool:
             policy,
             roster=roster,
             attendance=attendance,
+            interruptions=interruptions,
             quarantine=quarantine,
             agreement=agreement,
             layouts=layouts,
@@ -110,7 +113,7 @@ class Pool:
             self.roster,
             opening=self.membership.opening,
             silent=self.attendance.silent,
-            contradicting=self.roster.contradicting,
+            left_out={**self.roster.contradicting, **self.interruptions.excluded},
             quarantined=self.quarantine.reasons,
             faults=self.agreement.faults,
             store_fault=self.journal.store_fault,

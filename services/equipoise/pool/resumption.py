@@ -4,10 +4,16 @@
 """
 
 from equipoise.planning.resumption import GroupChoice, choose_group
+from equipoise.pool.agreement import Agreement
+from equipoise.pool.counters import Counters
+from equipoise.pool.effects import Chain, Effect, Log
+from equipoise.pool.hello_checks import check_running_layout
 from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import EpochMembers
+from equipoise.wire.messages import Hello
 
 
 class Resumption:
@@ -19,11 +25,15 @@ class Resumption:
         *,
         roster: Roster,
         layouts: PoolLayouts,
+        agreement: Agreement,
+        counters: Counters,
         recorded: EpochMembers | None,
     ) -> None:
         self._policy = policy
         self._roster = roster
         self._layouts = layouts
+        self._agreement = agreement
+        self._timeouts = counters.timeouts
         self._recorded = recorded
         self._since_s: float | None = None
 
@@ -58,6 +68,43 @@ class Resumption:
         self._since_s = None
         is_new = is_open or any(not claim.is_rank for claim in choice.ranks)
         return choice if is_new or not choice.ranks else None
+
+    def take_over(self, choice: GroupChoice, *, now: float) -> Chain:
+        """Count the ranks of a chosen group; if there is none, its workers wait for an epoch."""
+        if choice.is_late:
+            self._timeouts.note("reform", choice.reason)
+        if not choice.ranks:
+            self._roster.release_claims(choice.reason)
+            return (Log(text=choice.reason, is_warning=True),)
+        effects: list[Effect] = [
+            Log(text=f"worker {worker} gets no rank: {reason}", is_warning=True, worker=worker)
+            for worker, reason in choice.contradicting.items()
+        ]
+        for member in self._roster.take_over(choice):
+            effects += self.note_running(member, now=now)
+        return tuple(effects)
+
+    def check(self, hello: Hello) -> None:
+        """Check a rank that reconnects while others run.
+
+        Raises:
+            RejectedWorkerError: it runs another layout than they under the same generation.
+        """
+        known = self._roster.members.get(hello.worker)
+        is_rank = known is not None and known.rank is not None
+        others_run = any(
+            member.connected and member.serving and member.name != hello.worker
+            for member in self._roster.seated()
+        )
+        if hello.running is not None and is_rank and others_run:
+            check_running_layout(hello, self._layouts.get(hello.running.generation))
+
+    def note_running(self, member: Member, *, now: float) -> Chain:
+        """A worker counts as a rank that runs what it reported in its Hello."""
+        running = member.hello.running
+        assert running is not None, "a rank that resumes runs"
+        self._layouts.remember(running.layout)
+        return self._agreement.note_bytes(member, running.layout, running, now=now)
 
     def _latest(self) -> tuple[int, tuple[str, ...]]:
         """The epoch opened here, else that of the store, with its workers."""

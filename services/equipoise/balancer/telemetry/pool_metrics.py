@@ -66,7 +66,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         "Compute time per step as a multiple of the median rank's, corrected for load.",
     ),
     "slow_ranks": (_P, "Ranks that are slower than the policy allows, corrected for load."),
-    "excluded_workers": (_P, "Workers excluded for being slow."),
+    "excluded_workers": (_P, "Workers left out for a while: they are slow, or end epochs."),
     "quarantined_workers": (_P, "Workers quarantined for wrong bytes or another checkpoint."),
     "rank_silence_seconds": (_RANK, "Time since the last message of a rank."),
 }
@@ -147,7 +147,8 @@ class PoolMetrics:
         self._gauge("rollout_waves_left", pool, pool.rollouts.waves_left)
         self._gauge("store_up", pool, not pool.journal.store_fault)
         self._gauge("slow_ranks", pool, len(pool.windows.slow))
-        self._gauge("excluded_workers", pool, len(pool.attendance.excluded))
+        left_out = {*pool.attendance.excluded, *pool.interruptions.excluded}
+        self._gauge("excluded_workers", pool, len(left_out))
         self._gauge("quarantined_workers", pool, len(pool.quarantine.workers))
 
     def _add_ranks(self, pool: Pool) -> None:
