@@ -20,6 +20,7 @@ def decide(*candidates, now=0.0, **changes):
         "slots_per_rank": 12,
         "num_experts": 32,
         "unheard": frozenset(),
+        "is_on_record": True,
         "is_rolling_out": False,
         "policy": POLICY,
         "now": now,

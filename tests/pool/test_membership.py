@@ -37,14 +37,13 @@ def rejection_of(harness, hello):
     ],
 )
 def test_a_worker_that_differs_from_its_pool_is_rejected_with_both_values(
-    harness, hello_of, kind, changes, theirs, ours
+    serving_harness, hello_of, kind, changes, theirs, ours
 ):
-    harness.hello(hello_of("worker-0"))
-    error = rejection_of(harness, hello_of("worker-9", **changes))
+    error = rejection_of(serving_harness, hello_of("worker-9", **changes))
     assert error.kind == kind
     for word in ("worker-9", theirs, ours, "worker-0"):
         assert word in str(error)
-    assert list(harness.pool.roster.members) == ["worker-0"], "nothing changed"
+    assert serving_harness.pool.roster.settled, "nothing changed"
 
 
 AUTO = ("gemm=triton|reference", "permute=triton|reference")
@@ -62,15 +61,16 @@ AUTO = ("gemm=triton|reference", "permute=triton|reference")
 def test_a_worker_whose_kernels_cannot_agree_with_those_present_is_rejected(
     harness, hello_of, backends, operation
 ):
-    harness.hello(hello_of("worker-0", backends=AUTO))
-    harness.hello(hello_of("worker-1", backends=("gemm=triton", "permute=triton")))
-    harness.hello(hello_of("worker-2"))
+    of_workers = (AUTO, ("gemm=triton", "permute=triton"), (), AUTO)
+    for worker, of_worker in zip(harness.workers.values(), of_workers, strict=True):
+        worker.hello = replace(worker.hello, backends=of_worker)
+    harness.serve()
     error = rejection_of(harness, hello_of("worker-9", kernels="odd", backends=backends))
     assert error.kind == "hello_kernels"
     assert "worker-9: it computes with odd, but pool tiny with triton" in str(error)
     assert f"(worker worker-0), and no backend of {operation} is available to all" in str(error)
-    harness.hello(hello_of("worker-3", backends=AUTO))
     assert sorted(harness.pool.roster.members) == [f"worker-{n}" for n in range(4)]
+    harness.hello(hello_of("worker-9", backends=AUTO))
 
 
 def test_a_pool_that_cannot_hold_all_experts_is_rejected_with_the_number_that_could(

@@ -265,6 +265,24 @@ def test_a_rank_that_had_not_taken_up_its_epoch_is_sent_it_again(make_harness):
     assert harness.pool.counters.rejections.all() == ()
 
 
+def test_an_epoch_that_a_balancer_without_memory_opened_too_early_gives_way(
+    succeed, worker_of, hello_of
+):
+    harness = succeed(PoolMemory())
+    ranks = harness.ranks
+    early = worker_of(hello_of("worker-9", num_ranks=1, slots_per_rank=32))
+    harness.workers = {**harness.workers, "worker-9": early}
+    harness.hello(early.hello)
+    harness.say(early, early.serving())
+    assert harness.pool.diagnosis().health is Health.SERVING
+    for worker in ranks:
+        harness.hello(claim(worker, epoch=5))
+    assert (harness.pool.roster.epoch, seated(harness)) == (5, names(ranks))
+    assert harness.pool.roster.complete
+    assert harness.pool.layouts.current.same_placement(ranks[0].layout)
+    assert "worker-9 is quarantined" in harness.pool.diagnosis().reason
+
+
 def test_a_cut_of_all_streams_lets_no_stranger_decide(before, worker_of, hello_of):
     harness = before
     ranks = harness.ranks

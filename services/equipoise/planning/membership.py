@@ -103,6 +103,7 @@ def next_epoch(
     slots_per_rank: int,
     num_experts: int,
     unheard: frozenset[str],
+    is_on_record: bool,
     is_rolling_out: bool,
     policy: Policy,
     now: float,
@@ -119,6 +120,8 @@ def next_epoch(
         num_experts: experts that need slots.
         unheard: workers of the latest stored epoch that have not connected since the balancer
             started.
+        is_on_record: whether an epoch of the pool is known. If not, a worker of a lost group alone
+            does not open one at once: others may be about to connect.
         is_rolling_out: whether a rollout is in progress.
         policy: the timeouts.
         now: the clock that `since_s` is on.
@@ -133,7 +136,13 @@ def next_epoch(
     opening = (
         _above(pool)
         or _without_quarantined(pool, least=least)
-        or _without_ranks(pool, num_ranks=num_ranks, unheard=unheard, policy=policy, now=now)
+        or _without_ranks(
+            pool,
+            num_ranks=num_ranks,
+            is_complete=not unheard and (is_on_record or len(pool.free) > 1),
+            policy=policy,
+            now=now,
+        )
         or _beside_ranks(
             pool,
             least=least,
@@ -159,19 +168,22 @@ def _above(pool: _Workers) -> EpochDecision | None:
 
 
 def _without_ranks(
-    pool: _Workers, *, num_ranks: int, unheard: frozenset[str], policy: Policy, now: float
+    pool: _Workers, *, num_ranks: int, is_complete: bool, policy: Policy, now: float
 ) -> EpochDecision | None:
-    """All connected workers wait for a rank. None if one is still bound to the epoch."""
+    """All connected workers wait for a rank. None if one is still bound to the epoch.
+
+    `is_complete` says that no worker of the latest epoch is known to be absent.
+    """
     if pool.bound:
         return None
     if not pool.free:
         return EpochDecision()
     waited_s = now - min(candidate.since_s for candidate in pool.free)
     holders = [candidate for candidate in pool.free if candidate.holds]
-    if holders and not unheard:
+    if holders and is_complete:
         why = _faults(pool.missing) or holders[0].reason
         return _open(pool, f"the group was lost: {why}")
-    if len(pool.free) >= num_ranks:
+    if len(pool.free) >= max(num_ranks, 2 if holders else 1):
         return _open(pool, f"{len(pool.free)} workers are connected")
     name, timeout_s = (
         ("reform", policy.reform_timeout_s) if holders else ("start", policy.start_timeout_s)
@@ -179,7 +191,7 @@ def _without_ranks(
     if waited_s < timeout_s:
         return EpochDecision(
             reason=f"{len(pool.free)} of {num_ranks} workers are connected ({_names(pool.free)}): "
-            f"waiting for {num_ranks - len(pool.free)} more, at most {timeout_s:g} s"
+            f"waiting for {max(1, num_ranks - len(pool.free))} more, at most {timeout_s:g} s"
         )
     return _open(
         pool,

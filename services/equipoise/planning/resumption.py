@@ -70,7 +70,7 @@ def choose_group(
     *,
     recorded: tuple[int, tuple[str, ...]],
     connected: Collection[str],
-    num_lost: int,
+    num_opposed: int,
     known: Mapping[int, bytes],
     waited_s: float,
     policy: Policy,
@@ -79,13 +79,14 @@ def choose_group(
 
     Of groups with equally many, it is the one with more workers on record, else the one on record,
     else the one with more ranks that this balancer counts already, else that of the later epoch. If
-    more workers report that their group has ended than run any, no group is taken over.
+    more workers show that no group runs than any group has, none is taken over.
 
     Args:
         claims: what connected workers report to run; at least one.
         recorded: the latest epoch on record, and its workers in rank order; none if it is 0.
         connected: names of all connected workers.
-        num_lost: connected workers that hold experts of a group that has ended.
+        num_opposed: connected workers that show that no group runs: ranks of an epoch that this
+            balancer opened, or workers whose group has ended.
         known: digests of the layouts on record, by generation.
         waited_s: seconds since the first claim. After `policy.reform_timeout_s` absent workers are
             not waited for.
@@ -96,13 +97,13 @@ def choose_group(
         groups[claim.group].append(claim)
     agreeing = [_agreeing(group, known=known) for group in groups.values()]
     best, *others = sorted(agreeing, key=lambda ranks: _weight(ranks, recorded), reverse=True)
-    second = max(num_lost, 1 + max(map(len, others), default=0))
+    second = max(num_opposed, 1 + max(map(len, others), default=0))
     epoch, num_ranks = best[0].epoch, len(best[0].workers)
     absent = len(set(recorded[1]).difference(connected))
     if not recorded[1]:  # One claim alone proves nothing.
-        absent = max(num_ranks, 2) - len(claims) - num_lost
+        absent = max(num_ranks, 2) - len(claims) - num_opposed
     what = f"{len(best)} of {num_ranks} ranks of epoch {epoch} ({_names(best)})"
-    is_decided = absent <= 0 or len(best) >= second + absent or num_lost > len(best) + absent
+    is_decided = absent <= 0 or len(best) >= second + absent or num_opposed > len(best) + absent
     if not is_decided and waited_s < policy.reform_timeout_s:
         return GroupChoice(
             contradicting={},
@@ -111,8 +112,11 @@ def choose_group(
             f"{policy.reform_timeout_s:g} s",
         )
     late = f", {absent} expected workers did not connect within {policy.reform_timeout_s:g} s"
-    if num_lost > len(best):
-        reason = f"the groups of {num_lost} workers have ended, and {what} report that they run"
+    if num_opposed > len(best):
+        reason = (
+            f"only {what} report that they run, but {num_opposed} workers are in another epoch or "
+            "wait for one"
+        )
         ranks: tuple[RunningClaim, ...] = ()
         contradicting = {claim.worker: reason for claim in claims}
     else:

@@ -1,6 +1,6 @@
 """Checks of a worker against the pool's state. Those of a Hello raise `RejectedWorkerError`."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from equipoise.planning.layout import Layout
@@ -103,21 +103,8 @@ def check_running_layout(hello: Hello, ours: Layout | None) -> None:
         )
 
 
-def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
-    """Reject a worker whose model or slots differ from those of `shape`.
-
-    One with another checkpoint is quarantined instead: the first worker need not be right.
-    """
-    for kind, what, theirs, ours in (
-        ("hello_model", "model shape", hello.model, shape.model),
-        ("hello_slots", "slots per rank", hello.slots_per_rank, shape.slots_per_rank),
-    ):
-        if theirs != ours:
-            raise RejectedWorkerError(
-                kind,
-                f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (set "
-                f"by worker {shape.worker}): start it with the same one, or in another pool",
-            )
+def check_slots(hello: Hello) -> None:
+    """Reject a worker whose pool could not hold all experts."""
     num_slots = hello.num_ranks * hello.slots_per_rank
     if num_slots < hello.model.num_experts:
         raise RejectedWorkerError(
@@ -128,19 +115,36 @@ def check_shape(hello: Hello, shape: Hello, *, pool: str) -> None:
         )
 
 
-def check_kernels(hello: Hello, shape: Hello, others: Iterable[Hello], *, pool: str) -> None:
-    """Reject a worker that shares no backend with the others: they could never form a group."""
-    if hello.backends in ((), shape.backends):
+def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
+    """Reject a worker whose model or slots differ from those of a `rank` of the pool.
+
+    One with another checkpoint is quarantined instead, and so are all that differ before a pool has
+    ranks: `odd_workers`.
+    """
+    for kind, what, theirs, ours in (
+        ("hello_model", "model shape", hello.model, rank.model),
+        ("hello_slots", "slots per rank", hello.slots_per_rank, rank.slots_per_rank),
+    ):
+        if theirs != ours:
+            raise RejectedWorkerError(
+                kind,
+                f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (like "
+                f"worker {rank.worker}): start it with the same one, or in another pool",
+            )
+
+
+def check_kernels(hello: Hello, ranks: Sequence[Hello], *, pool: str) -> None:
+    """Reject a worker that shares no backend with all ranks: they could never form a group."""
+    if hello.backends in {(), ranks[0].backends}:
         return
-    backends = {hello.backends, shape.backends, *(other.backends for other in others)}
-    operation = unshared(backends - {()})
+    operation = unshared({hello.backends, *(rank.backends for rank in ranks)} - {()})
     if operation is not None:
         raise RejectedWorkerError(
             "hello_kernels",
             f"worker {hello.worker}: it computes with {hello.kernels}, but pool {pool} with "
-            f"{shape.kernels} (worker {shape.worker}), and no backend of {operation} is available "
-            f"to all: start it with the same weights, device and EQUIPOISE_KERNELS, or in "
-            f"another pool",
+            f"{ranks[0].kernels} (worker {ranks[0].worker}), and no backend of {operation} is "
+            f"available to all: start it with the same weights, device and EQUIPOISE_KERNELS, or "
+            f"in another pool",
         )
 
 

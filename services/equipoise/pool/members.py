@@ -3,12 +3,13 @@
 It neither sends nor stores. `planning/membership.py` decides when ranks are assigned again.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from equipoise.planning.membership import EpochCandidate, MemberState
 from equipoise.planning.resumption import GroupChoice, RunningClaim
 from equipoise.planning.topology import Topology
-from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape
+from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape, check_slots
 from equipoise.pool.member import Member
 from equipoise.pool.records import EpochMembers
 from equipoise.wire.balancer_messages import Peer
@@ -28,14 +29,12 @@ class Roster:
         """The highest epoch ever seen: epochs are never reused."""
         self.num_ranks = 0
         """Ranks of the epoch; 0 before the first one."""
-        self.shape: Hello | None = None
-        """The Hello that all must agree with: that of the first member present."""
-        self.checkpoint: tuple[str, bytes] | None = None
-        """Checkpoint fingerprint and digest of experts of the latest epoch opened here, or None."""
         self.peers: tuple[Peer, ...] = ()
         """All ranks of the epoch in rank order; empty until each of them is known."""
         self.rendezvous_address = ""
         """Where rank 0 hosts the rendezvous of the process group."""
+        self.latest: Hello | None = None
+        """The Hello of a rank of the latest epoch that this balancer opened; None before that."""
         self._members: dict[str, Member] = {}
         self._seated: tuple[Member, ...] = ()
 
@@ -55,11 +54,12 @@ class Roster:
             RejectedWorkerError: it does not fit the pool, or it runs an epoch that is over.
         """
         known = self._members.get(hello.worker)
-        present = self._present(excluding=hello.worker)
-        # The first worker of an empty pool defines its shape.
-        shape = (self.shape if present else None) or hello
-        check_shape(hello, shape, pool=self._pool)
-        check_kernels(hello, shape, (member.hello for member in present), pool=self._pool)
+        check_slots(hello)
+        ranks = [one.hello for one in self._followers(excluding=hello.worker)]
+        is_unknown = hello.running is not None and hello.running.epoch > self.epoch
+        if self.opened_here and ranks and not is_unknown:  # Else most decide what the pool is.
+            check_shape(hello, ranks[0], pool=self._pool)
+            check_kernels(hello, ranks, pool=self._pool)
         member = Member(hello=hello, last_heard_s=now, since_s=now)
         if hello.running is not None:
             self._return_running(member, known, hello.running)
@@ -70,7 +70,6 @@ class Roster:
             member.keep_seat(known, known.held)
             if hello.highest_epoch > self.epoch:
                 member.reject_epoch(hello.highest_epoch)
-        self.shape = shape
         self._members[hello.worker] = member
         self._note_seats()
         if self.opened_here and member.rank is not None:
@@ -103,11 +102,7 @@ class Roster:
         ordered = sorted(chosen, key=lambda member: (member.hello.node, member.name))
         for rank, member in enumerate(ordered):
             member.seat(rank, now=now)
-        self.num_ranks = len(ordered)
-        self.checkpoint = (
-            ordered[0].hello.checkpoint_fingerprint,
-            ordered[0].hello.experts_digest,
-        )
+        self.num_ranks, self.latest = len(ordered), ordered[0].hello
         self._note_seats()
 
     def seated(self) -> tuple[Member, ...]:
@@ -143,10 +138,9 @@ class Roster:
     def claims(self) -> Sequence[RunningClaim]:
         """What connected workers report to run in an epoch that this balancer did not open.
 
-        Empty once a rank of an epoch that it opened is connected: that epoch counts.
+        Once a rank of an epoch that it opened is connected, only later epochs count.
         """
-        if self.opened_here and self._is_followed():
-            return ()
+        latest = self.epoch if self.opened_here and any(self._followers()) else 0
         return [
             RunningClaim(
                 worker=member.name,
@@ -157,8 +151,18 @@ class Roster:
                 is_rank=member.rank is not None,
             )
             for member in self._members.values()
-            if member.claim is not None and member.connected
+            if member.claim is not None and member.claim.epoch > latest and member.connected
         ]
+
+    def opponents(self) -> int:
+        """Connected workers that oppose all claims.
+
+        Ranks of an epoch that this balancer opened, else workers whose group has ended.
+        """
+        ranks = len(list(self._followers())) if self.opened_here else 0
+        return ranks or sum(
+            member.lost_reason is not None and member.connected for member in self._members.values()
+        )
 
     def take_over(self, choice: GroupChoice) -> Sequence[Member]:
         """Make the claims that agree the ranks of their epoch; returns the ranks that are new."""
@@ -175,9 +179,15 @@ class Roster:
         return resumed
 
     def release_claims(self, reason: str) -> None:
-        """No group is taken over: workers that report to run wait for another epoch."""
+        """No group is taken over: workers that report to run need another epoch.
+
+        They are sent one unless others are in an epoch now.
+        """
+        is_followed = self.opened_here and any(self._followers())
         for member in self._members.values():
-            if member.claim is not None:
+            if member.claim is not None and is_followed:
+                member.leave_out(reason)
+            elif member.claim is not None:
                 member.give_up_claim(reason)
 
     @property
@@ -188,6 +198,17 @@ class Roster:
             for member in self._members.values()
             if member.is_claiming and member.connected and member.left_out is not None
         }
+
+    @property
+    def shape(self) -> Hello | None:
+        """A Hello with the pool's shape: a rank's, else that of most workers; None without any."""
+        rank = next(self._followers(), None)
+        if rank is not None:
+            return rank.hello
+        connected = [one.hello for one in self._members.values() if one.connected]
+        counts = Counter((hello.model, hello.slots_per_rank) for hello in connected)
+        most = max(connected, key=lambda one: counts[one.model, one.slots_per_rank], default=None)
+        return most or self.latest
 
     @property
     def wanted_ranks(self) -> int:
@@ -214,10 +235,9 @@ class Roster:
 
     def topology(self) -> Topology:
         """Nodes of the epoch's ranks, once they are known."""
-        assert self.shape is not None
         return Topology(
             node_of_rank=tuple(peer.node for peer in self.peers),
-            slots_per_rank=self.shape.slots_per_rank,
+            slots_per_rank=self._seated[0].hello.slots_per_rank,
         )
 
     def _note_seats(self) -> None:
@@ -237,13 +257,6 @@ class Roster:
             for rank, member in enumerate(seated)
         )
         self.rendezvous_address = seated[0].hello.rendezvous_address
-
-    def _present(self, *, excluding: str) -> list[Member]:
-        return [
-            member
-            for name, member in self._members.items()
-            if name != excluding and member.connected
-        ]
 
     def _return_without_group(
         self, member: Member, known: Member | None, lost: GroupLost, *, now: float
@@ -270,7 +283,9 @@ class Roster:
             return
         elif known is not None and not known.serving and running.epoch < self.epoch:
             member.keep_seat(known, known.held)  # It has yet to take up the current epoch.
-        elif self._is_followed(excluding=member.name):
+        elif any(self._followers(excluding=member.name)) and (
+            running.epoch <= self.epoch or (known is not None and known.rank is not None)
+        ):
             raise self._rejection(member, running)
         else:
             member.note_claim(running)
@@ -300,15 +315,18 @@ class Roster:
     def _leave_out_claims(self) -> None:
         """A rank of the epoch that this balancer opened is connected: what others run is over."""
         for member in self._members.values():
-            if member.claim is not None and member.is_claiming:
+            is_over = member.claim is not None and member.claim.epoch <= self.epoch
+            if member.claim is not None and member.is_claiming and is_over:
                 reason = str(self._rejection(member, member.claim))
                 member.leave_out(reason)
 
-    def _is_followed(self, *, excluding: str = "") -> bool:
-        """Whether a connected worker is a rank of the epoch."""
-        return any(
-            other.rank is not None and other.lost_reason is None
-            for other in self._present(excluding=excluding)
+    def _followers(self, *, excluding: str = "") -> Iterator[Member]:
+        """Connected workers that are ranks of the epoch, in no order."""
+        return (
+            member
+            for member in self._members.values()
+            if member.rank is not None and member.lost_reason is None
+            if member.connected and member.name != excluding
         )
 
     def _forget_seats(self) -> None:

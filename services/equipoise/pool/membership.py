@@ -265,18 +265,14 @@ class Membership:
 
         Level-triggered: it runs after every change of membership and every tick.
         """
-        shape = self._roster.shape
-        if shape is None:
-            return ()
         silent = self._attendance.silent_workers(now=now)
         excluded = {
             **self._attendance.excluded_workers(now=now),
             **self._interruptions.excluded_workers(now=now),
         }
-        told = self._quarantine.follow_checkpoints(now=now)
-        quarantined = self._quarantine.reasons
-        is_waiting = silent or excluded or quarantined or self._unheard or self.opening.reason
-        if self._roster.settled and not is_waiting:
+        told = self._quarantine.follow_majority(now=now)
+        open_points = (silent, excluded, self._quarantine.workers, self._unheard)
+        if self._roster.settled and not any((*open_points, self.opening.reason)):
             return ()  # The usual case, at every tick of every pool: there is nothing to decide.
         choice = self._resumption.choose(now=now)
         if choice is not None and choice.is_waiting:
@@ -284,12 +280,16 @@ class Membership:
             return told
         if choice is not None:
             told = (*told, *self._take_over(choice, now=now))
+        shape, quarantined = self._roster.shape, self._quarantine.reasons
+        if shape is None:
+            return told
         self.opening = opening = next_epoch(
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.wanted_ranks,
             slots_per_rank=shape.slots_per_rank,
             num_experts=shape.model.num_experts,
             unheard=self._unheard,
+            is_on_record=self._resumption.is_on_record,
             is_rolling_out=self._rollouts.current is not None,
             policy=self._policy.values,
             now=now,
@@ -308,7 +308,9 @@ class Membership:
         if choice.is_new_group:
             self._begin_epoch(opened_here=False, now=now)
             self._unwritten.begin(())
-        return (*self._resumption.take_over(choice, now=now), *self._join_returned())
+        effects = self._resumption.take_over(choice, now=now)
+        self._quarantine.look_again()
+        return (*effects, *self._quarantine.follow_majority(now=now), *self._join_returned())
 
     def _open(self, opening: EpochDecision, shape: Hello, *, now: float) -> Chain:
         roster, layouts = self._roster, self._layouts

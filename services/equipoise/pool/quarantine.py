@@ -1,10 +1,9 @@
-"""`Quarantine`: workers that get no rank because their bytes are not those of the pool.
+"""`Quarantine`: workers that get no rank because they do not fit the pool.
 
 Two kinds: a worker whose slots hold other bytes than the checkpoint, until it restarts; and a
-worker whose checkpoint is not the pool's, as long as that is so.
+worker whose shape, kernels or checkpoint are not the pool's, as long as that is so.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,14 +11,12 @@ from equipoise.pool.counters import Rejections
 from equipoise.pool.effects import Chain, Effect, Log, Send
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
+from equipoise.pool.odd_workers import odd_workers
 from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.messages import Hello
 
 MAX_GONE = 64
 """Quarantined workers that are remembered although they are not connected."""
-
-_Checkpoint = tuple[str, bytes]
-"""Fingerprint and digest of the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +59,7 @@ class Quarantine:
         return {name: one.reason for name, one in self._workers.items()}
 
     def look_again(self) -> None:
-        """Members changed: another checkpoint may be that of most workers."""
+        """Members changed: most workers may be others."""
         self._is_stale = True
 
     def note_bytes(self, member: Member, reason: str, *, now: float) -> Chain:
@@ -83,27 +80,26 @@ class Quarantine:
         text = f"worker {hello.worker} restarted and is no longer quarantined"
         return (Log(text=text, worker=hello.worker),)
 
-    def follow_checkpoints(self, *, now: float) -> Chain:
-        """Quarantine workers whose checkpoint is not the pool's, and release those that match.
+    def follow_majority(self, *, now: float) -> Chain:
+        """Quarantine workers that differ from most of the pool, and release those that match.
 
         It runs at every tick, so it looks only if members have changed.
         """
         if not self._is_stale:
             return ()
         self._is_stale = False
-        odd = _odd(self._roster)
+        odd = odd_workers(self._roster)
         effects: list[Effect] = []
-        for name, one in list(self._workers.items()):
-            if not one.until_restart and name not in odd:
+        for name, known in list(self._workers.items()):
+            if not known.until_restart and name not in odd:
                 del self._workers[name]
-                text = f"worker {name} is no longer quarantined: its checkpoint is the pool's"
+                text = f"worker {name} is no longer quarantined: it fits the pool"
                 effects.append(Log(text=text, worker=name))
-        for name, reason in odd.items():
-            known = self._workers.get(name)
-            if known is None:
-                self._rejections.count("other_checkpoint", f"{name}: {reason}")
+        for name, one in odd.items():
+            if name not in self._workers:
+                self._rejections.count(one.kind, f"{name}: {one.reason}")
                 member = self._roster.members[name]
-                effects += self._put(member, reason, until_restart=False, now=now)
+                effects += self._put(member, one.reason, until_restart=False, now=now)
         return tuple(effects)
 
     def _put(self, member: Member, reason: str, *, until_restart: bool, now: float) -> Chain:
@@ -123,38 +119,3 @@ class Quarantine:
             Log(text=text, is_warning=True, worker=member.name, epoch=self._roster.epoch),
             Send(worker=member.name, message=Rejection(reason=text, fatal=False)),
         )
-
-
-def _odd(roster: Roster) -> Mapping[str, str]:
-    """Connected workers whose checkpoint is not the pool's, each with the reason.
-
-    The pool's is that of most ranks of the epoch, or without any that of most connected workers. Of
-    two with as many workers each, it is the one of the latest epoch, else neither.
-    """
-    connected = [one for one in roster.members.values() if one.connected]
-    of_worker = {one.name: _checkpoint(one) for one in connected}
-    if len(set(of_worker.values())) <= 1:
-        return {}
-    ranks = [one for one in roster.seated() if one.connected and one.lost_reason is None]
-    counts = Counter(of_worker[one.name] for one in ranks or connected)
-    most = max(counts.values())
-    leading = [checkpoint for checkpoint, count in counts.items() if count == most]
-    if len(leading) > 1:
-        leading = [one for one in leading if one == roster.checkpoint]
-    if not leading:
-        return {
-            name: f"its checkpoint is {fingerprint}, and workers with {len(counts)} different "
-            "checkpoints are connected, none of them the majority: start them with the same one"
-            for name, (fingerprint, _) in of_worker.items()
-        }
-    ours = leading[0]
-    return {
-        name: f"its checkpoint is {theirs[0]}, but {counts[ours]} workers of the pool have "
-        f"{ours[0]}: start it with the same one, or in another pool"
-        for name, theirs in of_worker.items()
-        if theirs != ours
-    }
-
-
-def _checkpoint(member: Member) -> _Checkpoint:
-    return member.hello.checkpoint_fingerprint, member.hello.experts_digest

@@ -37,6 +37,11 @@ class Resumption:
         self._recorded = recorded
         self._since_s: float | None = None
 
+    @property
+    def is_on_record(self) -> bool:
+        """Whether an epoch of the pool is known to the store or this balancer."""
+        return self._recorded is not None or self._roster.epoch > 0
+
     def choose(self, *, now: float) -> GroupChoice | None:
         """Which group to take over, or to wait for; None if that is decided already."""
         claims = self._roster.claims()
@@ -54,7 +59,7 @@ class Resumption:
             claims,
             recorded=self._latest(),
             connected=frozenset(member.name for member in members),
-            num_lost=sum(member.lost_reason is not None for member in members),
+            num_opposed=self._roster.opponents(),
             known={
                 claim.generation: layout.digest()
                 for claim in claims

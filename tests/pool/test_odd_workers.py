@@ -1,0 +1,149 @@
+"""Before a pool's first epoch most workers decide what it is, whoever comes first."""
+
+from dataclasses import replace
+
+import pytest
+
+from equipoise.planning.topology import ModelShape
+from equipoise.pool.health import Health
+from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.wire.balancer_messages import Rejection
+from equipoise.wire.messages import GroupLost
+from tests.support.deaths import lost, with_spare_slots
+from tests.support.pool_harness import POLICY
+
+START_S = int(POLICY.start_timeout_s)
+GOOD = ("gemm=triton|reference", "permute=triton")
+
+ODD = {
+    "slots": ({"slots_per_rank": 13}, "slots per rank is 13, but 3 workers of the pool have 12"),
+    "model": (
+        {"model": ModelShape(num_layers=4, num_experts=32, num_groups=8, expert_bytes=1000)},
+        "num_layers=4",
+    ),
+    "kernels": (
+        {"kernels": "odd", "backends": ("gemm=odd", "permute=triton")},
+        "computes with odd, and no backend of gemm is available to it and 3 workers",
+    ),
+}
+
+
+@pytest.fixture
+def harness(make_harness):
+    harness = with_spare_slots(make_harness())
+    for worker in harness.workers.values():
+        worker.hello = replace(worker.hello, backends=GOOD)
+    return harness
+
+
+def make_odd(harness, name, what):
+    changes, reason = ODD[what]
+    worker = harness.workers[name]
+    worker.hello = replace(worker.hello, **changes)
+    return worker, reason
+
+
+def live(harness, *, seconds):
+    for _ in range(seconds):
+        for worker in harness.workers.values():
+            if worker.hello.worker in harness.pool.roster.members:
+                harness.say(worker, worker.heartbeat())
+        harness.tick(seconds=1.0)
+        for member in harness.pool.roster.seated():
+            worker = harness.workers[member.name]
+            if worker.join_epoch is not None and worker.epoch == harness.pool.roster.epoch:
+                harness.say(worker, worker.serving())
+
+
+def seated(harness):
+    return sorted(member.name for member in harness.pool.roster.seated())
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("what", ODD)
+def test_the_odd_one_of_four_keeps_no_other_out_whenever_it_comes(harness, what, place):
+    odd, reason = make_odd(harness, "worker-0", what)
+    hellos = [harness.workers[f"worker-{number}"].hello for number in (1, 2, 3)]
+    hellos.insert(place, odd.hello)
+    for hello in hellos:
+        harness.hello(hello)
+    live(harness, seconds=START_S + 2)
+    assert seated(harness) == ["worker-1", "worker-2", "worker-3"]
+    assert harness.pool.agreement.is_settled
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert "worker-0 is quarantined: " in diagnosis.reason
+    assert reason in diagnosis.reason
+    (rejection,) = harness.sent_to("worker-0", Rejection)
+    assert not rejection.fatal
+
+
+def test_two_against_two_open_nothing_and_say_why(harness):
+    for name in ("worker-0", "worker-1"):
+        make_odd(harness, name, "slots")
+    harness.assemble()
+    live(harness, seconds=START_S + 2)
+    assert harness.pool.roster.epoch == 0
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.WAITING
+    assert "none of them the majority" in diagnosis.reason
+    odd = harness.workers["worker-0"]
+    harness.lose(odd)
+    odd.hello = replace(odd.hello, slots_per_rank=12, boot_id="boot-2")
+    harness.hello(odd.hello)
+    live(harness, seconds=START_S + 2)
+    assert seated(harness) == ["worker-0", "worker-2", "worker-3"]
+
+
+def test_once_the_epoch_is_open_a_worker_of_another_shape_is_rejected(harness, hello_of):
+    harness.serve()
+    for changes, _ in ODD.values():
+        hello = replace(harness.workers["worker-0"].hello, worker="worker-9", **changes)
+        with pytest.raises(RejectedWorkerError):
+            harness.hello(hello)
+
+
+def test_an_odd_worker_that_stays_keeps_no_newcomer_out(harness, worker_of):
+    make_odd(harness, "worker-0", "kernels")
+    harness.assemble()
+    live(harness, seconds=START_S + 2)
+    newcomer = replace(harness.workers["worker-1"].hello, worker="worker-5")
+    harness.workers["worker-5"] = worker_of(newcomer)
+    harness.hello(newcomer)
+    live(harness, seconds=3)
+    assert seated(harness) == ["worker-1", "worker-2", "worker-3", "worker-5"]
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_after_a_change_of_leader_a_worker_of_another_shape_keeps_no_rank_out(
+    harness, make_harness, worker_of, place
+):
+    harness.serve()
+    after = make_harness()
+    after.workers, after.now = harness.workers, harness.now + 5.0
+    odd = replace(harness.workers["worker-0"].hello, worker="worker-9", slots_per_rank=32)
+    odd = replace(odd, num_ranks=1, group_lost=GroupLost(epoch=9, reason="x", expert_of_slot=None))
+    hellos = [worker.reconnecting() for worker in harness.ranks]
+    hellos.insert(place, odd)
+    after.workers["worker-9"] = worker_of(odd)
+    for hello in hellos:
+        after.hello(hello)
+    assert seated(after) == [f"worker-{number}" for number in range(4)]
+    assert after.pool.roster.epoch == 1
+    assert after.pool.layouts.committed.generation == 1
+    assert "worker-9" in after.pool.diagnosis().reason
+
+
+def test_without_ranks_the_majority_of_those_that_remain_decides(harness):
+    """Three of four restart with other slots: the one that was a rank does not bar them."""
+    harness.serve()
+    old = harness.workers["worker-0"]
+    for number in (1, 2, 3):
+        worker = harness.workers[f"worker-{number}"]
+        harness.lose(worker)
+        worker.hello = replace(worker.hello, slots_per_rank=16, boot_id="boot-2")
+    harness.say(old, lost(old))
+    for number in (1, 2, 3):
+        harness.hello(harness.workers[f"worker-{number}"].hello)
+    live(harness, seconds=START_S + 2)
+    assert seated(harness) == ["worker-1", "worker-2", "worker-3"]
