@@ -92,8 +92,10 @@ def test_commands_in_blocks_of_shell_exist_and_parse(page):
         elif words[:2] == ["python", "-m"] and words[2].split(".")[0] not in OTHERS_MODULES:
             assert importlib.util.find_spec(words[2]), words
         elif words[0] == "helm":
-            charts = [word for word in words if word.startswith("helm/")]
-            assert all((ROOT / chart / "Chart.yaml").exists() for chart in charts), words
+            paths = [ROOT / word for word in words if word.startswith("helm/")]
+            charts = [path for path in paths if path.suffix != ".yaml"]
+            assert all((chart / "Chart.yaml").exists() for chart in charts), words
+            assert all(path.exists() for path in paths), words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
