@@ -87,7 +87,7 @@ async def generate(
         )
         async for response in call:
             tokens += response.tokens
-            if begun is not None:
+            if begun is not None and tokens:
                 begun.set()
     return tokens
 

@@ -65,6 +65,8 @@ class Traffic:
                 )
             )
             async for response in call:
+                if response.is_waiting:
+                    continue  # It reports the latest step, not one of this request.
                 tokens += response.tokens
                 step = (response.epoch, response.step)
                 assert self._generations.setdefault(step, response.generation) == (

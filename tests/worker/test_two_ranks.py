@@ -109,6 +109,8 @@ async def generate(address, prompt, max_tokens, *, begun=None):
         )
         responses = []
         async for response in call:
+            if response.is_waiting:
+                continue  # It reports the latest step, not one of this request.
             responses.append(response)
             if begun is not None:
                 begun.set()
