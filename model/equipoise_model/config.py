@@ -60,7 +60,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     bos_token_id: int | None = 0
-    eos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 1
     rope: RopeConfig = field(default_factory=RopeConfig)
     quantization_config: Fp8Config | None = None
 
@@ -143,6 +143,8 @@ class ModelConfig:
                     f"{name} = {values[name]!r} is not supported: only {allowed[0]!r} is"
                 )
         _check_kv_heads(rest)
+        if isinstance(ends := rest.get("eos_token_id"), list):
+            rest["eos_token_id"] = tuple(ends)
         parts: dict[str, Any] = {
             "rope": read_rope(rest),
             "quantization_config": read_fp8(rest.pop("quantization_config", None)),

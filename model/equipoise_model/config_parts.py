@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 class UnsupportedConfigError(ValueError):
@@ -159,7 +159,10 @@ def _require(name: str, value: object, condition: bool, wanted: str) -> None:
 
 def check_type(name: str, value: object, hint: Any) -> None:
     """Reject a JSON value of the wrong type for its field; an integer is accepted for a float."""
-    allowed = get_args(hint) or (hint,)
+    allowed = [get_origin(one) or one for one in get_args(hint) or (hint,)]
+    if isinstance(value, tuple) and tuple in allowed:
+        for one in value:
+            check_type(name, one, int)
     good = type(value) in allowed or (type(value) is int and float in allowed)
     if isinstance(value, float) and not math.isfinite(value):
         good = False

@@ -1,6 +1,7 @@
 """The model's own template renders the prompt, inside a sandbox."""
 
 import json
+from datetime import datetime
 
 import pytest
 
@@ -80,3 +81,12 @@ def test_a_forbidden_operation_in_a_template_rejects_the_request(template_of, so
 def test_an_invalid_template_is_a_one_line_error(template_of, template):
     with pytest.raises(GatewayError):
         template_of(chat_template=template)
+
+
+def test_templates_may_name_the_date_and_mark_generated_text(template_of):
+    source = (
+        "{{ strftime_now('%Y') }}{% for message in messages %}"
+        "{% generation %}{{ message.content }}!{% endgeneration %}{% endfor %}"
+    )
+    rendered = template_of(chat_template=source).render(MESSAGES[:1])
+    assert rendered == f"{datetime.now().astimezone().year}Be brief.!"

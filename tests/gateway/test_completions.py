@@ -327,3 +327,15 @@ async def test_one_connection_carries_several_streams_in_turn(gateway):
     for max_tokens in (1, 5):
         async with gateway.stream(prompt=PROMPT, max_tokens=max_tokens) as response:
             assert len(tokens_of(await all_events(response))) == max_tokens
+
+
+async def test_the_drawn_token_is_among_the_likeliest(gateway, fleet):
+    unlikely = pb.TokenLogprob(logprob=-5.0, top_tokens=[66], top_logprobs=[-0.5])
+    answer = pb.GenerateResponse(
+        tokens=[65], finish_reason=pb.FINISH_REASON_LENGTH, logprobs=[unlikely]
+    )
+    fleet.fail(Fault(also=(answer,)))
+    response = await gateway.post(prompt=PROMPT, max_tokens=1, logprobs=1)
+    logprobs = response.json()["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-5.0]
+    assert logprobs["top_logprobs"] == [{"A": -5.0, "B": -0.5}]

@@ -276,19 +276,6 @@ async def test_requests_beyond_the_limit_get_429_with_retry_after(run_gateway, f
         await fleet.until_idle()
 
 
-async def test_requests_whose_body_is_incomplete_count_as_open(run_gateway, fleet):
-    async with run_gateway(workers=tuple(fleet.addresses), max_open_requests=1) as gateway:
-        url = gateway.client.base_url
-        _, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        async with asyncio.timeout(BOUND_S):
-            while (await gateway.post(prompt="a", max_tokens=1)).status_code != 429:
-                pass
-            writer.close()
-            while (await gateway.post(prompt="a", max_tokens=1)).status_code != 200:
-                pass
-
-
 async def test_only_valid_keys_are_served_and_the_key_file_is_reloaded(
     run_gateway, fleet, tmp_path
 ):

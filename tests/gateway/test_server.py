@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from contextlib import closing
 
 import httpx2
 import pytest
@@ -238,3 +239,52 @@ async def test_an_unreadable_key_file_is_a_one_line_error(checkpoint, tmp_path, 
     settings = GatewaySettings(listen="127.0.0.1:0", checkpoint=checkpoint, api_keys=keys)
     with pytest.raises(GatewayError, match=f"api_keys .*keys.* {words}"):
         await serve(settings, stop=asyncio.Event())
+
+
+async def exchanged(gateway, *parts):
+    """Everything that the gateway answers, up to the end of the connection."""
+    url = gateway.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    with closing(writer):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), BOUND_S)
+
+
+async def test_a_complete_header_that_is_too_long_is_rejected(gateway):
+    long = b"x-long: " + b"x" * MAX_HEADER_BYTES
+    answer = await exchanged(gateway, b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + long + b"\r\n\r\n")
+    assert answer.split(b" ")[1] in (b"431", b"400")
+
+
+async def test_a_body_with_two_lengths_is_rejected_and_its_connection_closed(gateway, fleet):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
+    smuggled = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = await exchanged(
+        gateway, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled
+    )
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"not both" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+    assert fleet.num_requests == 0
+
+
+@pytest.mark.parametrize("path", ["/healthz/", "/v1/models/", "/v1/completions/"])
+async def test_no_redirect_leads_to_the_host_that_a_client_names(gateway, path):
+    response = await gateway.client.get(path, headers={"host": "evil.example"})
+    assert response.status_code == 404
+    assert "location" not in response.headers
+
+
+async def test_half_sent_bodies_keep_out_no_other_request(run_gateway, fleet):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    async with run_gateway(workers=tuple(fleet.addresses), max_open_requests=4) as gateway:
+        slow = [asyncio.create_task(exchanged(gateway, head)) for _ in range(8)]
+        done, waiting = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+        response = await gateway.post(prompt="hello")
+        assert response.status_code == 200
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(task.result().startswith(b"HTTP/1.1 408 ") for task in done)

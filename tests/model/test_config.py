@@ -189,3 +189,11 @@ def test_a_file_that_is_not_a_json_object_is_rejected_by_name(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedConfigError, match=r"config\.json"):
         ModelConfig.from_json(tmp_path / "config.json")
+
+
+def test_several_end_tokens_are_read_and_written_again():
+    config = ModelConfig.from_dict(TINY.to_dict() | {"eos_token_id": [1, 2]})
+    assert config.eos_token_id == (1, 2)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(UnsupportedConfigError, match="eos_token_id"):
+        ModelConfig.from_dict(TINY.to_dict() | {"eos_token_id": [1, "2"]})

@@ -5,10 +5,13 @@ access to anything but its arguments.
 """
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
@@ -27,10 +30,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
         self._special = special
         try:
             self._template = environment.from_string(source)
@@ -75,6 +81,17 @@ class ChatTemplate:
             ) from None
 
 
+class _Generation(Extension):
+    """`{% generation %}`, which marks the assistant's text for training; it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Parse up to `{% endgeneration %}`."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 _SPECIAL = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
 
 
@@ -98,6 +115,11 @@ def _content(value: Any) -> str | None:
 def _to_json(value: Any, indent: int | None = None) -> str:
     """JSON without the escapes for HTML of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _strftime_now(form: str) -> str:
+    """The time now in local time, for templates that name the date."""
+    return datetime.now().astimezone().strftime(form)
 
 
 def _raise(message: str) -> NoReturn:

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,8 +23,13 @@ class HttpClient:
         self._send = send
         self._timeout_s = timeout_s
 
-    async def body(self, *, max_bytes: int) -> bytes:
-        """Receive the body.
+    async def body(
+        self,
+        *,
+        max_bytes: int,
+        arriving: Callable[[asyncio.Timeout], AbstractContextManager[None]],
+    ) -> bytes:
+        """Receive the body. `arriving` counts it and may end its timeout early.
 
         Raises:
             BodyTooLargeError, BodyTooSlowError: it exceeds a limit.
@@ -32,14 +37,16 @@ class HttpClient:
         """
         body = bytearray()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async for chunk in Request(self._scope, self._receive).stream():
-                    body += chunk
-                    if len(body) > max_bytes:
-                        raise BodyTooLargeError(f"the body must have at most {max_bytes} bytes")
+            async with asyncio.timeout(self._timeout_s) as timeout:
+                with arriving(timeout):
+                    async for chunk in Request(self._scope, self._receive).stream():
+                        body += chunk
+                        if len(body) > max_bytes:
+                            raise BodyTooLargeError(f"the body must have at most {max_bytes} bytes")
         except TimeoutError:
             raise BodyTooSlowError(
-                f"the body did not arrive within {self._timeout_s:g} s"
+                f"the body did not arrive within {self._timeout_s:g} s, or sooner because too many "
+                f"others arrive"
             ) from None
         except ClientDisconnect:
             raise ClientGoneError("the client hung up before its request was complete") from None

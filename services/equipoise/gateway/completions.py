@@ -65,14 +65,21 @@ class CompletionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        with self._open_requests.admitted():
-            await self._respond(scope, receive, send)
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = HttpClient(scope, receive, send, timeout_s=self._settings.client_timeout_s)
         response_id = f"{self._form.prefix}-{uuid.uuid4().hex}"
         try:
-            body = await client.body(max_bytes=self._settings.max_body_bytes)
+            body = await client.body(
+                max_bytes=self._settings.max_body_bytes, arriving=self._open_requests.arriving
+            )
+            with self._open_requests.admitted():
+                await self._respond(client, receive, response_id, body)
+        except ClientGoneError as gone:
+            _log.info("%s: %s", response_id, gone)
+
+    async def _respond(
+        self, client: HttpClient, receive: Receive, response_id: str, body: bytes
+    ) -> None:
+        try:
             request = await self._parsed(body)
             context = ResponseContext(
                 response_id=response_id,
@@ -84,8 +91,6 @@ class CompletionEndpoint:
             )
             respond = self._stream if request.stream else self._whole
             await self._open_requests.run(respond(request, context, client), receive=receive)
-        except ClientGoneError as gone:
-            _log.info("%s: %s", response_id, gone)
         except RequestError as error:
             if not client.is_streaming:
                 raise

@@ -14,13 +14,15 @@ class RequestError(GatewayError):
     """A request cannot be answered; the message is for its client.
 
     `status` is HTTP's. `kind`, `code` and `param` are fields of OpenAI's error object.
-    `retry_after_s` is None where a retry is pointless.
+    `retry_after_s` is None where a retry is pointless. `ends_connection` is set if the rest of the
+    request is not read.
     """
 
     status = 500
     kind = "server_error"
     code: str | None = None
     retry_after_s: int | None = None
+    ends_connection = False
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(_encodable(message))
@@ -64,6 +66,14 @@ class BodyTooLargeError(InvalidRequestError):
 
     status = 413
     code = "body_too_large"
+    ends_connection = True
+
+
+class HeaderTooLongError(InvalidRequestError):
+    """The header exceeds the limit."""
+
+    status = 431
+    code = "header_too_long"
 
 
 class BodyTooSlowError(InvalidRequestError):
@@ -71,6 +81,7 @@ class BodyTooSlowError(InvalidRequestError):
 
     status = 408
     code = "body_timeout"
+    ends_connection = True
 
 
 class TooManyRequestsError(RequestError):

@@ -8,9 +8,12 @@ import asyncio
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from equipoise.gateway.errors import HeaderTooLongError, InvalidRequestError, RequestError
+from equipoise.gateway.openai_responses import error_object
 from equipoise.telemetry.http import HttpServer
 
 LAST_RESPONSES_S = 5
@@ -32,7 +35,7 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
 
     return HttpServer(
         uvicorn.Config(
-            app,
+            StrictHeaders(app),
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -45,6 +48,33 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
             timeout_graceful_shutdown=LAST_RESPONSES_S,
         )
     )
+
+
+class StrictHeaders:
+    """An ASGI application that rejects requests whose headers are too long or ambiguous.
+
+    Their connections are closed: proxies may see the end of such a request elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 400 or 431."""
+        headers = scope["headers"]
+        names = {name.lower() for name, _ in headers}
+        error: RequestError | None = None
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            error = HeaderTooLongError(f"the header must have at most {MAX_HEADER_BYTES} bytes")
+        elif {b"content-length", b"transfer-encoding"} <= names:
+            error = InvalidRequestError("send either Content-Length or Transfer-Encoding, not both")
+        if error is None:
+            await self._app(scope, receive, send)
+            return
+        answer = JSONResponse(
+            error_object(error), status_code=error.status, headers={"Connection": "close"}
+        )
+        await answer(scope, receive, send)
 
 
 class _BoundedHeader(H11Protocol):

@@ -21,6 +21,8 @@ class OpenRequests:
         self.stopping = False
         self._max_open = max_open
         self._num_admitted = 0
+        # The timeouts of bodies that are arriving, the oldest first.
+        self._arriving: dict[asyncio.Timeout, None] = {}
         self.num_open = 0
         """Requests in flight."""
         self._idle = asyncio.Event()
@@ -28,15 +30,35 @@ class OpenRequests:
         self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @contextmanager
+    def arriving(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Count a request whose body is being read under a timeout.
+
+        If more than `max_open` are arriving, the timeout of the oldest ends at once: clients that
+        send their bodies slowly keep out no others.
+
+        Raises:
+            StoppingError: the gateway is stopping.
+        """
+        self._check_stopping()
+        self._arriving[timeout] = None
+        try:
+            if len(self._arriving) > self._max_open:
+                oldest = next(iter(self._arriving))
+                del self._arriving[oldest]
+                oldest.reschedule(asyncio.get_running_loop().time())
+            yield
+        finally:
+            self._arriving.pop(timeout, None)
+
+    @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request, from before its body is read until it ends.
+        """Count a request whose body has arrived, until it ends.
 
         Raises:
             StoppingError: the gateway is stopping.
             TooManyRequestsError: as many as allowed are open.
         """
-        if self.stopping:
-            raise StoppingError("this gateway is stopping: use another one")
+        self._check_stopping()
         if self._num_admitted >= self._max_open:
             raise TooManyRequestsError(
                 f"{self._num_admitted} requests are open, which is this gateway's limit: "
@@ -47,6 +69,10 @@ class OpenRequests:
             yield
         finally:
             self._num_admitted -= 1
+
+    def _check_stopping(self) -> None:
+        if self.stopping:
+            raise StoppingError("this gateway is stopping: use another one")
 
     async def run(self, work: Coroutine[Any, Any, None], *, receive: Receive) -> None:
         """Run `work` unless the client or the shutdown ends it first; then cancel and await it.

@@ -82,8 +82,12 @@ class CompletionForm:
         return {
             "tokens": [name(one.token) for one in delta.shown],
             "token_logprobs": [_finite(one.logprob.value) for one in delta.shown],
+            # As at OpenAI, the token itself is among them, even if it is not one of the likeliest.
             "top_logprobs": [
-                {name(token): _finite(value) for token, value in one.logprob.top}
+                {
+                    name(token): _finite(value)
+                    for token, value in ((one.token, one.logprob.value), *one.logprob.top)
+                }
                 for one in delta.shown
             ],
             "text_offset": [one.offset for one in delta.shown],

@@ -160,7 +160,7 @@ def _application(
     )
     completions = endpoint(parse=parser.completion, form=CompletionForm())
     chats = endpoint(parse=parser.chat, form=ChatForm())
-    return Starlette(
+    application = Starlette(
         routes=[
             Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
             Route("/v1/chat/completions", _BehindKey(chats, model.keys), methods=["POST"]),
@@ -173,6 +173,9 @@ def _application(
             Exception: _answer_internal_error,
         },
     )
+    # A redirect would lead to the host that the client's header names.
+    application.router.redirect_slashes = False
+    return application
 
 
 def _model_routes(model: _Model) -> list[Route]:
@@ -243,6 +246,8 @@ async def _answer_request_error(_: Request, error: Exception) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.ends_connection:
+        headers["Connection"] = "close"
     return JSONResponse(error_object(error), status_code=error.status, headers=headers)
 
 
