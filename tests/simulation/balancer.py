@@ -87,6 +87,8 @@ class SimBalancer:
 
     def __init__(self, world: Any, process: Process, address: str, *, boot: int) -> None:
         self.world, self.process, self.address, self.serial = world, process, address, boot
+        self.suspended_s = 0.0
+        """Seconds for which its machine was suspended: a monotonic clock does not count them."""
         link = StoreLink(world, process)
         self.store = SimStore(world.store, link)
         self.policies = PolicyBook(world.policy)
@@ -96,13 +98,14 @@ class SimBalancer:
             SimRegister(world.store, link),
             candidate=Candidate(name=f"{process.name}-{boot}", address=address),
             timing=TIMING,
-            clock=world.loop.time,
+            clock=lambda: world.loop.time() - self.suspended_s,
         )
         skew_s = world.rng.uniform(-0.5, 0.5)
+        self.clock = lambda: UNIX_S + skew_s + world.loop.time()
         self.seat = Seat(
             store=self.store,
             policies=self.policies,
-            clock=lambda: UNIX_S + skew_s + world.loop.time(),
+            clock=self.clock,
             elector=self.elector,
             readiness=Readiness(),
             planner=SimPlanner(world),

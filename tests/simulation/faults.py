@@ -84,6 +84,19 @@ class Faults:
         if leader is not None:
             self._pause(leader.process, for_s)
 
+    def do_suspend_leader(self, for_s: float, cut_s: float) -> None:
+        """Its machine is suspended, monotonic clock included, and resumes without the store."""
+        leader = self.leader()
+        if leader is None:
+            return
+        name = leader.process.name
+        self._pause(leader.process, for_s)
+        self.do_cut_both(name, NAME, for_s + cut_s)
+        self._until(for_s, self._lag, leader, for_s)
+
+    def _lag(self, balancer: Any, by_s: float) -> None:
+        balancer.suspended_s += by_s
+
     def do_cut(self, source: str, target: str, for_s: float) -> None:
         self.network.cut(source, target)
         self._until(for_s, self._heal, source, target)

@@ -8,8 +8,8 @@ or overtaken (`flaky`), or lost (`lossy`), although TCP excludes that within a c
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -18,7 +18,7 @@ from tests.simulation.loop import Process, SimLoop
 DELAY_S = (0.0005, 0.02)
 CONNECT_TIMEOUT_S = 20.0
 
-_END = object()
+END = object()
 _BROKEN = object()
 
 
@@ -70,10 +70,6 @@ class Network:
     def delay_s(self) -> float:
         return self.rng.uniform(*DELAY_S) * self.delay_factor
 
-    def channel(self, process: Process, address: str) -> "Channel":
-        """What a client of `process` calls the server at `address` through."""
-        return Channel(self, process, address)
-
     def connect(self, client: Process, address: str, method: str) -> "Connection":
         connection = Connection(self, client, address, method)
         self._connections.append(connection)
@@ -98,17 +94,20 @@ class _Pipe:
         self._source, self._target = source, target
         self._receive: Callable[[Any], None] = receive
         self._queue: deque[Any] = deque()
-        self._last_s = 0.0
+        self._last_s = self._latest_s = 0.0
         self.closed = False
 
     def send(self, item: Any) -> None:
         network = self._network
         now_s = network.loop.time()
         when_s = now_s + network.delay_s()
-        is_message = item is not _END and item is not _BROKEN
+        is_message = item is not END and item is not _BROKEN
         if is_message and self._is_disturbed(item, when_s):
             return
-        when_s = self._last_s = max(when_s, self._last_s)
+        # Nothing arrives after the end of what it belongs to.
+        before_s = self._latest_s if item is END else self._last_s
+        when_s = self._last_s = max(when_s, before_s)
+        self._latest_s = max(when_s, self._latest_s)
         self._target.call_at(when_s, self._arrive, item)
 
     def flush(self) -> None:
@@ -125,6 +124,7 @@ class _Pipe:
             return False
         is_doubled = network.rng.random() < 0.5  # Else it arrives later than those after it.
         late_s = when_s + (1 if is_doubled else 5) * network.delay_s()
+        self._latest_s = max(late_s, self._latest_s)
         self._target.call_at(late_s, self._arrive, item)
         return not is_doubled
 
@@ -257,7 +257,7 @@ class Connection:
             if self._task is None:
                 self._down.send(None)
                 self._task = self.server.spawn(self._serve())
-        elif item is _END:
+        elif item is END:
             self._requests.finish()
         elif item is _BROKEN:
             if self._task is not None:
@@ -328,76 +328,4 @@ class ServerContext:
         raise _AbortError(code, details)
 
 
-class Channel:
-    """What the generated stubs use of gRPC's channel."""
-
-    def __init__(self, network: Network, process: Process, address: str) -> None:
-        self._network, self._process, self._address = network, process, address
-        self.identity: Any = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        pass
-
-    async def close(self, grace: float | None = None) -> None:
-        pass
-
-    def stream_stream(self, path, *, request_serializer, response_deserializer, **_kwargs):
-        def call(_requests=None, *, metadata=None):
-            connection = self._open(path)
-            return Call(connection, request_serializer, response_deserializer)
-
-        return call
-
-    def unary_stream(self, path, *, request_serializer, response_deserializer, **_kwargs):
-        def call(request, *, timeout=None, metadata=None):
-            connection = self._open(path)
-            if timeout is not None:
-                loop = self._network.loop
-                self._process.call_at(
-                    loop.time() + timeout,
-                    connection._fail,
-                    "Deadline Exceeded",
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                )
-            connection.send(request_serializer(request))
-            connection.send(_END)
-            return Call(connection, request_serializer, response_deserializer)
-
-        return call
-
-    def _open(self, path: str) -> Connection:
-        method = path.rpartition("/")[2]
-        connection = self._network.connect(self._process, self._address, method)
-        connection.identity = self.identity
-        return connection
-
-
-class Call:
-    """What a client uses of a call."""
-
-    def __init__(self, connection: Connection, serialize, deserialize) -> None:
-        self._connection = connection
-        self._serialize, self._deserialize = serialize, deserialize
-
-    async def write(self, message: Any) -> None:
-        self._connection.send(self._serialize(message))
-
-    async def done_writing(self) -> None:
-        self._connection.send(_END)
-
-    def cancel(self) -> None:
-        self._connection.cancel()
-
-    def __aiter__(self) -> "Call":
-        return self
-
-    async def __anext__(self) -> Any:
-        return self._deserialize(await self._connection.answers.get())
-
-
 _NO_METADATA = grpc.aio.Metadata()
-
-Handler = Callable[[Any, ServerContext], Awaitable[None]]

@@ -16,6 +16,11 @@ from tests.simulation.leases import TIMING
 
 MAX_REMEMBERED = 4096
 
+HARMLESS = frozenset(
+    {"kill_leader", "pause_leader", "reset", "shift", "operator", "planner_hangs", "store_full"}
+)
+"""Kinds of faults through which ranks serve on in their epoch."""
+
 
 class ViolationError(Exception):
     """An invariant does not hold; `kind` is its constant name."""
@@ -37,7 +42,7 @@ class Observer:
             for layer in range(world.shape.num_layers)
             for expert in range(world.shape.num_experts)
         }
-        self._led: dict[int, str] = {}
+        self._obeyed: dict[Any, int] = {}
         self._steps: dict[Any, tuple[bytes, str]] = {}
         self._used: dict[str, dict[int, tuple[bytes, Any]]] = {}
         self._proposed: dict[tuple[int, bytes], None] = {}
@@ -100,9 +105,16 @@ class Observer:
     def engine_started(self, engine: Any) -> None:
         """A rank begins an epoch."""
         mesh = engine._mesh
-        self.num_epochs += mesh.rank == 0
-        if mesh.rank == 0:
-            self.note(f"epoch {mesh.epoch}: {', '.join(mesh.names)} serve")
+        if mesh.rank != 0:
+            return
+        self.num_epochs += 1
+        self.note(f"epoch {mesh.epoch}: {', '.join(mesh.names)} serve")
+        if self._world.has_served and self._world.kinds <= HARMLESS:
+            self.violate(
+                "serving-interrupted",
+                f"epoch {mesh.epoch} begins, although nothing has happened to a worker: "
+                f"{', '.join(sorted(self._world.kinds))}",
+            )
 
     def exchanged(self, mesh: Any, headers: Any) -> None:
         """A rank has every header of a round; it is about to switch or step."""
@@ -191,11 +203,24 @@ class Observer:
         """A worker takes a message from a balancer."""
         match message:
             case JoinEpoch():
+                self._check_obeyed(worker, message)
                 peers = "/".join(peer.worker for peer in message.peers).encode()
                 if worker.epochs.state.is_newest(message):
                     self._use("epoch", message.epoch, peers, worker.process)
             case Stage():
+                self._check_obeyed(worker, message)
                 self._check_staged(worker, message)
+
+    def _check_obeyed(self, worker: Any, message: Any) -> None:
+        """A worker obeys no term before another; a store that forgot may have begun again."""
+        highest = self._obeyed.get(worker.process, 0)
+        if message.term < highest and not self._world.store.num_losses:
+            self.violate(
+                "old-term-obeyed",
+                f"{worker.process.name} takes a {type(message).__name__} of term {message.term} "
+                f"after one of term {highest}",
+            )
+        self._obeyed[worker.process] = max(highest, message.term)
 
     def _check_staged(self, worker: Any, stage: Stage) -> None:
         generation = stage.layout.generation

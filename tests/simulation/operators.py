@@ -10,7 +10,7 @@ from equipoise.pool.counters import answer_timeout_s
 from equipoise_api.v1 import admin_pb2
 from tests.simulation.balancer import OPERATIONS
 from tests.simulation.loop import Process
-from tests.simulation.network import _END
+from tests.simulation.network import END
 
 SLACK_S = 3.0
 
@@ -53,7 +53,7 @@ class Operators:
         try:
             if not connection.done:
                 connection.send(message.SerializeToString())
-                connection.send(_END)
+                connection.send(END)
             answer = await connection.answers.get()
         except grpc.aio.AioRpcError as error:
             request.failed = str(error.details())

@@ -222,10 +222,12 @@ PLANTS = {
     "deadline-never": Plant(
         breaks="a wave has no timeout",
         patches=_deadline_never,
+        kinds=("shift", "store_full", "store_down", "disk_hangs", "operator", "slow_network"),
     ),
     "epoch-written-once": Plant(
         breaks="an epoch that the store did not accept is not written again",
         patches=lambda: [(Membership, "write_again", _always(()))],
+        kinds=("store_down", "store_full", "kill_worker", "stop_worker", "shift"),
     ),
     "silence-unnoticed": Plant(
         breaks="a worker that is connected and silent counts as alive",
@@ -233,10 +235,12 @@ PLANTS = {
             (Attendance, "silent_workers", _always(frozenset())),
             (Attendance, "note_silence", _always(())),
         ],
+        kinds=("pause_worker", "isolate", "cut", "shift"),
     ),
     "old-term-obeyed": Plant(
         breaks="workers obey a leader whose term is over",
         patches=lambda: [(Agent, "_outdated", _always(""))],
+        kinds=("suspend_leader", "kill_balancer"),
     ),
     "pull-unverified": Plant(
         breaks="pulled bytes are not compared with their checksum",
@@ -250,10 +254,12 @@ PLANTS = {
     "running-unsaid": Plant(
         breaks="a worker that reconnects does not say what it runs",
         patches=_without_running,
+        kinds=("kill_leader", "pause_leader", "reset", "shift", "operator"),
     ),
     "rollout-outlives-epoch": Plant(
         breaks="a rollout goes on in the next epoch",
         patches=lambda: [(Rollouts, "begin_epoch", _always(None))],
+        kinds=("store_down", "store_full", "kill_worker", "stop_worker", "shift"),
     ),
 }
 """Every planted fault, by name."""

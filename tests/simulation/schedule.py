@@ -76,6 +76,7 @@ MAKERS: dict[str, Any] = {
     "pause_balancer": lambda r: (r.choice(BALANCERS), _duration(r)),
     "kill_leader": lambda r: (_duration(r),),
     "pause_leader": lambda r: (_duration(r),),
+    "suspend_leader": lambda r: (round(r.uniform(4.0, MAX_FAULT_S), 2), _duration(r)),
     "lose_machine": lambda r: (r.choice((*WORKERS, *BALANCERS)), _duration(r)),
     "restart_everything": lambda r: (_duration(r),),
     "cut": lambda r: (*_two(r), _duration(r)),

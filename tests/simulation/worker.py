@@ -20,6 +20,7 @@ from equipoise.worker.spans import RankSpans
 from equipoise.worker.timings import Timings
 from equipoise.worker.waits import waits_of
 from equipoise_api.v1 import worker_pb2
+from tests.simulation.channel import Channel
 from tests.simulation.engine import SimScheduler
 from tests.simulation.experts import CPU, SimCheckpoint, SimSlots
 from tests.simulation.loop import Process
@@ -63,7 +64,7 @@ class SimCredentials:
         self._network, self._process, self._identity = network, process, identity
 
     def worker_channel(self, address: str, **_options: Any) -> Any:
-        channel = self._network.channel(self._process, address)
+        channel = Channel(self._network, self._process, address)
         channel.identity = self._identity
         return channel
 

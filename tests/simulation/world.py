@@ -21,6 +21,7 @@ from tests.simulation.balancer import SimBalancer
 from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
 from tests.simulation.faults import Faults
 from tests.simulation.group import Rendezvous
+from tests.simulation.leader_watch import LeaderWatch
 from tests.simulation.loop import EPOCH_S, Process, SimLoop, outside
 from tests.simulation.network import Network
 from tests.simulation.observer import Observer, ViolationError
@@ -81,6 +82,7 @@ class World(Faults):
         self.slowness: dict[str, float] = {}
         self.has_traffic, self.planner_hangs, self.corrupts_transfers = True, False, False
         self.pattern = 0
+        self.has_served = False
         self.tampered: set[str] = set()
         self.wanted: set[str] = set()
         self._boots: dict[str, int] = {}
@@ -91,6 +93,7 @@ class World(Faults):
         self.lost_s = -1e9
         self._leaders_at_losses: list[SimBalancer | None] = []
         self.operators = operators.Operators(self)
+        self.watch = LeaderWatch(self)
         self.kinds: set[str] = set()
 
     # What processes use -------------------------------------------------------------------------
@@ -126,8 +129,10 @@ class World(Faults):
         for name in WORKERS[: self.schedule.num_workers]:
             self.wanted.add(name)
             self.start_worker(name)
+        self.watch.begin()
         while self.unsettled() and self.elapsed_s < BEGIN_S:
             self.loop.run_until(self.loop.time() + CHECK_S)
+        self.has_served = True
 
     def run(self) -> ViolationError | None:
         """Play the schedule, then wait until the fleet serves as one again."""

@@ -1,0 +1,114 @@
+"""`LeaderWatch`: every wait of a leader is bounded, and says so when its bound is reached.
+
+It looks at the balancer that leads twice a second. What a leader could not do while it was paused,
+or while the store or the network failed it, does not count.
+"""
+
+from typing import Any
+
+from equipoise.planning.rollout import State
+from tests.simulation.loop import Process, outside
+from tests.simulation.store import NAME
+
+POOL = "main"
+LOOK_S = 0.5
+SLACK_S = 1.5
+"""Seconds that a tick and a message may take beyond a bound."""
+
+WRITTEN_S = 2.5
+"""Seconds in which a leader writes an epoch to a store that works."""
+
+_TIMEOUTS = {
+    State.PLANNED: "stage_timeout_s",
+    State.STAGING: "stage_timeout_s",
+    State.STAGED: "switch_timeout_s",
+}
+
+
+class LeaderWatch:
+    """Looks at the leader of one world, from the start of the schedule to its end."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._hindered_s: dict[Process, float] = {}
+        self._unwritten: tuple[Process, int] | None = None
+        self._unwritten_s = 0.0
+        self._waves: dict[tuple[Process, int], int] = {}
+
+    def begin(self) -> None:
+        """Look once, and again after a while."""
+        self._look()
+        self._world.loop.call_later(LOOK_S, self.begin, context=outside())
+
+    def _look(self) -> None:
+        now_s = self._world.loop.time()
+        for one in self._world.living_balancers():
+            if one.process.paused:
+                self._hindered_s[one.process] = now_s
+        leader = self._world.leader()
+        pools = leader.seat.led if leader is not None else None
+        if leader is None or leader.process.paused or pools is None or POOL not in pools.names():
+            self._unwritten = None
+            return
+        pool = pools.find(POOL).pool
+        self._check_epoch(leader, pool, now_s)
+        if now_s > self._hindered_s.get(leader.process, 0.0) + SLACK_S:
+            self._check_wave(leader, pool)
+            self._check_silence(leader, pool)
+
+    def _check_epoch(self, leader: Any, pool: Any, now_s: float) -> None:
+        """An epoch that the leader opened is in the store soon after the store works."""
+        stored = self._world.store.data.get(("members", POOL))
+        is_stored = stored is not None and stored.epoch >= pool.roster.epoch
+        opened = leader.process, pool.roster.epoch
+        if is_stored or not self._is_store_near(leader) or opened != self._unwritten:
+            self._unwritten = None if is_stored or not self._is_store_near(leader) else opened
+            self._unwritten_s = now_s
+        elif now_s > self._unwritten_s + WRITTEN_S:
+            self._world.observer.violate(
+                "epoch-not-written",
+                f"{leader.process.name} has not written epoch {pool.roster.epoch} for "
+                f"{now_s - self._unwritten_s:.1f} s, although the store works",
+            )
+
+    def _is_store_near(self, leader: Any) -> bool:
+        world, name = self._world, leader.process.name
+        is_cut = world.network.is_cut(name, NAME) or world.network.is_cut(NAME, name)
+        store = world.store
+        is_broken = store.is_down or store.hangs or store.is_full
+        return not is_broken and not is_cut and world.network.delay_factor == 1.0
+
+    def _check_wave(self, leader: Any, pool: Any) -> None:
+        """A wave leaves its state in time, and ends with the epoch that it was planned for."""
+        wave = pool.rollouts.current
+        if wave is None:
+            return
+        known = self._waves.setdefault((leader.process, wave.target.generation), pool.roster.epoch)
+        if known != pool.roster.epoch:
+            self._world.observer.violate(
+                "wave-of-another-epoch",
+                f"generation {wave.target.generation} was planned in epoch {known} and is "
+                f"{wave.state} in epoch {pool.roster.epoch}",
+            )
+        waited_s = leader.clock() - wave.entered_s
+        bound = _TIMEOUTS.get(wave.state)
+        if bound is not None and waited_s > getattr(wave.policy, bound) + SLACK_S:
+            self._world.observer.violate(
+                "wave-overdue",
+                f"generation {wave.target.generation} is {wave.state} for {waited_s:.1f} s",
+            )
+
+    def _check_silence(self, leader: Any, pool: Any) -> None:
+        """A rank that says nothing for too long is named."""
+        bound_s = pool.attendance.silent_after_s + SLACK_S
+        for member in pool.roster.seated():
+            silent_s = leader.clock() - member.last_heard_s
+            if (
+                member.connected
+                and silent_s > bound_s
+                and member.rank not in pool.attendance.silent
+            ):
+                self._world.observer.violate(
+                    "silence-unreported",
+                    f"{member.name} (rank {member.rank}) said nothing for {silent_s:.1f} s",
+                )
