@@ -115,6 +115,48 @@ def test_a_late_switch_at_another_step_leaves_the_commit_and_is_named(staging, s
     assert not harness.pool.agreement.faults
 
 
+def test_a_heartbeat_of_another_layout_under_the_number_confirms_no_switch(staging):
+    staging.stage_all()
+    first, *others = staging.ranks
+    target = staging.pool.rollouts.current.target
+    staging.say(first, first.switch(step=70))
+    for worker in others:
+        beat_of_another = replace(
+            worker.heartbeat(),
+            generation=target.generation,
+            staged_generation=0,
+            layout_digest=other_layout(target).digest(),
+        )
+        staging.say(worker, beat_of_another)
+    assert not committed(staging)
+    assert len(staging.pool.agreement.faults) == 3
+    for worker in others:
+        staging.say(worker, worker.switch(step=70))
+    assert committed(staging) == [target.generation]
+
+
+def test_a_late_switch_of_an_earlier_wave_changes_nothing_and_is_named(serving_harness, skewed):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=WINDOW_S, carry_out=False)
+    harness.stage_all()
+    switches = [worker.switch(step=70) for worker in harness.ranks]
+    for worker, switched in zip(harness.ranks, switches, strict=True):
+        harness.say(worker, switched)
+    harness.run_traffic(skewed(2), seconds=3 * WINDOW_S)
+    running, liar = harness.pool.layouts.current, harness.ranks[3]
+    assert running.generation > switches[3].generation
+    member = harness.pool.roster.member_at(3)
+    harness.say(liar, replace(switches[3], step=99))
+    assert member.generation == running.generation
+    assert np.array_equal(member.held, liar.own(running.expert_of_slot))
+    assert not harness.pool.quarantine.workers
+    (fault,) = harness.pool.agreement.faults
+    assert "switched to generation 2 at step 99, but the pool did at step 70" in fault
+    harness.say(liar, switches[3])
+    assert not harness.pool.agreement.faults
+    assert harness.pool.agreement.is_settled
+
+
 def other_layout(layout):
     return layout.with_placement(
         np.ascontiguousarray(layout.expert_of_slot[:, ::-1]), generation=layout.generation

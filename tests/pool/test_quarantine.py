@@ -208,14 +208,26 @@ def test_a_byte_that_changes_later_is_seen_at_the_next_report(serving_harness):
     assert f"slot {SLOTS * worker.rank + 4} of layer 0, for expert {expert}" in reason
 
 
-def test_a_pool_that_needs_the_quarantined_worker_is_down_and_says_so(make_harness):
+def test_a_pool_that_needs_the_quarantined_worker_serves_on_and_says_so(make_harness):
     harness = make_harness()  # 4 x 10 slots
-    damage(harness, "worker-1")
+    bad = damage(harness, "worker-1")
     harness.serve()
     settle(harness)
     diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert diagnosis.reason.startswith(
+        "all ranks serve on, perhaps with wrong experts: the 3 workers that are not quarantined "
+        "cannot hold all experts: 4 are needed; worker-1 is quarantined: "
+    )
+    harness.lose(bad)
+    harness.disconnected.add("worker-1")
+    del harness.workers["worker-1"]
+    for worker in harness.ranks:
+        lost = worker.own(worker.layout.expert_of_slot)
+        harness.say(worker, GroupLost(epoch=1, reason="a peer left", expert_of_slot=lost))
+    diagnosis = harness.pool.diagnosis()
     assert diagnosis.health is Health.DOWN
-    assert "cannot hold all experts: 4 are needed; worker-1 is quarantined" in diagnosis.reason
+    assert "cannot hold 32 experts: 4 workers are needed" in diagnosis.reason
 
 
 # Workers with another checkpoint -----------------------------------------------------------------

@@ -219,7 +219,8 @@ def _note_staged(wave: Wave, event: RankStaged, now: float) -> tuple[Wave, Comma
     noted = replace(wave, staged_ranks=wave.staged_ranks | {event.rank})
     if len(noted.staged_ranks) < noted.num_ranks:
         return noted, ()
-    return _await_switch(noted, now), ()
+    reason = "all ranks have staged and switch at their next step"
+    return _enter(noted, State.STAGED, now, reason), ()
 
 
 def _rejected(wave: Wave, event: RankRejected, now: float) -> tuple[Wave, Commands]:
@@ -292,9 +293,8 @@ def _note_switched(wave: Wave, event: RankSwitched, now: float) -> tuple[Wave, C
     )
     if is_committed:
         return noted, ()
-    if (
-        not wave.switched_ranks
-    ):  # All ranks had staged, if it is true. The others get the whole time to report.
+    if not wave.switched_ranks:
+        # All ranks had staged, if it is true. The others get the whole time to report.
         noted = replace(noted, staged_ranks=frozenset(range(noted.num_ranks)))
         reason = f"rank {event.rank} switched at step {event.step}; the other ranks report it next"
         noted = _enter(noted, State.STAGED, now, reason)
@@ -366,10 +366,6 @@ def _disprove(
 
 def _commit(wave: Wave, now: float, reason: str) -> tuple[Wave, Commands]:
     return _enter(wave, State.SWITCHED, now, reason), (PersistCommitted(layout=wave.target),)
-
-
-def _await_switch(wave: Wave, now: float) -> Wave:
-    return _enter(wave, State.STAGED, now, "all ranks have staged and switch at their next step")
 
 
 def _enter(wave: Wave, state: State, now: float, reason: str) -> Wave:

@@ -83,15 +83,18 @@ class Agreement:
         if rejected:
             self._faults[concern] = f"rank {rank} rejected the epoch: {rejected}"
 
-    def note_running(self, member: Member, heartbeat: Heartbeat) -> None:
-        """Compare the layout that a rank runs with that of its generation: by content."""
+    def note_running(self, member: Member, heartbeat: Heartbeat) -> bool:
+        """Compare by content the layout that a rank runs with that of its generation.
+
+        Returns False if it runs another one.
+        """
         layout, digest = self._layouts.get(heartbeat.generation), heartbeat.layout_digest
         if layout is None or not digest:
-            return
+            return True
         concern = f"layout of rank {member.rank}"
         if digest == layout.digest():
             self._faults.pop(concern, None)
-            return
+            return True
         fault = (
             f"rank {member.rank} ({member.name}) runs layout {digest_text(digest)} as generation "
             f"{layout.generation}, which is {digest_text(layout.digest())}: restart it"
@@ -99,6 +102,7 @@ class Agreement:
         if concern not in self._faults:
             self._rejections.count("layout_conflict", fault)
         self._faults[concern] = fault
+        return False
 
     def note_switch(self, member: Member, switched: Switched) -> None:
         """Compare the step of a rank's switch with that of the committed wave."""

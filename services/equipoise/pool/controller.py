@@ -265,10 +265,10 @@ class PoolController:
         if member.rank is None or heartbeat.epoch != epoch:
             return (ack,)
         effects: Chain = ()
-        if rollouts.current is not None and rollouts.current.awaits_reports:
+        runs_ours = self.pool.agreement.note_running(member, heartbeat)
+        if runs_ours and rollouts.current is not None and rollouts.current.awaits_reports:
             runs = RankRuns(rank=member.rank, running=heartbeat.generation)
             effects = rollouts.handle(runs, now=now)
-        self.pool.agreement.note_running(member, heartbeat)
         return (ack, *effects, *self._drop_stray(member))
 
     def _report(self, member: Member, report: Report, *, now: float) -> Chain:
@@ -349,9 +349,11 @@ class PoolController:
                 rejected = RankRejected(rank=rank, generation=generation, reason=value.reason)
                 return pool.rollouts.handle(rejected, now=now)
             case Switched():
+                pool.agreement.note_switch(member, value)
+                if generation < member.generation:
+                    return ()  # Generations only grow: the rank runs a later one by now.
                 member.note_switched(generation, layout)
                 found = pool.agreement.note_bytes(member, layout, value, now=now)
-                pool.agreement.note_switch(member, value)
                 pool.rollouts.note_switch(value, now=now)
                 switched = RankSwitched(
                     rank=rank, generation=generation, step=value.step, stall_us=value.stall_us

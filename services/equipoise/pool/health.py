@@ -19,7 +19,7 @@ class Health(StrEnum):
     """All ranks serve."""
 
     DOWN = "down"
-    """The workers that are connected have too few slots for all experts."""
+    """The workers that are connected have too few slots for all experts, and do not serve."""
 
     DEGRADED = "degraded"
     """Something is missing or wrong; the rest may still serve."""
@@ -51,7 +51,10 @@ def diagnose(
     odd = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     odd += [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
     if opening.is_down:
-        return Diagnosis(health=Health.DOWN, reason="; ".join([opening.reason, *odd]))
+        # Ranks that serve on include quarantined ones that the others need.
+        what = "all ranks serve on, perhaps with wrong experts: " if roster.complete else ""
+        health = Health.DEGRADED if roster.complete else Health.DOWN
+        return Diagnosis(health=health, reason="; ".join([what + opening.reason, *odd]))
     if roster.epoch == 0 or not roster.seated():
         waiting = opening.reason or ("" if odd else "no worker is connected")
         return Diagnosis(health=Health.WAITING, reason="; ".join(filter(None, [waiting, *odd])))

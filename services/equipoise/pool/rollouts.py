@@ -120,6 +120,8 @@ class Rollouts:
         self._verification = verification
         self._timeouts, self._tally = counters.timeouts, counters.tally
         self._tracked: _TrackedWave | None = None
+        # Steps of the latest committed waves of the epoch, by generation.
+        self._steps: dict[int, int] = {}
         self._waves: Sequence[LayoutChange] = ()
         self._num_begun = 0
         self._verdict: DecisionRecord | None = None
@@ -162,11 +164,8 @@ class Rollouts:
         return self._switches
 
     def committed_step(self, generation: int) -> int | None:
-        """Step at which ranks switched to a generation, if the latest wave committed it."""
-        wave = self.latest
-        if wave is None or wave.state not in {State.SWITCHED, State.ACTIVE}:
-            return None
-        return wave.switch_step if wave.target.generation == generation else None
+        """Step at which ranks switched to a generation, if one of the latest waves committed it."""
+        return self._steps.get(generation)
 
     def must_wait(self, *, now: float) -> str | None:
         """Why nothing is rolled out yet after failed rollouts; None if it may be."""
@@ -205,8 +204,15 @@ class Rollouts:
         if self.current is not None:
             self.aborted += 1
         self._tracked = None
+        self._steps.clear()
         self._waves, self._num_begun = (), 0
         self._setbacks = Setbacks()
+
+    def _note_step(self, wave: Wave) -> None:
+        if wave.state in {State.SWITCHED, State.ACTIVE} and wave.switch_step is not None:
+            self._steps[wave.target.generation] = wave.switch_step
+            for generation in sorted(self._steps)[:-MAX_SWITCHES]:
+                del self._steps[generation]
 
     def handle(self, event: Event, *, now: float) -> Chain:
         """Give the table an event, and carry out its commands."""
@@ -265,6 +271,7 @@ class Rollouts:
         before = tracked.wave
         commands = tracked.step(event, now=now)
         after = tracked.wave
+        self._note_step(after)
         if before.state is after.state:
             return commands
         self._tally.note_state_left(before.state, after_s=now - before.entered_s)
