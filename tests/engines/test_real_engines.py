@@ -52,14 +52,19 @@ class Balancer:
         with (self.folder / "balancer.log").open("a") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "equipoise.cli.entry", "balancer"),
+                    *(
+                        sys.executable,
+                        "-c",
+                        "from equipoise.cli.entry import main; main()",
+                        "balancer",
+                    ),
                     *("--listen", f"127.0.0.1:{self.port}", "--store", self.folder / "store.db"),
                     *("--metrics-listen", "127.0.0.1:0", *BALANCER),
                 ],
                 stdout=log,
                 stderr=log,
             )
-        end_s = time.monotonic() + 120
+        end_s = time.monotonic() + 300  # It compiles the planner once.
         while self.log.count("leads in term") == terms:
             assert self.process.poll() is None, self.log
             assert time.monotonic() < end_s, self.log
@@ -117,10 +122,11 @@ def records(folder, process, *, ranks=4):
 @pytest.fixture
 def balancer(tmp_path, unused_tcp_port):
     one = Balancer(tmp_path, unused_tcp_port)
-    one.start()
-    yield one
-    one.process.kill()
-    one.process.wait()
+    try:
+        one.start()
+        yield one
+    finally:
+        one.kill()
 
 
 def wait_for(folder, text, *, times=1, bound_s=240.0):

@@ -2,7 +2,12 @@
 
 import pytest
 
-from equipoise.planning.membership import EpochCandidate, MemberState, next_epoch
+from equipoise.planning.membership import (
+    EpochCandidate,
+    EpochDecision,
+    MemberState,
+    next_epoch,
+)
 from equipoise.planning.policy import Policy
 
 POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
@@ -263,3 +268,26 @@ def test_a_quarantined_worker_is_not_taken_back_although_it_is_needed():
     assert opening.is_down
     assert not opening.workers
     assert "the 2 workers that are not quarantined cannot hold all experts: 3" in opening.reason
+
+
+# Engines of other projects -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [NEW, SURVIVOR, AHEAD, QUARANTINED, MISSING, STUCK])
+def test_no_epoch_opens_for_the_ranks_of_an_engine(state):
+    ranks = [*workers(SERVING, 3), worker("w-3", state)]
+    opening = decide(*ranks, now=1e6, engine="vLLM 0.33.0")
+    assert opening.workers == ()
+    assert "waiting for w-3: the ranks of vLLM 0.33.0 keep their group" in opening.reason
+
+
+@pytest.mark.parametrize("state", [SERVING, SLOW])
+def test_a_complete_group_of_an_engine_waits_for_nothing(state):
+    ranks = [*workers(SERVING, 3), worker("w-3", state)]
+    assert decide(*ranks, now=1e6, engine="vLLM 0.33.0") == EpochDecision()
+
+
+def test_ranks_of_an_engine_that_lost_their_group_are_not_assigned_again():
+    ranks = workers(SURVIVOR, 4)
+    assert decide(*ranks, now=1e6).workers
+    assert not decide(*ranks, now=1e6, engine="vLLM 0.33.0").workers

@@ -51,6 +51,7 @@ HELLO = Hello(
     zone="zone-b",
     device="cuda:0 (NVIDIA H200)",
     kernels="triton, gemm_large=scaled_mm",
+    engine="vLLM 0.33.0",
     cache_token_bytes=40_016,
     backends=("gemm=triton|reference", "gemm_large=scaled_mm|triton|reference"),
     highest_epoch=58,

@@ -86,6 +86,7 @@ class RankStatus(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -138,6 +139,10 @@ class RankStatus(_message.Message):
     """How the rank's decode steps run and how its rows are exchanged, such as "captured; rows by
     triton", or why not; empty if not reported.
     """
+    engine: _builtins.str
+    """Engine of another project that the rank is part of, such as "vLLM 0.33.0"; empty for
+    Equipoise's own worker.
+    """
     def __init__(
         self,
         *,
@@ -171,10 +176,11 @@ class RankStatus(_message.Message):
         kernels: _builtins.str = ...,
         cache_token_bytes: _builtins.int = ...,
         steps: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "generation", b"generation", "host", b"host", "kernels", b"kernels", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "kernels", b"kernels", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -220,6 +220,7 @@ class Hello(_message.Message):
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     HIGHEST_GENERATION_FIELD_NUMBER: _builtins.int
     EXPERTS_DIGEST_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool to serve in."""
     worker: _builtins.str
@@ -269,6 +270,11 @@ class Hello(_message.Message):
     """BLAKE2b-128, 16 bytes, of the checkpoint's expert_checksums (see Serving). The balancer believes
     a table only if it has this digest, and only if the workers of the pool agree on it.
     """
+    engine: _builtins.str
+    """Name and version of the engine of another project that this rank is part of, such as
+    "vLLM 0.33.0"; empty for Equipoise's own worker. Such ranks keep their epoch and rank, serve
+    replicas with even shares only, and read no checkpoint.
+    """
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -313,10 +319,11 @@ class Hello(_message.Message):
         highest_epoch: _builtins.int = ...,
         highest_generation: _builtins.int = ...,
         experts_digest: _builtins.bytes = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015

@@ -200,6 +200,7 @@ class EngineLink:
             node=self._settings.node,
             host=self._settings.node,
             device=str(model.slots[0].device),
+            engine=model.engine,
             kernels=model.engine,
             address=self._address,
             rendezvous_address=self._address,

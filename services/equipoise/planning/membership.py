@@ -107,6 +107,7 @@ def next_epoch(
     is_rolling_out: bool,
     policy: Policy,
     now: float,
+    engine: str = "",
 ) -> EpochDecision:
     """Decide whether a new epoch opens now.
 
@@ -125,6 +126,8 @@ def next_epoch(
         is_rolling_out: whether a rollout is in progress.
         policy: the timeouts.
         now: the clock that `since_s` is on.
+        engine: the engine of another project that the ranks are part of. They form their group
+            themselves and keep it, so no epoch opens for them; empty for our workers.
     """
     pool = _Workers(
         **{
@@ -132,6 +135,8 @@ def next_epoch(
             for state in MemberState
         }
     )
+    if engine:
+        return _kept(candidates, engine=engine)
     least = -(-num_experts // slots_per_rank)
     opening = (
         _above(pool)
@@ -160,6 +165,18 @@ def next_epoch(
             is_down=True,
         )
     return opening
+
+
+def _kept(candidates: Sequence[EpochCandidate], *, engine: str) -> EpochDecision:
+    """The ranks of an engine keep their group; the rest is reported."""
+    present = (MemberState.SERVING, MemberState.SLOW)
+    absent = [one for one in candidates if one.state not in present]
+    if not absent:
+        return EpochDecision()
+    return EpochDecision(
+        reason=f"waiting for {_names(absent)}: the ranks of {engine} keep their group, so no epoch "
+        "opens without them; restart the engine if one is gone"
+    )
 
 
 def _above(pool: _Workers) -> EpochDecision | None:

@@ -17,7 +17,7 @@ from equipoise.planning.expected_gain import (
     too_soon_again,
 )
 from equipoise.planning.layout import Layout
-from equipoise.planning.policy import Policy, StoreDown
+from equipoise.planning.policy import Policy, StoreDown, Weighting
 from equipoise.planning.proposal import Proposal, ProposalRequest, fits, propose_layout
 from equipoise.policy.digest import digest
 from equipoise.pool.agreement import Agreement
@@ -154,6 +154,9 @@ class Decisions:
         assert current is not None, "a window was closed"
         assert shape is not None, "a window was closed"
         in_force = self._policy.in_force
+        policy_hash = in_force.digest if policy is in_force.values else digest(policy)
+        if shape.engine:  # Its replicas share their expert's load evenly.
+            policy = replace(policy, weighted=Weighting.OFF)
         return ProposalRequest(
             current=current,
             average=loads.slow.at_risk(policy.risk_z),
@@ -163,7 +166,7 @@ class Decisions:
             model=shape.model,
             topology=self._roster.topology(),
             policy=policy,
-            policy_hash=in_force.digest if policy is in_force.values else digest(policy),
+            policy_hash=policy_hash,
             first_generation=self._layouts.next_generation,
             now=now,
             last_switch_s=self._rollouts.last_switch_s,

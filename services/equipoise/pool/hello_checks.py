@@ -124,6 +124,7 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
     for kind, what, theirs, ours in (
         ("hello_model", "model shape", hello.model, rank.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, rank.slots_per_rank),
+        ("hello_engine", "engine", _kind_of(hello), _kind_of(rank)),
     ):
         if theirs != ours:
             raise RejectedWorkerError(
@@ -131,6 +132,11 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
                 f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (like "
                 f"worker {rank.worker}): start it with the same one, or in another pool",
             )
+
+
+def _kind_of(hello: Hello) -> str:
+    """The engine without its version, which may differ while a pool restarts."""
+    return hello.engine.partition(" ")[0] or "Equipoise's worker"
 
 
 def check_kernels(hello: Hello, ranks: Sequence[Hello], *, pool: str) -> None:

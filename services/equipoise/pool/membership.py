@@ -290,6 +290,7 @@ class Membership:
             num_experts=shape.model.num_experts,
             unheard=self._unheard,
             is_on_record=self._resumption.is_on_record,
+            engine=shape.engine,
             is_rolling_out=self._rollouts.current is not None,
             policy=self._policy.values,
             now=now,

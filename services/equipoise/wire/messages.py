@@ -116,6 +116,11 @@ class Hello:
     """Backends that the worker supports, as "operation=a|b" per operation. A pool's workers must
     share a backend for each. Empty if unknown."""
 
+    engine: str = ""
+    """Name and version of the engine of another project that the rank is part of; empty for our
+    worker. Such ranks keep their epoch and rank, serve replicas with even shares only, and read no
+    checkpoint."""
+
     cache_token_bytes: int = 0
     """Bytes of a token in the latent cache, for display; 0 if unknown."""
 

@@ -57,6 +57,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
             "hello", message, "pool", "worker", "boot_id", "node", "checkpoint_fingerprint"
         ),
         **checks.names("hello", message, "host", "zone", "device", "kernels", optional=True),
+        **checks.names("hello", message, "engine", optional=True),
         **checks.counts("hello", message, "cache_token_bytes"),
         **checks.counts("hello", message, "highest_epoch", "highest_generation"),
         highest_term=checks.term("hello", "highest_term", message.highest_term),

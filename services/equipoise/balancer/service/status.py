@@ -173,6 +173,7 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         zone=member.hello.zone,
         device=member.hello.device,
         kernels=member.hello.kernels,
+        engine=member.hello.engine,
         cache_token_bytes=member.hello.cache_token_bytes,
         steps=member.steps,
         address=member.hello.address,

@@ -57,8 +57,10 @@ def pool_view(
         "  ",
         (health_name(status.health), f"bold {_health_style(status.health)}"),
     )
+    engines = sorted({rank.engine for rank in status.ranks if rank.engine})
     subtitle = Text(
-        f"generation {status.generation} · epoch {status.epoch} · "
+        "".join(f"{engine} · " for engine in engines)
+        + f"generation {status.generation} · epoch {status.epoch} · "
         f"{status.model.num_layers} layers x {status.model.num_experts} experts"
     )
     return Panel(
