@@ -5,8 +5,9 @@ import torch
 from torch import distributed as dist
 
 from equipoise_kernels.errors import KernelsUnavailableError
+from equipoise_kernels.formats import empty_rows
 from equipoise_kernels.fp8 import selection
-from equipoise_kernels.fp8.all_to_all import opening
+from equipoise_kernels.fp8.all_to_all import opening, peer
 from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
@@ -63,6 +64,25 @@ def test_ranks_take_the_best_backend_that_carries_rows_for_all_of_them(opened, i
     assert (chosen.backend, chosen.passed_over) == ("triton", {"deep_ep": ABSENT})
     assert (chosen.capture_obstacle, chosen.is_low_latency) == (None, False)
     assert chosen.shape == SHAPE
+
+
+def test_ranks_wait_longer_for_one_that_compiles_while_a_buffer_is_opened(
+    opened, interpreted, monkeypatch
+):
+    waits, raise_faults = [], peer.raise_faults
+
+    def remember(seen, *, timeout_s, **options):
+        waits.append(timeout_s)
+        raise_faults(seen, timeout_s=timeout_s, **options)
+
+    monkeypatch.setattr(peer, "raise_faults", remember)
+    chosen = opened("triton")
+    came = chosen.buffer.dispatch(
+        empty_rows((0, 128), device="cpu"), torch.empty(0, 2, dtype=torch.int64)
+    )
+    assert came.rows.codes.shape == (0, 128)
+    # Rows and outputs of the trial, then the rows of an exchange.
+    assert waits == [60.0, 60.0, 5.0]
 
 
 def test_a_library_that_works_comes_first_with_rows_and_room_as_it_has_them(opened, monkeypatch):

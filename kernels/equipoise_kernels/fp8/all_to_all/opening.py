@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from equipoise_kernels.errors import KernelsUnavailableError
 from equipoise_kernels.fp8 import selection
-from equipoise_kernels.fp8.all_to_all.buffer import Backend, EpBuffer
+from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.deep_ep import ROW_MULTIPLE, DeepEpBackend
 from equipoise_kernels.fp8.all_to_all.payload import Payload
@@ -34,6 +34,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where POSIX keeps it, not a tem
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OPERATION = "all_to_all"
 _DEEP_EP, _PEER = "deep_ep", "triton"
+_COMPILING_S = 60.0
 
 Result = TypeVar("Result")
 
@@ -118,14 +119,10 @@ def _opened(
     timeout_s: float,
 ) -> EpBuffer:
     """A buffer whose backend has carried rows there and back; raises on all ranks or none."""
-    backend: Backend
     if name == selection.REFERENCE:
-        backend = CollectiveBackend(shape, group=group, timeout_s=timeout_s)
-        return EpBuffer(shape, backend, device=device)
-    if name == _DEEP_EP:
-        backend = _by_all(lambda: DeepEpBackend(shape, group=group), group=group)
-    else:
-        assert name == _PEER
+        collective = CollectiveBackend(shape, group=group, timeout_s=timeout_s)
+        return EpBuffer(shape, collective, device=device)
+    if name == _PEER:
         machines = set(_told(_machine(), group=group))
         if len(machines) > 1:
             raise KernelsUnavailableError(f"the ranks are on {len(machines)} machines")
@@ -134,12 +131,31 @@ def _opened(
             if device.type == "cuda"
             else _agreed_window(shape, group=group)
         )
-        backend = PeerBackend(shape, window, timeout_s=timeout_s)
+        return _opened_peer(shape, window, group=group, device=device, timeout_s=timeout_s)
+    assert name == _DEEP_EP
+    library = _by_all(lambda: DeepEpBackend(shape, group=group), group=group)
+    buffer = EpBuffer(shape, library, device=device)
+    _by_all(lambda: _try_out(buffer, shape, is_low_latency=True, device=device), group=group)
+    return buffer
+
+
+def _opened_peer(
+    shape: EpShape,
+    window: PeerWindow,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout_s: float,
+) -> EpBuffer:
+    """A buffer by peer pointers, tried out.
+
+    The first exchange compiles kernels. Ranks that have them in their cache wait for those that do
+    not, longer than for any later exchange.
+    """
+    backend = PeerBackend(shape, window, timeout_s=max(timeout_s, _COMPILING_S))
     buffer = EpBuffer(shape, backend, device=device)
-    is_low_latency = name == _DEEP_EP
-    _by_all(
-        lambda: _try_out(buffer, shape, is_low_latency=is_low_latency, device=device), group=group
-    )
+    _by_all(lambda: _try_out(buffer, shape, is_low_latency=False, device=device), group=group)
+    backend.wait_at_most(timeout_s)
     return buffer
 
 

@@ -82,7 +82,6 @@ class PeerBackend:
         self._shape = shape
         self._map = WindowMap.of_shape(shape)
         self._window = window
-        self._timeout_s = timeout_s
         self._config = config or ALL_TO_ALL.config(rows=shape.max_tokens)
         device = window.addresses.device
         self._sequence = torch.zeros(1, dtype=torch.int64, device=device)
@@ -97,7 +96,13 @@ class PeerBackend:
 
         # On the device, because a captured wait must know the outcome of those before it.
         self._polls_once, self._polls_launch = number(1), number(_POLLS_PER_LAUNCH)
-        self._polls_captured = number(min(int(timeout_s * _POLLS_PER_S), _MOST_POLLS))
+        self._polls_captured = number(0)
+        self.wait_at_most(timeout_s)
+
+    def wait_at_most(self, timeout_s: float) -> None:
+        """Bound the waits of all exchanges that begin from now on, and that are captured."""
+        self._timeout_s = timeout_s
+        self._polls_captured.fill_(min(int(timeout_s * _POLLS_PER_S), _MOST_POLLS))
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
