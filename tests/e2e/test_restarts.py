@@ -14,7 +14,14 @@ from equipoise.cli.demo.fleet import FleetError
 from equipoise.planning.rollout import State
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
 from tests.support import doomed
-from tests.support.real_pool import BOUND_S, check_tokens, pool_of, under_load, undisturbed_tokens
+from tests.support.real_pool import (
+    BOUND_S,
+    check_tokens,
+    mirrored,
+    pool_of,
+    under_load,
+    undisturbed_tokens,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -60,17 +67,6 @@ async def death(pool):
         async with asyncio.timeout(BOUND_S):
             await pool.fleet.watch()
     await pool.fleet.stop("balancer")
-
-
-def mirrored(layout):
-    """The reversed placement: every slot of every rank changes."""
-    other = type(layout)()
-    other.CopyFrom(layout)
-    for name, kind in (("expert_of_slot", "<i4"), ("share_of_slot", "<u2")):
-        if held := getattr(layout, name):
-            table = np.frombuffer(held, kind).reshape(layout.num_layers, -1)
-            setattr(other, name, np.ascontiguousarray(table[:, ::-1]).tobytes())
-    return other
 
 
 @pytest.fixture(scope="module")

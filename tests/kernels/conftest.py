@@ -8,6 +8,14 @@ import torch
 from tests.support.kernel_backends import use_backends
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out the larger set of shapes unless `-m peers` names it."""
+    if "peers" not in (config.option.markexpr or ""):
+        left_out = [item for item in items if item.get_closest_marker("peers")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture
 def interpreted():
     """Run kernels launched in this test on the CPU, with correct casts."""

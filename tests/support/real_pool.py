@@ -7,6 +7,7 @@ import time
 from contextlib import asynccontextmanager
 
 import grpc
+import numpy as np
 
 from equipoise.cli.demo.fleet import Fleet, free_address
 from equipoise.cli.live.status_feed import StatusFeed
@@ -188,6 +189,17 @@ async def under_load(status):
         await asyncio.gather(*clients, return_exceptions=True)
     for client in clients:
         assert client.cancelled(), client.exception()
+
+
+def mirrored(layout):
+    """The reversed placement: every slot of every rank changes."""
+    other = type(layout)()
+    other.CopyFrom(layout)
+    for name, kind in (("expert_of_slot", "<i4"), ("share_of_slot", "<u2")):
+        if held := getattr(layout, name):
+            table = np.frombuffer(held, kind).reshape(layout.num_layers, -1)
+            setattr(other, name, np.ascontiguousarray(table[:, ::-1]).tobytes())
+    return other
 
 
 def undisturbed_tokens():
