@@ -25,17 +25,27 @@ def children_get_default_signals():
 
 
 LONGEST_FILES = (
+    # Fleets.
     "chaos/test_chaos.py",
     "e2e/test_main_job.py",
+    "balancer/test_high_availability.py",
     "e2e/test_restarts.py",
+    # Packages. The first one mostly waits.
+    "balancer/test_redis_failover.py",
     "kernels/fp8/test_codegen.py",
-    "model/fp8/test_ranks.py",
     "worker/test_two_ranks.py",
+    "simulation/test_simulation.py",
+    "cli/test_every_command.py",
+    "model/fp8/test_ranks.py",
+    "worker/test_group.py",
+    "gateway/test_hostile_fields.py",
     "balancer/test_planner_processes.py",
+    "balancer/test_linearizability.py",
     "model/test_expert_parallel.py",
-    "kernels/fp8/test_all_to_all_processes.py",
-    "kernels/fp8/test_bench.py",
+    "model/test_serving_paths.py",
     "model/test_checkpoint_memory.py",
+    "kernels/fp8/test_bench.py",
+    "kernels/fp8/test_all_to_all_processes.py",
 )
 
 

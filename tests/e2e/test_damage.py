@@ -10,9 +10,15 @@ from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2
 from equipoise_model.checkpoint_manifest import MANIFEST
 from tests.support.damaged_files import flip_bit
-from tests.support.real_pool import check_tokens, pool_of, under_load, undisturbed_tokens
+from tests.support.real_pool import (
+    BOUND_S,
+    check_tokens,
+    pool_of,
+    under_load,
+    undisturbed_tokens,
+)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 GOOD = ["worker-0", "worker-1", "worker-2"]
 """With 12 slots each they can hold all 32 experts."""
@@ -60,10 +66,9 @@ async def test_a_worker_that_finds_no_other_source_names_the_file_and_the_others
     async with pool_of(*GOOD, folder=tmp_path) as (pool, before):
         flip_bit(damaged, "model.norm.weight")
         await pool.start_worker("worker-3", f"--checkpoint={damaged}")
-        for _ in range(600):
-            if "does not match the digest" in pool.fleet.log_tail("worker-3"):
-                break
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(BOUND_S):
+            while "does not match the digest" not in pool.fleet.log_tail("worker-3"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
         tail = pool.fleet.log_tail("worker-3")
         assert str(damaged / "model.safetensors") in tail
         assert "model.norm.weight does not match the digest" in tail
