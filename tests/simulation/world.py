@@ -90,7 +90,7 @@ class World(Faults):
         self._processes: list[Process] = []
         self._stops: dict[str, asyncio.Event] = {}
         self._ends_s = 0.0
-        self.lost_s = -1e9
+        self.lost_s = self.went_back_s = -1e9
         self._leaders_at_losses: list[SimBalancer | None] = []
         self.operators = operators.Operators(self)
         self.watch = LeaderWatch(self)
@@ -206,8 +206,7 @@ class World(Faults):
         if running != {known}:
             return f"(epoch, generation) is {known} for the leader, {sorted(running)} for ranks"
         stored = self.store.data.get(("committed", POOL))
-        # A failover that lost a commit is noticed at the next write.
-        if stored != known[1] and not self.store.num_losses:
+        if stored != known[1]:
             return f"the store has generation {stored}, the ranks run {known[1]}"
         return ""
 

@@ -19,7 +19,7 @@ from equipoise.balancer.clock import Clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.persistence import write_to
+from equipoise.balancer.persistence import restore, write_to
 from equipoise.balancer.planner.planning import (
     Planner,
     PlannerDiedError,
@@ -49,6 +49,9 @@ from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.wire.balancer_messages import Abort, HeartbeatAck, JoinEpoch, Stage
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import Hello, WorkerMessage
+
+COMPARE_S = 5.0
+"""Seconds between two looks at what the store has of the pool: a failover may have lost writes."""
 
 _OVER = "this balancer no longer leads: ask the next leader for the status"
 
@@ -83,7 +86,8 @@ class PoolRunner:
         self._planning = Planning(controller.pool.name, planner=planner)
         self.wave_turns = wave_turns
         self._mailboxes: dict[str, Mailbox] = {}
-        self._chains: asyncio.Queue[Chain] = asyncio.Queue()
+        # Chains to carry out; None stands for a look at the store, while nothing is written.
+        self._chains: asyncio.Queue[Chain | None] = asyncio.Queue()
         # Generations of waves that have had their turn.
         self._may_begin: set[int] = set()
         self._changed = Changed()
@@ -197,16 +201,40 @@ class PoolRunner:
         """Tick, and carry out effects, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
+            tasks.create_task(self._look_at_store())
             while True:
                 chain = await self._chains.get()
                 with self._surviving("carrying out a decision"):
-                    await self._perform(chain, tasks)
+                    if chain is None:
+                        await self._write_back()
+                    else:
+                        await self._perform(chain, tasks)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(tick_s(self.pool.policy.values))
             with self._surviving("a tick"):
                 self._submit(self._controller.tick(now=self._clock()))
+
+    async def _look_at_store(self) -> None:
+        while True:
+            await asyncio.sleep(COMPARE_S)
+            self._chains.put_nowait(None)
+
+    async def _write_back(self) -> None:
+        """Write back what the store has lost since; failed writes report what is wrong with it."""
+        if not self._tenure.holds():
+            return
+        name, journal = self.pool.name, self.pool.journal
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                memory = await restore(self._store, name, known=journal, term=self._tenure.term)
+        except TimeoutError:
+            return
+        except StoreError as error:
+            self._question_tenure(error)
+            return
+        self._controller.note_stored(memory)
 
     @contextmanager
     def _surviving(self, what: str) -> Iterator[None]:

@@ -233,6 +233,11 @@ class PoolController:
             pool.layouts.end_adoption(stored_generation=None)
         pool.membership.note_failed(lost)
 
+    def note_stored(self, memory: PoolMemory) -> None:
+        """The store has this, perhaps less than it had; what all ranks run is adopted again."""
+        if self.pool.rollouts.current is None:
+            self.pool.layouts.note_read(memory.committed)
+
     def hand_over(self, elsewhere: str) -> Pool:
         """This balancer no longer leads; `elsewhere` names the balancer that leads the pool now."""
         self.pool.hand_over(elsewhere)

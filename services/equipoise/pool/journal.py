@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from equipoise.planning.policy import StoreDown
@@ -20,7 +19,6 @@ from equipoise.pool.records import (
     MAX_AUDIT,
     AuditRecord,
     DecisionRecord,
-    EpochMembers,
     ForgottenRecords,
     PoolMemory,
 )
@@ -101,21 +99,17 @@ class Journal:
         if decision is not None and not _is_lost(decision, stored.last_decision):
             decision = None
         is_behind = self._next_generation > stored.next_generation
+        members = self._members
+        if members is not None and stored.members is not None:
+            members = members if members.epoch > stored.members.epoch else None
         lost = ForgottenRecords(
             audit=audit,
             hold=self.hold if audit else None,
             decision=decision,
-            members=self._members_lost_by(stored.members),
+            members=members,
             next_generation=self._next_generation if is_behind else 0,
         )
         return lost if lost.kinds else None
-
-    def _members_lost_by(self, stored: EpochMembers | None) -> EpochMembers | None:
-        """The highest epoch if the store lost it, with the workers that the store has, if any."""
-        known = self._members
-        if known is None or (stored is not None and stored.epoch >= known.epoch):
-            return None
-        return known if stored is None else replace(stored, epoch=known.epoch)
 
     def late_decisions(self) -> Chain:
         """Decisions that the store missed, once it works again."""

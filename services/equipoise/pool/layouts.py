@@ -72,6 +72,11 @@ class PoolLayouts:
         """The store has committed a generation."""
         self.stored_generation = generation
 
+    def note_read(self, committed: Layout | None) -> None:
+        """The store was read and has this layout as committed."""
+        if self._adopting is None:
+            self.stored_generation = None if committed is None else committed.generation
+
     def begin_adoption(self, generation: int) -> None:
         """A layout that no rollout led to is on its way to the store."""
         self._adopting = generation
