@@ -239,7 +239,7 @@ async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
         ({"prompt": "a", "stop_token_ids": [272]}, "stop_token_ids", "tokens 0 to 271, not 272"),
         ({"prompt": "a", "stop": ""}, "stop", "not empty"),
-        ({"prompt": "a", "stop": ["a"] * 5}, "stop", "up to 4"),
+        ({"prompt": "a", "stop": ["a"] * 257}, "stop", "up to 256"),
         ({"prompt": "a", "stream": "yes"}, "stream", "true or false"),
         ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream: true"),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "no"),

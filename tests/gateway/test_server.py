@@ -70,6 +70,54 @@ async def test_a_chat_may_use_the_context_that_the_ranks_report(run_gateway, fle
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
+async def test_models_name_the_context_that_the_ranks_report(gateway):
+    async with asyncio.timeout(BOUND_S):
+        while (await gateway.client.get("/v1/models")).json()["data"][0]["max_model_len"] != 256:
+            pass
+
+
+async def test_text_is_tokenized_and_tokens_are_detokenized(gateway, fleet):
+    client = gateway.client
+    answer = (await client.post("/tokenize", json={"prompt": "hé", "model": "tiny"})).json()
+    assert (answer["count"], answer["tokens"]) == (3, [104, 195, 169])
+    body = {"tokens": answer["tokens"]}
+    assert (await client.post("/detokenize", json=body)).json() == {"prompt": "hé"}
+    messages = [{"role": "user", "content": "hé"}]
+    answer = (await client.post("/tokenize", json={"messages": messages})).json()
+    text = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()["prompt"]
+    assert text.strip() == "[user]hé"
+    assert fleet.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": [1]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "other": 1}, "other"),
+        ("/tokenize", {"prompt": "a", "model": "b"}, "model"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [272]}, "tokens"),
+    ],
+)
+async def test_an_invalid_tokenization_names_the_field(gateway, path, body, param):
+    response = await gateway.client.post(path, json=body)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == param
+
+
+async def test_many_stop_strings_are_accepted(gateway):
+    response = await gateway.post(prompt="a", max_tokens=4, stop=[f"{n}~~" for n in range(256)])
+    assert response.status_code == 200
+
+
+async def test_health_is_that_of_the_ranks(run_gateway, fleet):
+    async with run_gateway(balancer=("127.0.0.1:1",)) as gateway:
+        assert (await gateway.client.get("/health")).status_code == 503
+    async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
+        assert (await gateway.client.get("/health")).status_code == 200
+
+
 async def test_a_chat_without_a_limit_waits_for_no_rank(run_gateway):
     body = {"messages": [{"role": "user", "content": "hello"}]}
     async with run_gateway(balancer=("127.0.0.1:1",)) as gateway:

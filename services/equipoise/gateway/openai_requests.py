@@ -5,11 +5,12 @@ not supported is rejected by name: no client must believe that it took effect.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from equipoise.gateway.chat_template import ChatTemplate, Messages
+from equipoise.gateway.chat_template import ChatTemplate
 from equipoise.gateway.errors import (
     ContextLengthExceededError,
     InvalidRequestError,
@@ -17,6 +18,7 @@ from equipoise.gateway.errors import (
     UnknownModelError,
 )
 from equipoise.gateway.fields import Fields, is_whole, shown
+from equipoise.gateway.openai_messages import messages_of
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.wire.inference import Sampling
@@ -24,8 +26,8 @@ from equipoise.wire.inference import Sampling
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI."""
 
-MAX_STOPS = 4
-"""Stop strings of a request, as at OpenAI."""
+MAX_STOPS = 256
+"""Stop strings of a request; OpenAI takes 4."""
 
 MAX_CHOICES = 16
 """Choices for one prompt; each is a request of its own to the ranks."""
@@ -70,9 +72,8 @@ _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
 }
-# Fields of answers' messages, which clients send back.
-_EMPTY_IN_MESSAGES = ("tool_calls", "annotations", "refusal", "audio", "function_call")
-_ROLES = ("system", "developer", "user", "assistant")
+
+_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +165,7 @@ class RequestParser:
         """
         fields = Fields.of_body(body)
         self._check(fields, known=_OF_CHATS, unsupported=_CHATS_UNSUPPORTED)
-        if self._template is None:
-            raise InvalidRequestError(
-                f"{self._model} has no chat template: its checkpoint folder has neither "
-                f"chat_template.jinja nor one in tokenizer_config.json; use /v1/completions"
-            )
-        text = self._template.render(_messages(fields))
-        prompt = self._encoded(fields, "messages", text, begins=False)
+        prompt = self._chat_prompt(fields)
         logprobs = None
         if fields.flag("logprobs"):
             logprobs = fields.whole("top_logprobs", least=0, most=MAX_LOGPROBS, default=0)
@@ -183,8 +178,53 @@ class RequestParser:
             logprobs=logprobs,
         )
 
+    def tokenized(self, body: bytes) -> dict[str, Any]:
+        """Answer `POST /tokenize`: the tokens of a prompt or of messages.
+
+        Raises:
+            InvalidRequestError: the body is invalid; names the field.
+        """
+        fields = Fields.of_body(body)
+        self._check(fields, known=frozenset({"model", "prompt", "messages", "add_special_tokens"}))
+        begins = "add_special_tokens" not in fields or fields.flag("add_special_tokens")
+        if "messages" in fields:
+            tokens = self._chat_prompt(fields)
+        elif isinstance(text := fields.get("prompt"), str):
+            tokens = self._encoded(fields, "prompt", text, begins=begins)
+        else:
+            raise fields.reject("prompt", "must be a string, unless there are messages")
+        return {
+            "count": len(tokens),
+            "max_model_len": self._context_length() or None,
+            "tokens": list(tokens),
+        }
+
+    def detokenized(self, body: bytes) -> dict[str, Any]:
+        """Answer `POST /detokenize`: the text of tokens.
+
+        Raises:
+            InvalidRequestError: the body is invalid; names the field.
+        """
+        fields = Fields.of_body(body)
+        self._check(fields, known=frozenset({"model", "tokens"}))
+        tokens = _tokens(fields, "tokens", self._tokenizer.vocab_size)
+        return {"prompt": self._tokenizer.decode(tokens)}
+
+    def _chat_prompt(self, fields: Fields) -> tuple[int, ...]:
+        if self._template is None:
+            raise InvalidRequestError(
+                f"{self._model} has no chat template: its checkpoint folder has neither "
+                f"chat_template.jinja nor one in tokenizer_config.json; use /v1/completions"
+            )
+        text = self._template.render(messages_of(fields))
+        return self._encoded(fields, "messages", text, begins=False)
+
     def _check(
-        self, fields: Fields, *, known: frozenset[str], unsupported: dict[str, tuple[Any, ...]]
+        self,
+        fields: Fields,
+        *,
+        known: frozenset[str],
+        unsupported: Mapping[str, tuple[Any, ...]] = _NOTHING,
     ) -> None:
         fields.only({*known, *unsupported})
         for name, allowed in unsupported.items():
@@ -297,50 +337,6 @@ def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
         seed=seed % 2**64,
         logprobs=logprobs,
     )
-
-
-def _messages(fields: Fields) -> Messages:
-    value = fields.get("messages")
-    if not isinstance(value, list) or not value:
-        raise fields.reject("messages", "must be a list of at least one message")
-    return [_message(one, path=f"messages[{index}]") for index, one in enumerate(value)]
-
-
-def _message(value: Any, *, path: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} must be an object", param=path)
-    message = Fields(value, path=f"{path}.")
-    message.only({"role", "content", "name", *_EMPTY_IN_MESSAGES})
-    for field in _EMPTY_IN_MESSAGES:
-        if message.get(field) not in (None, []):
-            raise message.reject(field, "is not supported")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
-    # OpenAI's developer is called system in the templates of open models.
-    result = {"role": "system" if role == "developer" else role, "content": _content(message)}
-    name = message.get("name")
-    if isinstance(name, str):
-        result["name"] = name
-    elif name is not None:
-        raise message.reject("name", "must be a string")
-    return result
-
-
-def _content(message: Fields) -> str:
-    """A message's text, which may be in parts."""
-    value = message.get("content")
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise message.reject("content", "must be a string or a list of text parts")
-    texts = []
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        text = part["text"] if is_text and "text" in part else part
-        if not isinstance(text, str):
-            raise message.reject("content", "must have parts of type text only")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _tokens(fields: Fields, name: str, vocab_size: int) -> tuple[int, ...]:

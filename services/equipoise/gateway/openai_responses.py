@@ -145,9 +145,15 @@ def usage(*, num_prompt: int, num_generated: int) -> dict[str, int]:
     }
 
 
-def model_object(model: str, *, created_s: int) -> dict[str, Any]:
-    """A model as `/v1/models` lists it."""
-    return {"id": model, "object": "model", "created": created_s, "owned_by": "equipoise"}
+def model_object(model: str, *, created_s: int, context_length: int) -> dict[str, Any]:
+    """A model as `/v1/models` lists it. The context length is vLLM's addition; 0 if unknown."""
+    return {
+        "id": model,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "equipoise",
+        "max_model_len": context_length or None,
+    }
 
 
 def error_object(error: RequestError) -> dict[str, Any]:

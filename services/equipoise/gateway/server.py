@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -38,6 +39,7 @@ from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.gateway.tokenization import TokenizationEndpoint
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
 from equipoise.telemetry.exposition import metrics_at
@@ -137,11 +139,15 @@ def _application(
     channels: RankChannels,
 ) -> Starlette:
     """All paths."""
+
+    def context_length() -> int:
+        return settings.context_length or ranks.context_length
+
     parser = RequestParser(
         settings,
         tokenizer=model.tokenizer,
         template=model.template,
-        context_length=lambda: settings.context_length or ranks.context_length,
+        context_length=context_length,
     )
     relay = Relay(
         ranks,
@@ -164,7 +170,8 @@ def _application(
         routes=[
             Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
             Route("/v1/chat/completions", _BehindKey(chats, model.keys), methods=["POST"]),
-            *_model_routes(model),
+            *_tokenizer_routes(settings, model, parser, open_requests),
+            *_model_routes(model, context_length),
             *_probes(ranks, open_requests),
         ],
         exception_handlers={
@@ -178,18 +185,30 @@ def _application(
     return application
 
 
-def _model_routes(model: _Model) -> list[Route]:
+def _tokenizer_routes(
+    settings: GatewaySettings, model: _Model, parser: RequestParser, open_requests: OpenRequests
+) -> list[Route]:
+    endpoint = partial(TokenizationEndpoint, settings, open_requests=open_requests)
+    return [
+        Route(path, _BehindKey(endpoint(answer=answer), model.keys), methods=["POST"])
+        for path, answer in (("/tokenize", parser.tokenized), ("/detokenize", parser.detokenized))
+    ]
+
+
+def _model_routes(model: _Model, context_length: Callable[[], int]) -> list[Route]:
     """The one model that is served."""
     started_s = int(time.time())
 
+    def entry() -> dict[str, Any]:
+        return model_object(model.name, created_s=started_s, context_length=context_length())
+
     async def list_models(_: Request) -> JSONResponse:
-        entry = model_object(model.name, created_s=started_s)
-        return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse({"object": "list", "data": [entry()]})
 
     async def show_model(request: Request) -> JSONResponse:
         if (wanted := request.path_params["name"]) != model.name:
             raise UnknownModelError(f"the model {wanted} is not served here; use {model.name}")
-        return JSONResponse(model_object(model.name, created_s=started_s))
+        return JSONResponse(entry())
 
     return [
         Route(path, _BehindKey(request_response(answer), model.keys), methods=["GET"])
@@ -209,7 +228,11 @@ def _probes(ranks: RankTable, open_requests: OpenRequests) -> list[Route]:
             return JSONResponse({"status": "not ready", "reason": trouble}, status_code=503)
         return JSONResponse({"status": "ready"})
 
-    return [Route("/livez", live), Route("/healthz", live), Route("/readyz", ready)]
+    return [
+        *(Route(path, live) for path in ("/livez", "/healthz")),
+        # vLLM's clients wait for /health before they send requests.
+        *(Route(path, ready) for path in ("/readyz", "/health")),
+    ]
 
 
 class _BehindKey:
