@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster test-engines lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
+.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -96,6 +96,12 @@ test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mi
 test-engines: $(STAMP)  ## Balance 4 ranks of vLLM's and SGLang's real code on this machine's CPUs (about 10 minutes)
 	EQUIPOISE_ENGINES_PYTHON=$$(tests/engines/install.sh .cache/engines) \
 	  $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
+
+images:  ## Build both container images with docker, podman or buildah (TORCH=cpu: without CUDA)
+	@TORCH=$(TORCH) tests/images/build
+
+test-images: $(STAMP)  ## Build both images and test them
+	@TORCH=$(TORCH) tests/images/run $(ARGS)
 
 lint: $(STAMP)  ## Style, types, imports between packages, protos against their stubs, dependencies
 	$(BIN)/ruff format --check .
