@@ -20,7 +20,7 @@ from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 120.0  # The first plan of a fresh installation compiles the planner.
+WAIT_S = 300.0  # The first plan of a fresh installation compiles the planner.
 WORKER_LINK = "equipoise_api.v1.WorkerLink"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 HEALTHY = status_pb2.POOL_HEALTH_SERVING

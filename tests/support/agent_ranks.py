@@ -11,7 +11,7 @@ from equipoise.wire.balancer_messages import JoinEpoch, Stage
 from equipoise.wire.messages import Heartbeat
 from tests.support.joining_workers import JoiningWorker
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 def agent_of(addresses, handler, outbox, **changes):
