@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.engines import plugin
+from equipoise.engines import plugin, sglang, vllm
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.settings import Mode, settings_from
 
@@ -92,3 +92,15 @@ def test_both_distributions_have_one_version():
         for path in ("pyproject.toml", "engine/pyproject.toml")
     ]
     assert projects[0]["version"] == projects[1]["version"]
+
+
+def test_a_release_that_the_plugin_does_not_fit_serves_by_itself(caplog):
+    settings = settings_from(WANTED)
+    passes = []
+    hooks = sglang.Hooks(settings)
+    for _ in range(2):
+        hooks.end_pass(passes.append, "manager")
+    assert passes == ["manager"] * 2
+    assert hooks.seat is None
+    assert vllm._take_seat(object(), settings) is None
+    assert caplog.text.count("the plugin does not fit this release") == 2

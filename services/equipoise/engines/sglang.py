@@ -34,8 +34,8 @@ SILENT_PLANNER = (
 )
 """SGLang's options with which only Equipoise plans."""
 
-MIN_VERSION = (0, 5, 11)
-"""Oldest release with plugins."""
+MIN_VERSION = (0, 5, 16)
+"""Oldest release with plugins and this form of its manager."""
 
 _MANAGER = "sglang.srt.eplb.eplb_manager.EPLBManager"
 _ACCUMULATOR = "sglang.srt.eplb.expert_distribution._StatAccumulator"
@@ -105,14 +105,23 @@ class Hooks:
         load_LP, self._load_LP = self._load_LP, None
         if not self._is_decided:
             self._is_decided = True
-            try:
-                self._seat = self._take_seat(manager)
-            except (UnsupportedEngineError, TrustError, ValueError) as error:
-                _log.error("Equipoise leaves this engine alone: %s", error)
+            self._seat = self._seat_or_none(manager)
         if self._seat is None:
             original(manager)
             return
         self._seat.on_step(None if load_LP is None else load_LP[list(self._layers)])
+
+    def _seat_or_none(self, manager: Any) -> EngineSeat | None:
+        """Return the seat of this process, or None if its SGLang cannot be balanced."""
+        try:
+            return self._take_seat(manager)
+        except (UnsupportedEngineError, TrustError, ValueError) as error:
+            _log.error("Equipoise leaves this engine alone: %s", error)
+        except Exception:  # noqa: BLE001 - the engine must serve
+            _log.exception(
+                "Equipoise leaves this engine alone: the plugin does not fit this release"
+            )
+        return None
 
     def _take_seat(self, manager: Any) -> EngineSeat:
         """Return the seat of an `EPLBManager`; all ranks have the same configuration.

@@ -124,6 +124,8 @@ def _take_seat(state: Any, settings: EngineSettings) -> EngineSeat | None:
         return make_seat(state, settings)
     except (UnsupportedEngineError, TrustError, ValueError) as error:
         _log.error("Equipoise leaves this engine alone: %s", error)
+    except Exception:  # noqa: BLE001 - the engine must serve
+        _log.exception("Equipoise leaves this engine alone: the plugin does not fit this release")
     return None
 
 
