@@ -57,6 +57,24 @@ def balanced(serving_harness, skewed):
     return serving_harness
 
 
+def test_requests_that_wait_for_the_store_together_all_apply(serving_harness):
+    wishes = (Pause(), Pin())
+    chains = [
+        serving_harness.controller.administer(
+            AdminRequest(ticket=ticket, who="ann", reason="", what="x", operation=wish),
+            now=serving_harness.now,
+        )
+        for ticket, wish in enumerate(wishes)
+    ]
+    for chain in chains:
+        serving_harness.perform(chain)
+    hold = serving_harness.pool.journal.hold
+    assert hold.paused
+    assert hold.pin is not None
+    audits = [write for write in serving_harness.writes if isinstance(write, WriteAudit)]
+    assert audits[-1].hold == hold, "the store has both"
+
+
 def rearranged(layout, *, generation=1):
     """Another valid placement for the same ranks."""
     table = (layout.expert_of_slot + 1) % layout.num_experts

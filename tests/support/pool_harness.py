@@ -7,7 +7,7 @@ from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
-from equipoise.pool.effects import Log, Propose, Send, WriteDecision
+from equipoise.pool.effects import Log, Propose, Send, WriteAudit, WriteDecision
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.balancer_messages import HeartbeatAck, Rejection
 from tests.support.scripted_worker import MODEL, ScriptedWorker, make_hello
@@ -76,6 +76,8 @@ class PoolHarness:
                     self.controller.write_failed(effect, reason=self.store_fault, behind=behind)
                     return
                 case _:
+                    if isinstance(effect, WriteAudit):
+                        effect = self.pool.journal.brought_up_to_date(effect)  # noqa: PLW2901
                     self.writes.append(effect)
                     self.perform(self.controller.written(effect, now=self.now))
 

@@ -384,6 +384,8 @@ class PoolRunner:
 
     async def _write(self, write: Write, *, behind: Chain) -> bool:
         """Write, and report the outcome; False if the store did not accept it."""
+        if isinstance(write, WriteAudit):
+            write = self.pool.journal.brought_up_to_date(write)
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
             async with asyncio.timeout(WRITE_TIMEOUT_S):

@@ -74,6 +74,8 @@ class WriteAudit:
 
     record: AuditRecord
     hold: Hold | None
+    hold_before: Hold
+    """What the pool was held to when the request came; an earlier request may be recorded since."""
     request: AdminRequest
     answer: Answer
 

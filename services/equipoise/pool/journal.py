@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from equipoise.planning.policy import StoreDown
@@ -65,6 +66,12 @@ class Journal:
     def note_decision(self, record: DecisionRecord) -> None:
         """A decision is recorded."""
         self.last_decision = record
+
+    def brought_up_to_date(self, write: WriteAudit) -> WriteAudit:
+        """The record with the hold that follows from those written since it was requested."""
+        if write.hold is None:
+            return write
+        return replace(write, hold=self.hold.changed_as(write.hold_before, write.hold))
 
     def note_audit(self, write: WriteAudit) -> None:
         """An audit record is written, and with it what the pool is held to."""

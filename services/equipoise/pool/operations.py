@@ -35,6 +35,7 @@ MAX_POSTPONED = 8
 """Requests to plan that may wait for the plan in progress; each is then handled in turn."""
 
 _A_DAY_S = 86400.0
+_NO_HOLD = Hold()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,7 +145,9 @@ class OperatorRequests:
                 f"; the rollout of generation {rollout.target.generation} continues to completion"
             )
         answer = Answer(accepted=True, reason=words)
-        return _answered(request, answer, now=now, hold=replace(hold, paused=request.by))
+        return _answered(
+            request, answer, now=now, hold=replace(hold, paused=request.by), before=hold
+        )
 
     def _resume(self, request: AdminRequest, *, now: float) -> Chain:
         hold = self._journal.hold
@@ -154,7 +157,7 @@ class OperatorRequests:
         if hold.pinned:
             words = f"no longer paused; still pinned by {hold.pinned}"
         answer = Answer(accepted=True, reason=words)
-        return _answered(request, answer, now=now, hold=replace(hold, paused=""))
+        return _answered(request, answer, now=now, hold=replace(hold, paused=""), before=hold)
 
     def _pin(self, request: AdminRequest, operation: Pin, *, now: float) -> Chain:
         current, hold = self._layouts.current, self._journal.hold
@@ -175,7 +178,7 @@ class OperatorRequests:
         pinned = Hold(
             paused=hold.paused, pinned=request.by, pin=target, pinned_generation=generation
         )
-        return _answered(request, answer, now=now, hold=pinned)
+        return _answered(request, answer, now=now, hold=pinned, before=hold)
 
     def _unpin(self, request: AdminRequest, *, now: float) -> Chain:
         hold = self._journal.hold
@@ -185,7 +188,7 @@ class OperatorRequests:
         if hold.paused:
             words = f"no longer pinned; still paused by {hold.paused}"
         answer = Answer(accepted=True, reason=words)
-        return _answered(request, answer, now=now, hold=Hold(paused=hold.paused))
+        return _answered(request, answer, now=now, hold=Hold(paused=hold.paused), before=hold)
 
     # Moving -------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class OperatorRequests:
             words += "planning is paused, because the next plan would undo it: resume it when ready"
             new_hold = replace(hold, paused=f"{request.by} (rollback)")
         answer = Answer(accepted=True, reason=words, generation=goal)
-        return (*_answered(request, answer, now=now, hold=new_hold), *chain)
+        return (*_answered(request, answer, now=now, hold=new_hold, before=hold), *chain)
 
     def _rebalance(self, request: AdminRequest, operation: Rebalance, *, now: float) -> Chain:
         held = self._journal.hold.reason
@@ -267,7 +270,12 @@ def _rejected(request: AdminRequest, reason: str, *, now: float) -> Chain:
 
 
 def _answered(
-    request: AdminRequest, answer: Answer, *, now: float, hold: Hold | None = None
+    request: AdminRequest,
+    answer: Answer,
+    *,
+    now: float,
+    hold: Hold | None = None,
+    before: Hold = _NO_HOLD,
 ) -> Chain:
     """Record first: no operation is carried out without an audit record."""
     record = AuditRecord(
@@ -277,7 +285,8 @@ def _answered(
         accepted=answer.accepted,
         outcome=answer.reason,
     )
-    return (WriteAudit(record=record, hold=hold, request=request, answer=answer),)
+    write = WriteAudit(record=record, hold=hold, hold_before=before, request=request, answer=answer)
+    return (write,)
 
 
 def _misfit(current: Layout) -> str:

@@ -173,6 +173,12 @@ class Hold:
     def __post_init__(self) -> None:
         assert bool(self.pinned) == (self.pin is not None), "a pin has a layout and a reason"
 
+    def changed_as(self, before: "Hold", after: "Hold") -> "Hold":
+        """This hold with what differs between two others."""
+        paused = self.paused if after.paused == before.paused else after.paused
+        pins = self if after.pin is before.pin and after.pinned == before.pinned else after
+        return replace(pins, paused=paused)
+
     @property
     def reason(self) -> str:
         """Why the balancer adopts no plan of its own; empty if it may."""
