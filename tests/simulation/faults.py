@@ -20,6 +20,10 @@ EDITS = (
 )
 
 
+LEAST_GOOD_DISKS = 2
+"""Workers with an undamaged checkpoint; they have slots for every expert."""
+
+
 class Faults:
     """The faults of a `World`, whose base this is."""
 
@@ -167,7 +171,8 @@ class Faults:
             self._set(self.disks[name], "is_gone", True, for_s, False)
 
     def do_disk_damaged(self, name: str, layer: int, expert: int) -> None:
-        if name in self.disks:
+        good = [one for one in self.disks.values() if not one.damaged]
+        if name in self.disks and len(good) > LEAST_GOOD_DISKS:
             self.disks[name].damaged.add((layer, expert))
             self._kill(name, self.start_worker, 0.5)
 

@@ -57,7 +57,12 @@ class LeaderWatch:
             self._check_silence(leader, pool)
 
     def _check_epoch(self, leader: Any, pool: Any, now_s: float) -> None:
-        """An epoch that the leader opened is in the store soon after the store works."""
+        """An epoch that the leader opened is in the store soon after the store works.
+
+        A store that lost what it had accepted shows that at the next write.
+        """
+        if self._world.store.num_losses:
+            return
         stored = self._world.store.data.get(("members", POOL))
         is_stored = stored is not None and stored.epoch >= pool.roster.epoch
         opened = leader.process, pool.roster.epoch
