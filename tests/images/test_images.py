@@ -1,5 +1,6 @@
 """Both images, built and run as the chart runs them: as user 10001, who may write to /tmp only."""
 
+import json
 import os
 import subprocess
 
@@ -87,3 +88,14 @@ def test_a_worker_without_the_gpu_that_it_is_to_use_exits_with_the_reason(worker
     done = worker_image("equipoise", "worker", "--device=cuda", "--weights=fp8", check=False)
     assert done.returncode == 1
     assert "device: there is no device cuda:0" in done.stderr
+
+
+def test_the_demo_runs_in_the_worker(worker_image):
+    # The worker's image has no compiled planner; the demo waits for one, but not for long.
+    compile_first = "export NUMBA_CACHE_DIR=/tmp/numba; python -m equipoise.planning.warm_up >&2"
+    demo = "equipoise demo --plain --json /tmp/demo.json >&2 && cat /tmp/demo.json"
+    done = worker_image("sh", "-c", f"{compile_first} && {demo}", check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    shown = json.loads(done.stdout)
+    assert shown["failed_requests"] == 0
+    assert shown["tokens_identical"] == shown["tokens_compared"] > 0
