@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from opentelemetry.trace import NoOpTracer
 
-from equipoise.balancer import runner as runner_module
+from equipoise.balancer import pool_writes
 from equipoise.balancer.clock import steady_clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.mailbox import Mailbox
@@ -139,7 +139,7 @@ async def test_a_heartbeat_is_answered_while_the_store_hangs(
 async def test_a_store_that_does_not_answer_counts_as_failed(
     pool_runner, store, hello_of, monkeypatch
 ):
-    monkeypatch.setattr(runner_module, "WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(pool_writes, "WRITE_TIMEOUT_S", 0.01)
 
     async def hang(*_args, **_kwargs):
         await asyncio.Event().wait()

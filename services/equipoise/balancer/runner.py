@@ -19,7 +19,6 @@ from equipoise.balancer.clock import Clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
-from equipoise.balancer.persistence import restore, write_to
 from equipoise.balancer.planner.planning import (
     Planner,
     PlannerDiedError,
@@ -27,19 +26,18 @@ from equipoise.balancer.planner.planning import (
     PlanTimeoutError,
 )
 from equipoise.balancer.pool_log import PoolLog
+from equipoise.balancer.pool_writes import PoolWrites
 from equipoise.balancer.spans import PoolSpans
-from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.balancer.store.store import Store
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.pool.controller import PoolController
-from equipoise.pool.counters import WRITE_TIMEOUT_S, answer_timeout_s
+from equipoise.pool.counters import answer_timeout_s
 from equipoise.pool.effects import (
     Chain,
     Effect,
     Log,
     Propose,
     Send,
-    Write,
-    WriteAudit,
     WriteProposed,
 )
 from equipoise.pool.hello_checks import check_name
@@ -79,7 +77,6 @@ class PoolRunner:
     ) -> None:
         self._controller = controller
         self._spans = PoolSpans(controller.pool.name, tracer=tracer)
-        self._store = store
         self._log = PoolLog(_log, pool=controller.pool.name)
         self._tenure = tenure
         self._clock = clock
@@ -92,6 +89,9 @@ class PoolRunner:
         self._may_begin: set[int] = set()
         self._changed = Changed()
         self._answers = Answers()
+        self._writes = PoolWrites(
+            controller, store=store, tenure=tenure, answers=self._answers, log=self._log
+        )
         self.encoder = Encoder()
         self.closed = False
         self.empty_since_s: float | None = clock()
@@ -206,7 +206,7 @@ class PoolRunner:
                 chain = await self._chains.get()
                 with self._surviving("carrying out a decision"):
                     if chain is None:
-                        await self._write_back()
+                        await self._writes.restore_lost()
                     else:
                         await self._perform(chain, tasks)
 
@@ -220,21 +220,6 @@ class PoolRunner:
         while True:
             await asyncio.sleep(COMPARE_S)
             self._chains.put_nowait(None)
-
-    async def _write_back(self) -> None:
-        """Write back what the store has lost since; failed writes report what is wrong with it."""
-        if not self._tenure.holds():
-            return
-        name, journal = self.pool.name, self.pool.journal
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                memory = await restore(self._store, name, known=journal, term=self._tenure.term)
-        except TimeoutError:
-            return
-        except StoreError as error:
-            self._question_tenure(error)
-            return
-        self._controller.note_stored(memory)
 
     @contextmanager
     def _surviving(self, what: str) -> Iterator[None]:
@@ -295,8 +280,11 @@ class PoolRunner:
                 case Log():
                     pass  # It was written when the chain was queued.
                 case _:
-                    if not await self._write(effect, behind=chain[place + 1 :]):
+                    written = await self._writes.write(effect, behind=chain[place + 1 :])
+                    if written is None:
+                        self._changed.notify()
                         return
+                    self._submit(self._controller.written(written, now=self._clock()))
 
     def _takes_turn(self, wave: WriteProposed) -> bool:
         """Whether a wave has had its turn; it can be used once."""
@@ -381,50 +369,3 @@ class PoolRunner:
             reason, timed_out=timed_out, now=self._clock(), requested_by=effect.requested_by
         )
         self._submit(failed)
-
-    async def _write(self, write: Write, *, behind: Chain) -> bool:
-        """Write, and report the outcome; False if the store did not accept it."""
-        if isinstance(write, WriteAudit):
-            write = self.pool.journal.brought_up_to_date(write)
-        try:
-            # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                written = await write_to(
-                    self._store, write, pool=self.pool.name, term=self._tenure.term, log=self._log
-                )
-        except TimeoutError:
-            reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
-            self._note_failure(write, reason, behind=behind, timed_out=True)
-            return False
-        except StoreError as error:
-            is_late = error.fault is StoreFault.SLOW
-            self._note_failure(write, str(error), behind=behind, timed_out=is_late)
-            self._question_tenure(error)
-            return False
-        except Exception as error:  # noqa: BLE001
-            # A bug: the pool continues without this write, and reports it.
-            self._log.exception("a write failed")
-            self._note_failure(write, f"the store failed: {error}", behind=behind)
-            return False
-        self._submit(self._controller.written(written, now=self._clock()))
-        if isinstance(written, WriteAudit):
-            answer = replace(written.answer, sequence=written.record.sequence)
-            self._answers.give(written.request.ticket, answer)
-        return True
-
-    def _question_tenure(self, error: StoreError) -> None:
-        """End the term if the store differs from memory: a new term reads everything again."""
-        if isinstance(error, TermOverError):
-            self._tenure.outranked(error.highest_term)
-        elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
-            self._tenure.give_up(str(error))
-
-    def _note_failure(
-        self, write: Write, reason: str, *, behind: Chain, timed_out: bool = False
-    ) -> None:
-        self._log.error("%s", reason, extra=self._about())
-        self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
-        for effect in (write, *behind):
-            if isinstance(effect, WriteAudit):
-                self._answers.fail(effect.request.ticket, f"nothing was done: {reason}")
-        self._changed.notify()

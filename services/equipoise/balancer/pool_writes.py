@@ -1,0 +1,115 @@
+"""`PoolWrites`: carries out one pool's writes, each with a timeout, and reports their outcome."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from equipoise.balancer.answers import Answers
+from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.persistence import restore, write_to
+from equipoise.balancer.pool_log import PoolLog
+from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.pool.controller import PoolController
+from equipoise.pool.counters import WRITE_TIMEOUT_S
+from equipoise.pool.effects import Chain, Write, WriteAudit
+from equipoise.telemetry.logs import about
+
+
+class PoolWrites:
+    """Writes in the term of `tenure`, and ends it if the store differs from what this leader knows.
+
+    Operators' `answers` are given when their audit record is written, or fail with it.
+    """
+
+    def __init__(
+        self,
+        controller: PoolController,
+        *,
+        store: Store,
+        tenure: Tenure,
+        answers: Answers,
+        log: PoolLog,
+    ) -> None:
+        self._controller = controller
+        self._store = store
+        self._tenure = tenure
+        self._answers = answers
+        self._log = log
+
+    async def write(self, write: Write, *, behind: Chain) -> Write | None:
+        """Write; return what was written, or None once the failure is reported.
+
+        The effects `behind` it are not carried out if it fails, and their requests fail too.
+        """
+        if isinstance(write, WriteAudit):
+            write = self._controller.pool.journal.brought_up_to_date(write)
+        try:
+            # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                written = await write_to(
+                    self._store, write, pool=self._name, term=self._tenure.term, log=self._log
+                )
+        except TimeoutError:
+            reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
+            self._note_failure(write, reason, behind=behind, timed_out=True)
+            return None
+        except StoreError as error:
+            is_late = error.fault is StoreFault.SLOW
+            self._note_failure(write, str(error), behind=behind, timed_out=is_late)
+            self._question_tenure(error)
+            return None
+        except Exception as error:  # noqa: BLE001
+            # A bug: the pool continues without this write, and reports it.
+            self._log.exception("a write failed")
+            self._note_failure(write, f"the store failed: {error}", behind=behind)
+            return None
+        if isinstance(written, WriteAudit):
+            answer = replace(written.answer, sequence=written.record.sequence)
+            self._answers.give(written.request.ticket, answer)
+        return written
+
+    async def restore_lost(self) -> None:
+        """Write back what the store has lost since; failed writes report what is wrong with it."""
+        if not self._tenure.holds():
+            return
+        journal = self._controller.pool.journal
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                memory = await restore(
+                    self._store, self._name, known=journal, term=self._tenure.term
+                )
+        except TimeoutError:
+            return
+        except StoreError as error:
+            self._question_tenure(error)
+            return
+        self._controller.note_stored(memory)
+
+    @property
+    def _name(self) -> str:
+        return self._controller.pool.name
+
+    def _question_tenure(self, error: StoreError) -> None:
+        """End the term if the store differs from memory: a new term reads everything again."""
+        if isinstance(error, TermOverError):
+            self._tenure.outranked(error.highest_term)
+        elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
+            self._tenure.give_up(str(error))
+
+    def _note_failure(
+        self, write: Write, reason: str, *, behind: Chain, timed_out: bool = False
+    ) -> None:
+        self._log.error("%s", reason, extra=self._about())
+        self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
+        for effect in (write, *behind):
+            if isinstance(effect, WriteAudit):
+                self._answers.fail(effect.request.ticket, f"nothing was done: {reason}")
+
+    def _about(self) -> dict[str, Any]:
+        pool = self._controller.pool
+        current = pool.layouts.current
+        return about(
+            epoch=pool.roster.epoch or None,
+            generation=current.generation if current is not None else None,
+            term=self._tenure.term,
+        )
