@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -15,96 +15,18 @@ from equipoise.balancer.leadership.leader_state import (
     LeaderState,
     Outranked,
     Overtaken,
-    ReadRegister,
     Saw,
     Ticked,
-    WriteRegister,
     Wrote,
 )
 from equipoise.balancer.leadership.lease import (
     MAX_LEASE_S,
-    Candidate,
     LeaseRecord,
     LeaseTiming,
     Sighting,
 )
 from equipoise.wire.checks import MAX_TERM
-
-TIMING = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.5, request_timeout_s=0.5)
-
-
-class Register:
-    """A record and how often it was replaced."""
-
-    def __init__(self) -> None:
-        self.sighting = None
-        self.writes = 0
-
-    def write(self, request: WriteRegister):
-        version = self.sighting.version if self.sighting else None
-        if request.replacing != version:
-            return None
-        self.writes += 1
-        self.sighting = Sighting(record=request.record, version=str(self.writes))
-        return self.sighting
-
-
-@dataclass
-class Balancer:
-    """A candidate with a clock of its own; what it cannot reach answers nothing."""
-
-    name: str
-    register: Register
-    state: LeaderState = None
-    reachable: bool = True
-    running: bool = True
-    skew_s: float = 0.0
-    terms: list = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        candidate = Candidate(name=self.name, address=f"{self.name}:7070")
-        self.state = LeaderState(candidate=candidate, timing=TIMING)
-
-    def apply(self, event, true_s):
-        self.state, request = self.state.step(event, now=true_s + self.skew_s)
-        if self.state.role is LeaderRole.LEADING and self.state.term not in self.terms:
-            self.terms.append(self.state.term)
-        return request
-
-    def round(self, true_s):
-        """One round in which every request is answered at once, or not at all."""
-        if not self.running:
-            return
-        request = self.apply(Due(), true_s)
-        while request is not None:
-            request = self.apply(self.answer(request, true_s), true_s)
-
-    def answer(self, request, true_s):
-        if not self.reachable:
-            return Failed(reason="no answer")
-        if isinstance(request, ReadRegister):
-            return Saw(sighting=self.register.sighting)
-        written = self.register.write(request)
-        if written is None:
-            return Overtaken()
-        return Wrote(sighting=written, sent_s=true_s + self.skew_s)
-
-    def leads(self, true_s) -> bool:
-        return self.running and self.state.leads(now=true_s + self.skew_s)
-
-
-def run(balancers, *, from_s, to_s):
-    """Rounds every half second; returns when each moment had whom leading."""
-    history = []
-    now = from_s
-    while now < to_s:
-        for balancer in balancers:
-            balancer.round(now)
-        leaders = [balancer.name for balancer in balancers if balancer.leads(now)]
-        assert len(leaders) <= 1, f"{leaders} lead at {now}"
-        history.append((now, leaders))
-        now += TIMING.retry_s
-    return history
+from tests.support.elections import TIMING, Balancer, Register, run
 
 
 @pytest.fixture
@@ -306,6 +228,33 @@ def test_a_lease_that_vanished_expires_like_one_that_is_not_renewed(pair, is_pau
     taken_s = next(now for now, leaders in history if leaders == ["a"])
     assert TIMING.duration_s <= taken_s - 5.0 <= TIMING.duration_s + 2 * TIMING.retry_s
     assert a.terms == [2]
+
+
+@pytest.mark.parametrize("holder", ["", "a"])
+def test_a_register_that_went_back_to_a_free_lease_is_taken_once_its_last_leader_must_know(
+    pair, holder
+):
+    """A failover of the store may show a lease of `a`'s own, or one that was released."""
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    old = replace(a.register.sighting.record, holder=holder)
+    a.reachable = False
+    run(pair, from_s=5.0, to_s=12.0)
+    a.reachable = True
+    run(pair, from_s=12.0, to_s=13.0)
+    assert (a.terms, b.terms) == ([1], [2])
+    b.running = False  # It does not look at the register, but its lease is valid.
+    a.register.sighting = Sighting(record=old, version="older")
+    a.round(13.0)
+    assert a.terms == [1]
+    assert a.state.reason.startswith("the lease went back from term 2 to 1")
+    b.running = True
+    assert b.leads(13.0)
+    b.running = False
+    history = run(pair, from_s=13.5, to_s=20.0)
+    taken_s = next(now for now, leaders in history if leaders == ["a"])
+    assert TIMING.duration_s <= taken_s - 13.0 <= TIMING.duration_s + 2 * TIMING.retry_s
+    assert a.terms == [1, 3]
 
 
 @pytest.mark.parametrize("where", ["lease", "store"])

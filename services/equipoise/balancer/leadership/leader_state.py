@@ -145,6 +145,9 @@ class LeaderState:
     highest_term: int = 0
     """Highest term that the register or the store has shown."""
 
+    register_term: int = 0
+    """Highest term that the register has shown: it shows a lower one if it went back in time."""
+
     reason: str = "the lease has not been read yet"
     """Human-readable reason for its role."""
 
@@ -194,7 +197,7 @@ def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Ac
 def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
     noted = _note(state, event.sighting, now)
     if noted.seen is not None and not _is_free(noted, noted.seen.record):
-        return replace(noted, reason=_who_leads(noted.seen.record)), None
+        return replace(noted, reason=_who_leads(noted, noted.seen.record)), None
     if noted.highest_term >= MAX_TERM:
         return replace(noted, reason=_NO_TERM_LEFT), None
     if noted.seen is None and noted.highest_term:
@@ -289,21 +292,30 @@ def _note(state: LeaderState, sighting: Sighting | None, now: float) -> LeaderSt
         looked_s=now,
         unchanged_s=state.unchanged_s + passed_s if before == after else 0.0,
         highest_term=max(state.highest_term, term),
+        register_term=max(state.register_term, term),
     )
 
 
 def _is_free(state: LeaderState, record: LeaseRecord) -> bool:
-    # A lease of ours from a term that ended cannot be held by another candidate.
-    if record.holder in {"", state.candidate.name}:
+    # A lease of ours from a term that ended cannot be held by another candidate. But if the
+    # register went back in time, whoever held it last may not know yet.
+    is_latest = record.term == state.register_term
+    if is_latest and record.holder in {"", state.candidate.name}:
         return True
     # The record may be damaged: no balancer has a longer duration, and ours is safe for its peers.
     longest_s = max(state.timing.duration_s, min(record.duration_s, MAX_LEASE_S))
     return state.unchanged_s >= longest_s
 
 
-def _who_leads(record: LeaseRecord) -> str:
+def _who_leads(state: LeaderState, record: LeaseRecord) -> str:
     if record.is_vacancy:
         return f"the lease was lost, and its leader may lead for up to {record.duration_s:g} s"
+    if record.term < state.register_term:
+        longest_s = max(state.timing.duration_s, min(record.duration_s, MAX_LEASE_S))
+        return (
+            f"the lease went back from term {state.register_term} to {record.term}, and the leader "
+            f"of the later one may lead for up to {longest_s:g} s"
+        )
     return f"{record.holder} leads"
 
 
