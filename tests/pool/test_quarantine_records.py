@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from equipoise.balancer.service.status import pool_status
-from equipoise.pool.decisions import MAX_QUARANTINES, QUARANTINES_S
+from equipoise.pool.quarantine_records import MAX_RECORDS, PERIOD_S
 from equipoise.pool.records import DecisionKind, PoolMemory
 
 
@@ -54,11 +54,11 @@ def test_a_worker_that_restarts_again_and_again_leaves_room_for_other_decisions(
     for boot in range(2, 100):
         harness.hello(replace(odd, boot_id=f"boot-{boot}"))
         harness.tick(0.1)
-    assert len(records(harness)) == MAX_QUARANTINES
-    harness.tick(QUARANTINES_S)
+    assert len(records(harness)) == MAX_RECORDS
+    harness.tick(PERIOD_S)
     harness.hello(replace(odd, boot_id="boot-100"))
     harness.tick(0.1)
-    assert len(records(harness)) == MAX_QUARANTINES + 2
+    assert len(records(harness)) == MAX_RECORDS + 2
 
 
 def test_a_quarantine_does_not_look_like_another_policy(serving_harness, odd, make_harness):

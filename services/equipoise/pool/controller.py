@@ -145,7 +145,7 @@ class PoolController:
         effects += pool.membership.note_silence(now=now)
         effects += pool.rollouts.handle(DeadlineCheck(), now=now)
         effects += pool.membership.open_by_clock(now=now)
-        effects += pool.decisions.record_quarantine(now=now)
+        effects += pool.quarantine_records.record(now=now)
         effects += pool.membership.settle(now=now)
         num_closed = pool.windows.num_closed
         effects += pool.decisions.close_due_window(now=now)

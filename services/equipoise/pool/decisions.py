@@ -29,19 +29,12 @@ from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
-from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.records import DecisionKind, DecisionRecord
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.windows import Windows
 
 MAX_JUDGED = 16
 """Judged rollouts kept for status."""
-
-MAX_QUARANTINES = 16
-"""Quarantines and releases that are recorded within `QUARANTINES_S`."""
-
-QUARANTINES_S = 3600.0
-"""An hour, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +69,6 @@ class Decisions:
         windows: Windows,
         rollouts: Rollouts,
         journal: Journal,
-        quarantine: Quarantine,
         counters: Counters,
     ) -> None:
         self._policy = policy
@@ -87,10 +79,6 @@ class Decisions:
         self._windows = windows
         self._rollouts = rollouts
         self._journal = journal
-        self._quarantine = quarantine
-        # Reasons of quarantined workers that are recorded, by name and boot ID.
-        self._recorded: dict[tuple[str, str], str] = {}
-        self._recorded_s: deque[float] = deque(maxlen=MAX_QUARANTINES)
         self._tally = counters.tally
         self.is_proposing = False
         """Whether a plan that may be adopted is being made."""
@@ -282,38 +270,6 @@ class Decisions:
             policy_hash=self._policy.in_force.digest,
         )
         return (WriteDecision(record=record),)
-
-    def record_quarantine(self, *, now: float) -> Chain:
-        """Record who was quarantined or released since the last call.
-
-        At most `MAX_QUARANTINES` records in `QUARANTINES_S`, so that a worker which restarts again
-        and again does not push the other decisions out of the store; the log has all of them.
-        """
-        reasons = {(one.worker, one.boot_id): one.reason for one in self._quarantine.workers}
-        if reasons.keys() == self._recorded.keys():
-            return ()
-        changes = [(True, key, reasons[key]) for key in reasons if key not in self._recorded]
-        changes += [(False, key, why) for key, why in self._recorded.items() if key not in reasons]
-        self._recorded = reasons
-        effects: list[Effect] = []
-        for is_quarantined, (name, boot_id), reason in changes:
-            times = self._recorded_s
-            if len(times) == MAX_QUARANTINES and now - times[0] < QUARANTINES_S:
-                break
-            times.append(now)
-            is_what = (
-                "is quarantined" if is_quarantined else "is no longer quarantined; the reason was"
-            )
-            record = DecisionRecord(
-                kind=DecisionKind.QUARANTINE,
-                time_unix_s=now,
-                accepted=is_quarantined,
-                reason=f"worker {name} (boot {boot_id}) {is_what}: {reason}",
-                base_generation=self._layouts.stored_generation or 0,
-                policy_hash=self._policy.in_force.digest,
-            )
-            effects.append(WriteDecision(record=record))
-        return tuple(effects)
 
     def _cannot_roll_out(self, request: ProposalRequest) -> str | None:
         """Why a plan no longer applies to the pool."""

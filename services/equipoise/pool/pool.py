@@ -13,6 +13,7 @@ from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.quarantine import Quarantine
+from equipoise.pool.quarantine_records import QuarantineRecords
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.verification import Verification
@@ -93,9 +94,9 @@ class Pool:
             windows=windows,
             rollouts=rollouts,
             journal=journal,
-            quarantine=quarantine,
             counters=counters,
         )
+        self.quarantine_records = QuarantineRecords(policy, layouts=layouts, quarantine=quarantine)
 
     def note_change(self) -> None:
         """Something changed that status shows."""
