@@ -2,32 +2,44 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from equipoise.balancer.service.status import pool_status
+from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
+from equipoise.cli.live.view import pool_view
+from equipoise.planning.moves import checksums_digest
 from equipoise.planning.policy import Algorithm, Weighting
-from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.effects import WriteAudit
+from equipoise.pool.requests import AdminRequest, Rebalance
+from equipoise_api.v1 import status_pb2 as pb
+from tests.support.scripted_worker import MODEL, expert_table
 
 ENGINE = "vLLM 0.33.0"
 
 
 @pytest.fixture
 def engine_bench(make_harness, policy):
-    """Ranks that serve, and say from then on that they are part of an engine."""
-    harness = make_harness(
-        policy=dataclasses.replace(
-            policy,
-            weighted=Weighting.ON,
-            algorithm=Algorithm.INCREMENTAL,
-            target_balancedness=1.0,
-            min_gain=0.001,
-        )
+    """Ranks of an engine, which formed their group before they connect."""
+    others, harness = (
+        make_harness(),
+        make_harness(
+            policy=dataclasses.replace(
+                policy,
+                weighted=Weighting.ON,
+                algorithm=Algorithm.INCREMENTAL,
+                target_balancedness=1.0,
+                min_gain=0.001,
+            )
+        ),
     )
-    harness.serve()
+    others.serve()
+    harness.workers = others.workers
     for worker in harness.ranks:
-        worker.hello = dataclasses.replace(worker.hello, engine=ENGINE)
-        harness.lose(worker)
-    for worker in harness.ranks:
+        worker.hello = dataclasses.replace(
+            worker.hello, engine=ENGINE, max_replicas=1023, weights_version=1
+        )
         harness.hello(worker.reconnecting())
     return harness
 
@@ -40,7 +52,7 @@ def test_no_uneven_share_is_planned(engine_bench, skewed):
 
 def test_a_lost_rank_is_reported_and_the_epoch_kept(engine_bench):
     harness = engine_bench
-    epoch = pool_status(harness.pool, now=harness.now).epoch
+    epoch = harness.pool.roster.epoch
     gone = harness.ranks[1]
     harness.lose(gone)
     for _ in range(120):
@@ -55,7 +67,146 @@ def test_a_lost_rank_is_reported_and_the_epoch_kept(engine_bench):
     assert {rank.engine for rank in status.ranks} == {ENGINE}
 
 
-def test_our_worker_is_not_mixed_with_an_engines_ranks(engine_bench, hello_of):
+def test_our_worker_is_not_mixed_with_an_engines_ranks(engine_bench, hello_of, worker_of):
     stray = hello_of("stray", num_ranks=len(engine_bench.ranks))
-    with pytest.raises(RejectedWorkerError, match="its engine is Equipoise's worker"):
-        engine_bench.controller.hello(stray, now=engine_bench.now)
+    engine_bench.workers["stray"] = worker_of(stray)
+    engine_bench.hello(stray)
+    engine_bench.tick(1.0)
+    assert "its engine is Equipoise's worker" in engine_bench.pool.quarantine.reasons["stray"]
+    assert engine_bench.pool.roster.complete
+
+
+def beat(harness, **changes):
+    """All ranks send a heartbeat that says this."""
+    for worker in harness.ranks:
+        harness.say(worker, dataclasses.replace(worker.heartbeat(), **changes))
+
+
+def test_a_silent_rank_pauses_planning_by_name_and_keeps_its_rank(engine_bench, skewed):
+    harness, silent = engine_bench, engine_bench.ranks[1]
+    harness.run_traffic(skewed(1), seconds=20)
+    epoch, decided = harness.pool.roster.epoch, len(harness.decisions())
+    for _ in range(90):
+        for worker in harness.ranks:
+            if worker is not silent:
+                worker.serve_traffic(skewed(2))
+                harness.say(worker, worker.report())
+        harness.tick(1.0)
+        harness.carry_out_rollout()
+    status = pool_status(harness.pool, now=harness.now)
+    assert status.epoch == epoch
+    assert "rank 1 has been silent for" in status.health_reason
+    assert not any(one.accepted for one in harness.decisions()[decided:])
+    assert not harness.pool.attendance.excluded
+
+
+def test_nothing_is_staged_while_the_engine_takes_no_passes(engine_bench, skewed):
+    harness = engine_bench
+    harness.run_traffic(skewed(1), seconds=5)
+    for _ in range(12):
+        beat(harness, idle=True)
+        harness.run_traffic(skewed(1) * 0, seconds=1)
+    (decision,) = [one for one in harness.decisions() if "idle" in one.reason]
+    assert not decision.accepted
+    assert "rank 0 (worker-0) takes no forward passes" in decision.reason
+    assert not any(worker.staged for worker in harness.ranks)
+    status = pool_status(harness.pool, now=harness.now)
+    assert [rank.idle for rank in status.ranks] == [True] * 4
+    assert status.health == pb.POOL_HEALTH_SERVING
+    beat(harness, idle=False)
+    harness.run_traffic(skewed(1), seconds=20)
+    assert any(one.accepted for one in harness.decisions())
+
+
+def test_a_rollout_to_an_engine_that_falls_idle_is_aborted_without_backoff(engine_bench, skewed):
+    harness = engine_bench
+    harness.run_traffic(skewed(1), seconds=20, carry_out=False)
+    harness.stage_all()
+    for _ in range(40):
+        beat(harness, idle=True)
+        harness.tick(1.0)
+    assert harness.pool.rollouts.aborted == 1
+    assert harness.decisions()[-1].reason.endswith(
+        "the engine is idle: rank 0 (worker-0) takes no forward passes"
+    )
+    assert harness.pool.rollouts.must_wait(now=harness.now) is None
+
+
+def test_an_operator_is_told_that_an_idle_engine_cannot_switch(engine_bench, skewed):
+    harness = engine_bench
+    harness.run_traffic(skewed(1), seconds=20)
+    beat(harness, idle=True)
+    harness.perform(
+        harness.controller.administer(
+            AdminRequest(
+                ticket=1, who="ops", reason="", what="rebalance", operation=Rebalance(force=True)
+            ),
+            now=harness.now,
+        )
+    )
+    (audit,) = [write.record for write in harness.writes if isinstance(write, WriteAudit)]
+    assert "the engine is idle" in audit.outcome
+
+
+def test_updated_weights_pause_planning_by_name_until_all_ranks_hashed_them(engine_bench, skewed):
+    harness = engine_bench
+    harness.run_traffic(skewed(1), seconds=30)
+    updated = harness.ranks[2]
+    harness.say(updated, dataclasses.replace(updated.heartbeat(), weights_version=2))
+    status = pool_status(harness.pool, now=harness.now)
+    assert f"rank 2 ({updated.hello.worker}) has new weights (version 2)" in status.health_reason
+    assert status.ranks[2].weights_version == 2
+    decided = len(harness.decisions())
+    for _ in range(30):
+        harness.say(updated, dataclasses.replace(updated.heartbeat(), weights_version=2))
+        harness.run_traffic(skewed(2), seconds=1)
+    assert len(harness.decisions()) == decided
+
+    first = harness.pool.layouts.current
+    table = expert_table(MODEL) ^ 1
+    for worker in harness.ranks:  # One after the other, in a new epoch.
+        before = worker.reconnecting()
+        assert before.running is not None
+        sums = table[np.arange(3)[:, None], worker.own(worker.layout.expert_of_slot)]
+        running = dataclasses.replace(
+            before.running,
+            epoch=before.running.epoch + 1000,
+            layout=first.with_placement(first.expert_of_slot, generation=first.generation + 1000),
+            checksums=sums,
+            expert_checksums=table if worker.rank == 0 else None,
+        )
+        worker.hello = dataclasses.replace(
+            worker.hello,
+            experts_digest=checksums_digest(table),
+            checkpoint_fingerprint=checksums_digest(table).hex(),
+            weights_version=2,
+        )
+        harness.lose(worker, reason="it opens another stream")
+        harness.hello(dataclasses.replace(worker.hello, running=running))
+        harness.tick(0.1)
+    beat(harness, weights_version=2)
+    status = pool_status(harness.pool, now=harness.now)
+    assert (status.health, status.health_reason) == (pb.POOL_HEALTH_SERVING, "")
+    assert status.generation == first.generation + 1000
+    assert harness.pool.agreement.is_settled
+    assert not harness.pool.quarantine.workers
+
+
+def test_what_an_engine_can_do_is_shown(engine_bench):
+    harness = engine_bench
+    status = pool_status(harness.pool, now=harness.now)
+    assert {(one.max_replicas, one.weights_version) for one in status.ranks} == {(1023, 1)}
+    metrics = PoolMetrics(now=harness.now)
+    metrics.add(harness.pool)
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in metrics.families()
+        for sample in family.samples
+    }
+    assert samples["equipoise_engine_info", "tiny", ENGINE] == 1
+    assert samples["equipoise_idle_ranks", "tiny"] == 0
+    told = Console(width=120, record=True)
+    told.print(pool_view(status))
+    assert "replicas share their expert's load evenly, at most 1023 of an expert" in " ".join(
+        told.export_text().split()
+    )

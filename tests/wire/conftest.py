@@ -52,6 +52,8 @@ HELLO = Hello(
     device="cuda:0 (NVIDIA H200)",
     kernels="triton, gemm_large=scaled_mm",
     engine="vLLM 0.33.0",
+    max_replicas=1023,
+    weights_version=2,
     cache_token_bytes=40_016,
     backends=("gemm=triton|reference", "gemm_large=scaled_mm|triton|reference"),
     highest_epoch=58,
@@ -150,7 +152,15 @@ GROUP_LOST = GroupLost(
     expert_of_slot=np.arange(15, dtype=np.int32).reshape(3, 5) % 8,
     generation=4,
 )
-HEARTBEAT = Heartbeat(epoch=1, generation=4, staged_generation=5, sequence=12, draining=True)
+HEARTBEAT = Heartbeat(
+    epoch=1,
+    generation=4,
+    staged_generation=5,
+    sequence=12,
+    draining=True,
+    idle=True,
+    weights_version=3,
+)
 
 CHANGE = Stage(
     epoch=1,

@@ -87,6 +87,9 @@ class RankStatus(_message.Message):
     CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    MAX_REPLICAS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -143,6 +146,12 @@ class RankStatus(_message.Message):
     """Engine of another project that the rank is part of, such as "vLLM 0.33.0"; empty for
     Equipoise's own worker.
     """
+    max_replicas: _builtins.int
+    """As in Hello; 0 if there is no limit, or none was reported."""
+    weights_version: _builtins.int
+    """Number of the weights in the slots now, as in Heartbeat; 0 if they never change."""
+    idle: _builtins.bool
+    """The engine takes no forward passes now, as in Heartbeat."""
     def __init__(
         self,
         *,
@@ -177,10 +186,13 @@ class RankStatus(_message.Message):
         cache_token_bytes: _builtins.int = ...,
         steps: _builtins.str = ...,
         engine: _builtins.str = ...,
+        max_replicas: _builtins.int = ...,
+        weights_version: _builtins.int = ...,
+        idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "kernels", b"kernels", "load_share", b"load_share", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "idle", b"idle", "kernels", b"kernels", "load_share", b"load_share", "max_replicas", b"max_replicas", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

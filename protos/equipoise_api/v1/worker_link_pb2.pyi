@@ -221,6 +221,8 @@ class Hello(_message.Message):
     HIGHEST_GENERATION_FIELD_NUMBER: _builtins.int
     EXPERTS_DIGEST_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    MAX_REPLICAS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool to serve in."""
     worker: _builtins.str
@@ -275,6 +277,14 @@ class Hello(_message.Message):
     "vLLM 0.33.0"; empty for Equipoise's own worker. Such ranks keep their epoch and rank, serve
     replicas with even shares only, and read no checkpoint.
     """
+    max_replicas: _builtins.int
+    """Most replicas of an expert that the engine has room for; 0 if it has no limit of its own. Such a
+    rank rejects a layout with more.
+    """
+    weights_version: _builtins.int
+    """Number of the weights that the checksums of this Hello belong to, from 1, growing with every
+    update of an engine's weights in place; 0 if they never change.
+    """
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -320,10 +330,12 @@ class Hello(_message.Message):
         highest_generation: _builtins.int = ...,
         experts_digest: _builtins.bytes = ...,
         engine: _builtins.str = ...,
+        max_replicas: _builtins.int = ...,
+        weights_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "max_replicas", b"max_replicas", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015
@@ -1177,6 +1189,8 @@ class Heartbeat(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in; 0 if none."""
     generation: _builtins.int
@@ -1189,6 +1203,12 @@ class Heartbeat(_message.Message):
     """The worker shuts down gracefully: it finishes its requests and accepts no others."""
     layout_digest: _builtins.bytes
     """Digest of the layout in use, as in Serving; empty before the first."""
+    idle: _builtins.bool
+    """The engine takes no forward passes now, so its ranks would not switch to a staged layout."""
+    weights_version: _builtins.int
+    """Number of the weights in the slots now. If it is not that of the Hello, the weights were updated
+    and are being hashed; a Hello in another epoch follows. Nothing is planned until then.
+    """
     def __init__(
         self,
         *,
@@ -1198,10 +1218,12 @@ class Heartbeat(_message.Message):
         sequence: _builtins.int = ...,
         draining: _builtins.bool = ...,
         layout_digest: _builtins.bytes = ...,
+        idle: _builtins.bool = ...,
+        weights_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "sequence", b"sequence", "staged_generation", b"staged_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "generation", b"generation", "idle", b"idle", "layout_digest", b"layout_digest", "sequence", b"sequence", "staged_generation", b"staged_generation", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

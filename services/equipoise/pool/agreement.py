@@ -104,6 +104,16 @@ class Agreement:
         self._faults[concern] = fault
         return False
 
+    def note_weights(self, member: Member) -> None:
+        """Plan nothing while a rank holds weights other than those that it hashed."""
+        concern = f"weights of rank {member.rank}"
+        self._faults.pop(concern, None)
+        if member.has_new_weights:
+            self._faults[concern] = (
+                f"rank {member.rank} ({member.name}) has new weights (version "
+                f"{member.weights_version}): nothing is planned until all ranks have hashed them"
+            )
+
     def note_switch(self, member: Member, switched: Switched) -> None:
         """Compare the step of a rank's switch with that of the committed wave."""
         step = self._rollouts.committed_step(switched.generation)

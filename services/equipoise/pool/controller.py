@@ -62,6 +62,7 @@ class PoolController:
         self.pool = pool = Pool(name, policies=policies, memory=memory)
         self._operations = OperatorRequests(
             pool.policy,
+            roster=pool.roster,
             layouts=pool.layouts,
             windows=pool.windows,
             rollouts=pool.rollouts,
@@ -270,6 +271,7 @@ class PoolController:
         if member.rank is None or heartbeat.epoch != epoch:
             return (ack,)
         effects: Chain = ()
+        self.pool.agreement.note_weights(member)
         runs_ours = self.pool.agreement.note_running(member, heartbeat)
         if runs_ours and rollouts.current is not None and rollouts.current.awaits_reports:
             runs = RankRuns(rank=member.rank, running=heartbeat.generation)

@@ -89,7 +89,8 @@ class Decisions:
     @property
     def can_roll_out(self) -> bool:
         """Whether a new layout could be rolled out now."""
-        return self._agreement.is_settled and not self._journal.store_fault
+        is_ready = self._agreement.is_settled and not self._roster.standstill
+        return is_ready and not self._journal.store_fault
 
     @property
     def watched(self) -> WatchedRollout | None:
@@ -121,8 +122,8 @@ class Decisions:
         effects += self._attendance.exclude_slow(self._windows.slow, found=found, now=now)
         wants_plan = window.assignments and not self.is_proposing and not self._journal.hold.reason
         if wants_plan and self._can_plan:
-            if window.doubt:
-                effects.append(self._undecided(window, current, now=now))
+            if doubt := window.doubt or self._roster.standstill:
+                effects.append(self._undecided(window, current, doubt=doubt, now=now))
             else:
                 self.is_proposing = True
                 request = self.proposal_request(window, policy=self._policy.values, now=now)
@@ -166,14 +167,16 @@ class Decisions:
         in_memory = self._policy.values.store_down is StoreDown.MEMORY
         return self._agreement.is_settled and (in_memory or not self._journal.store_fault)
 
-    def _undecided(self, window: ClosedWindow, current: Layout, *, now: float) -> WriteDecision:
+    def _undecided(
+        self, window: ClosedWindow, current: Layout, *, doubt: str, now: float
+    ) -> WriteDecision:
         """Make no plan on such a window: ranks that did not report would look idle."""
         self._tally.note_undecided()
         return WriteDecision(
             record=DecisionRecord(
                 time_unix_s=now,
                 accepted=False,
-                reason=f"nothing is planned on this window: {window.doubt}",
+                reason=f"nothing is planned on this window: {doubt}",
                 base_generation=current.generation,
                 balancedness_current=window.balancedness,
                 balancedness_proposed=window.balancedness,
@@ -275,6 +278,8 @@ class Decisions:
         """Why a plan no longer applies to the pool."""
         if self._journal.store_fault and self._can_plan:
             return "the rollout waits for the store"
+        if self._roster.standstill:
+            return self._roster.standstill
         if not (self.can_roll_out and self._layouts.current is request.current):
             return "the pool changed while this was planned"
         return None

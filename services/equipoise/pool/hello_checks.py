@@ -124,7 +124,7 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
     for kind, what, theirs, ours in (
         ("hello_model", "model shape", hello.model, rank.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, rank.slots_per_rank),
-        ("hello_engine", "engine", _kind_of(hello), _kind_of(rank)),
+        ("hello_engine", "engine", engine_of(hello), engine_of(rank)),
     ):
         if theirs != ours:
             raise RejectedWorkerError(
@@ -134,7 +134,7 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
             )
 
 
-def _kind_of(hello: Hello) -> str:
+def engine_of(hello: Hello) -> str:
     """The engine without its version, which may differ while a pool restarts."""
     return hello.engine.partition(" ")[0] or "Equipoise's worker"
 

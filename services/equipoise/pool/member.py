@@ -35,6 +35,12 @@ class Member:
     staged_generation: int = 0
     """Generation that it has staged and not switched to; 0 for none."""
 
+    idle: bool = False
+    """Whether its engine takes no forward passes."""
+
+    weights_version: int = 0
+    """Number of the weights in its slots, as last reported; 0 if they never change."""
+
     draining: bool = False
     """Whether it takes no new requests."""
 
@@ -76,6 +82,11 @@ class Member:
         return self.gone_reason is None
 
     @property
+    def has_new_weights(self) -> bool:
+        """Whether its weights were updated after it hashed them for its Hello."""
+        return self.weights_version > self.hello.weights_version
+
+    @property
     def is_claiming(self) -> bool:
         """Whether it reports to run in an epoch in which it does not count as a rank."""
         return self.claim is not None and self.rank is None
@@ -86,7 +97,8 @@ class Member:
 
     def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int) -> None:
         """Take over its state; generations count only if it is for the current `epoch`."""
-        self.draining = heartbeat.draining
+        self.draining, self.idle = heartbeat.draining, heartbeat.idle
+        self.weights_version = heartbeat.weights_version
         if self.rank is not None and heartbeat.epoch == epoch:
             self.generation = heartbeat.generation
             self.staged_generation = heartbeat.staged_generation

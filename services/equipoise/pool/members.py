@@ -217,6 +217,14 @@ class Roster:
         return max(present, default=0)
 
     @property
+    def standstill(self) -> str:
+        """Why no rank would switch to a staged layout now; empty if they would."""
+        idle = next((member for member in self._seated if member.idle), None)
+        if idle is None:
+            return ""
+        return f"the engine is idle: rank {idle.rank} ({idle.name}) takes no forward passes"
+
+    @property
     def complete(self) -> bool:
         """Whether every rank of the epoch is connected and serving."""
         for member in self._seated:  # A loop, because this runs after every message.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from equipoise.pool.hello_checks import unshared
+from equipoise.pool.hello_checks import engine_of, unshared
 from equipoise.pool.members import Roster
 from equipoise.wire.messages import Hello
 
@@ -48,6 +48,7 @@ _TRAITS = (
         of=lambda hello: hello.slots_per_rank,
         shown=lambda hello: hello.slots_per_rank,
     ),
+    _Trait(kind="other_engine", name="engine", of=engine_of, shown=engine_of),
     _Trait(
         kind="other_checkpoint",
         name="checkpoint",

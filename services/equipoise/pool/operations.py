@@ -15,6 +15,7 @@ from equipoise.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDeci
 from equipoise.pool.health import Diagnosis
 from equipoise.pool.journal import Journal
 from equipoise.pool.layouts import PoolLayouts
+from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import AuditRecord, Hold
 from equipoise.pool.requests import (
@@ -53,6 +54,7 @@ class OperatorRequests:
         self,
         policy: PoolPolicy,
         *,
+        roster: Roster,
         layouts: PoolLayouts,
         windows: Windows,
         rollouts: Rollouts,
@@ -61,6 +63,7 @@ class OperatorRequests:
         diagnosis: Callable[[], Diagnosis],
     ) -> None:
         self._policy = policy
+        self._roster = roster
         self._layouts = layouts
         self._windows = windows
         self._rollouts = rollouts
@@ -262,7 +265,8 @@ class OperatorRequests:
         rollout = self._rollouts.current
         if rollout is not None:
             return f"generation {rollout.target.generation} is being rolled out ({rollout.state})"
-        return self._diagnosis().reason or "the pool is settling: try again in a moment"
+        trouble = self._diagnosis().reason or self._roster.standstill
+        return trouble or "the pool is settling: try again in a moment"
 
 
 def _rejected(request: AdminRequest, reason: str, *, now: float) -> Chain:

@@ -225,11 +225,13 @@ class Rollouts:
             self._setbacks = Setbacks()
         if self.aborted <= aborted or wave is None:
             return effects
-        if isinstance(event, RankRejected | RankRuns | DeadlineCheck):
+        reason = f"generation {wave.target.generation} was aborted: {wave.reason}"
+        if isinstance(event, DeadlineCheck) and self._roster.standstill:
+            reason += f"; {self._roster.standstill}"
+        elif isinstance(event, RankRejected | RankRuns | DeadlineCheck):
             self._setbacks = self._setbacks.one_more(wave.reason, now=now)
         if self._verdict is None:
             return effects
-        reason = f"generation {wave.target.generation} was aborted: {wave.reason}"
         taken_back = replace(self._verdict, time_unix_s=now, accepted=False, reason=reason)
         return (*effects, WriteDecision(record=taken_back))
 

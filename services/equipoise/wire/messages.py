@@ -121,6 +121,13 @@ class Hello:
     worker. Such ranks keep their epoch and rank, serve replicas with even shares only, and read no
     checkpoint."""
 
+    max_replicas: int = 0
+    """Most replicas of an expert that the engine has room for; 0 for no limit of its own."""
+
+    weights_version: int = 0
+    """Number of the weights that the checksums belong to, growing with every update of an engine's
+    weights in place; 0 if they never change."""
+
     cache_token_bytes: int = 0
     """Bytes of a token in the latent cache, for display; 0 if unknown."""
 
@@ -336,6 +343,12 @@ class Heartbeat:
 
     layout_digest: bytes = b""
     """`Layout.digest` of the layout in use; empty if not reported."""
+
+    idle: bool = False
+    """Whether the engine takes no forward passes now, so that its ranks cannot switch."""
+
+    weights_version: int = 0
+    """Number of the weights in the slots now; as in the Hello, unless they were updated since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,10 +77,12 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> Heartbeat:
     """Check and convert a heartbeat. Raises InvalidMessageError: a number is out of range."""
     return Heartbeat(
         **checks.counts("heartbeat", message, "epoch", "generation", "sequence"),
+        **checks.counts("heartbeat", message, "weights_version"),
         staged_generation=checks.staged_generation(
             "heartbeat", message.staged_generation, generation=message.generation
         ),
         draining=message.draining,
+        idle=message.idle,
         layout_digest=checks.layout_digest("heartbeat", message.layout_digest),
     )
 

@@ -60,6 +60,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         **checks.names("hello", message, "engine", optional=True),
         **checks.counts("hello", message, "cache_token_bytes"),
         **checks.counts("hello", message, "highest_epoch", "highest_generation"),
+        **checks.counts("hello", message, "max_replicas", "weights_version"),
         highest_term=checks.term("hello", "highest_term", message.highest_term),
         address=checks.address("hello", "address", message.address),
         rendezvous_address=checks.address(

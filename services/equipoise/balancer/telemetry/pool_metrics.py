@@ -33,6 +33,11 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("pool", "state"),
         "Ranks of the current epoch by state: serving, loading, silent or gone.",
     ),
+    "idle_ranks": (_P, "Ranks whose engine takes no forward passes."),
+    "engine_info": (
+        ("pool", "engine"),
+        "1 for each engine that ranks are part of, by name and version; equipoise for its own.",
+    ),
     "policy_info": (("pool", "hash"), "1 for the hash of the policy in force."),
     "epoch": (_P, "Current epoch."),
     "generation": (_P, "Committed generation."),
@@ -155,9 +160,11 @@ class PoolMetrics:
         states = dict.fromkeys(("serving", "loading", "silent", "gone"), 0)
         ages_s = []
         seated = pool.roster.seated()
+        engines: set[str] = set()
         for member in seated:
             age_s = max(0.0, self._now - member.last_heard_s)
             ages_s.append(age_s)
+            engines.add(member.hello.engine or "equipoise")
             if not member.connected:
                 states["gone"] += 1
             elif member.rank in pool.attendance.silent:
@@ -169,6 +176,9 @@ class PoolMetrics:
         for state, count in states.items():
             self._gauge("ranks", pool, count, state)
         self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
+        self._gauge("idle_ranks", pool, sum(member.idle for member in seated))
+        for engine in sorted(engines):
+            self._gauge("engine_info", pool, 1, engine)
 
     def _add_balance(self, pool: Pool) -> None:
         window = pool.windows.latest

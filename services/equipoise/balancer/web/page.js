@@ -94,6 +94,7 @@ function drawFigures(pool) {
     ["worst layer", window ? pool.balancedness_min_layer.toFixed(3) : "–", "", tone(window && pool.balancedness_min_layer)],
     ["busiest rank", busiest ? busiest.toFixed(2) : "–", busiest ? " × mean" : ""],
     ["ranks", pool.num_ranks, pool.model ? ` · ${pool.model.num_layers} layers` : ""],
+    ...engines(pool).map((engine) => ["engine", engine, ""]),
     ["generation", pool.generation, ` · epoch ${pool.epoch}`],
     ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
     ["now", rollout ? rollout.state : "idle", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
@@ -250,6 +251,10 @@ function drawScale() {
   }
 }
 
+function engines(pool) {
+  return [...new Set(pool.ranks.map((rank) => rank.engine).filter(Boolean))].sort();
+}
+
 function drawRanks(pool) {
   setText(byId("ranks-read"), pool.ranks.length < pool.num_ranks ? `showing ${pool.ranks.length} of ${pool.num_ranks}` : "");
   byId("ranks").replaceChildren(...pool.ranks.map((rank) => {
@@ -257,10 +262,11 @@ function drawRanks(pool) {
     const bar = make("span", { class: "bar" }, make("i"));
     bar.firstChild.style.width = `${Math.min(100, times * 50)}%`;
     const state = rank.state === "connected" ? "" : make("span", { class: "bad" }, ` ${rank.state}`);
+    const idle = rank.idle ? make("span", { class: "soft" }, " idle") : "";
     const trouble = rank.trouble ? make("span", { class: "trouble" }, rank.trouble) : "";
     const staged = rank.staged_generation ? `→${rank.staged_generation}` : "";
     const queued = rank.queued_requests ? `+${rank.queued_requests}` : "";
-    return make("tr", {}, make("td", { class: "n" }, rank.rank), make("td", {}, rank.worker, state, trouble),
+    return make("tr", {}, make("td", { class: "n" }, rank.rank), make("td", {}, rank.worker, state, idle, trouble),
       make("td", { class: "extra soft" }, rank.node), make("td", {}, bar, times.toFixed(2)),
       make("td", { class: "n extra" }, `${rank.generation}${staged}`),
       make("td", { class: "n" }, rank.median_step_us ? duration(rank.median_step_us) : "–"),

@@ -50,6 +50,8 @@ def pool_view(
     if status.HasField("hold"):
         parts.append(Text(hold_text(status.hold), style="yellow"))
     parts += [balance_view(status), ranks_view(status, tokens_per_s=tokens_per_s or {})]
+    engines = sorted({_engine_text(rank) for rank in status.ranks if rank.engine})
+    parts += [Text(engine, style="dim") for engine in engines]
     parts.append(_facts(status, decisions))
     title = Text.assemble(
         ("pool ", "dim"),
@@ -57,10 +59,8 @@ def pool_view(
         "  ",
         (health_name(status.health), f"bold {_health_style(status.health)}"),
     )
-    engines = sorted({rank.engine for rank in status.ranks if rank.engine})
     subtitle = Text(
-        "".join(f"{engine} · " for engine in engines)
-        + f"generation {status.generation} · epoch {status.epoch} · "
+        f"generation {status.generation} · epoch {status.epoch} · "
         f"{status.model.num_layers} layers x {status.model.num_experts} experts"
     )
     return Panel(
@@ -162,6 +162,8 @@ def ranks_view(
         worker = Text(rank.worker)
         if rank.state != "connected":
             worker.append(f" {rank.state}", style="red")
+        elif rank.idle:
+            worker.append(" idle", style="dim")
         rate = tokens_per_s.get(rank.rank, 0.0)
         table.add_row(
             str(rank.rank),
@@ -315,6 +317,15 @@ def _rollout_text(rollout: status_pb2.RolloutStatus) -> Text:
         f"staged by {_ranks_text(rollout.staged_ranks)}, "
         f"switched by {_ranks_text(rollout.switched_ranks)}{waves}",
         style="cyan",
+    )
+
+
+def _engine_text(rank: status_pb2.RankStatus) -> str:
+    """The engine of another project that a rank is part of, and what that means for planning."""
+    most = f", at most {rank.max_replicas} of an expert" if rank.max_replicas else ""
+    return (
+        f"{rank.engine}: ranks keep their group; replicas share their expert's load evenly{most}; "
+        f"experts come from ranks, not from a checkpoint; weights version {rank.weights_version}"
     )
 
 
