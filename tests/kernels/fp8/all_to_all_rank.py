@@ -22,7 +22,8 @@ from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.opening import open_buffer
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Payload
-from equipoise_kernels.fp8.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.fp8.all_to_all.peer import PeerBackend
+from equipoise_kernels.fp8.all_to_all.peer_operation import AllToAllConfig
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import shared_window
 from equipoise_kernels.fp8.quant.group_quant import group_quant
@@ -99,7 +100,11 @@ def exchange(buffer, shape, epoch, skew):
         (real * f[:, None]).float() * w[:, None] for f, w in zip(factors.T, weights.T, strict=True)
     ]
     right = sum(terms[1:], terms[0])
-    return [*bits(came.rows), came.slot_ends, summed], bool(torch.equal(summed, right))
+    # Rows between slots are unspecified.
+    ends, counts = came.slot_ends, came.rows_of_slot
+    real = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
+    rows = [part[real] for part in bits(came.rows)]
+    return [*rows, ends, counts, summed], bool(torch.equal(summed, right))
 
 
 def compare(buffers, shape):

@@ -28,7 +28,9 @@ from equipoise_kernels.fp8.all_to_all.flags import (
 )
 from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Payload
-from equipoise_kernels.fp8.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.fp8.all_to_all.peer import PeerBackend
+from equipoise_kernels.fp8.all_to_all.peer_kernels import order_pairs_kernel
+from equipoise_kernels.fp8.all_to_all.peer_operation import AllToAllConfig
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import WindowMap, virtual_windows
 from equipoise_kernels.fp8.quant.group_quant import group_quant
@@ -94,13 +96,14 @@ def test_rows_come_by_slot_then_rank_then_token_and_go_back_weighted(interpreted
     assert sums == [[10 + 40, 22 + 22, 36], [20 + 160, 10.5]]
 
 
-def test_slots_may_start_at_multiples_and_gaps_are_zeros(interpreted):
+def test_slots_may_start_at_multiples(interpreted):
     _, buffers = virtual_buffers()
     (here, _) = dispatched(
         buffers, [numbered(10, 3), numbered(20, 2)], SLOTS, RowLayout(alignment=4)
     )
-    assert here.rows[:, 0].tolist() == [10, 12, 21, 0, 11, 0, 0, 0, 12, 0, 0, 0]
+    assert here.rows[[0, 1, 2, 4, 8], 0].tolist() == [10, 12, 21, 11, 12]
     assert here.slot_ends.tolist() == [3, 5, 9]
+    assert len(here.rows) == 12
 
 
 def test_the_low_latency_pair_reserves_room_per_slot(interpreted):
@@ -295,20 +298,77 @@ def test_reported_faults_take_precedence_over_missing_flags():
     raise_faults([own, own], own=own, timeout_s=1.0, what="rows")
 
 
+LARGER = replace(SHAPE, num_ranks=4, slots_per_rank=2, top_k=3, max_tokens=50)
+
+
 def test_the_order_of_pairs_is_that_of_a_loop(generator):
-    shape = replace(SHAPE, num_ranks=4, slots_per_rank=2, top_k=3, max_tokens=50)
     slots = torch.randint(-1, 8, (40, 3), generator=generator)
-    outgoing = Outgoing.of_slots(slots, shape)
+    outgoing = Outgoing.of_slots(slots, LARGER)
     pairs = [(int(slot), pair) for pair, slot in enumerate(slots.flatten())]
     wanted = sorted(pair for pair in pairs if pair[0] >= 0)
     assert outgoing.order_N[: len(wanted)].tolist() == [pair for _, pair in wanted]
-    places = outgoing.answer_places(shape)
-    sent_to = [0] * 4
-    for slot, pair in wanted:
-        rank = slot // 2
-        assert places[pair] == rank * shape.pair_rows + sent_to[rank]
+
+
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_the_kernel_orders_pairs_as_the_reference_and_places_answers(
+    capacity, generator, interpreted
+):
+    shape = replace(LARGER, capacity=capacity)
+    slots = torch.randint(-2, 10, (40, 3), generator=generator)
+    outgoing = Outgoing.of_slots(slots, shape)
+    sequence, generation = torch.tensor([2**31 + 4]), torch.tensor([9])
+    tokens, places = (torch.full((120,), -7, dtype=torch.int32) for _ in range(2))
+    table, unknown = torch.zeros(3, 4, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    flag = torch.zeros(1, dtype=torch.int64)
+    # Several steps of the loop over pairs.
+    order_pairs_kernel[(9,)](
+        slots, sequence, generation, tokens, places, table, unknown, flag, 120,
+        NUM_SLOTS=2, CAPACITY=shape.pair_rows, TOP_K=3, PAIRS=32, num_warps=1,
+    )  # fmt: skip
+    num_placed = int(outgoing.counts_RS.sum())
+    assert tokens[:num_placed].tolist() == (outgoing.order_N[:num_placed] // 3).tolist()
+    assert (tokens[num_placed:] == -7).all()
+    counts = outgoing.counts_RS
+    assert torch.equal(table[0].flatten(), (counts.flatten().cumsum(0) - counts.flatten()).int())
+    assert torch.equal(table[1:], torch.stack([counts, counts.cumsum(1) - counts]).int())
+    assert int(unknown) == int(((slots < -1) | (slots >= 8)).sum())
+    assert int(sequence) == 2**31 + 5
+    assert int(flag) == 9 << 31 | 5
+    sent_to, wanted = [0] * 4, [-1] * 120
+    for pair in outgoing.order_N[:num_placed].tolist():
+        rank = int(slots.flatten()[pair]) // 2
+        if sent_to[rank] < shape.pair_rows:
+            wanted[pair] = rank * shape.pair_rows + sent_to[rank]
         sent_to[rank] += 1
-    assert all(places[pair] == -1 for slot, pair in pairs if slot < 0)
+    assert places.tolist() == wanted
+    assert (max(sent_to) > shape.pair_rows) is (capacity is not None)
+
+
+@pytest.mark.parametrize(
+    "layout", [RowLayout(), RowLayout(alignment=8), RowLayout(rows_per_slot=40)]
+)
+def test_the_kernel_places_rows_as_the_reference_without_those_of_a_faulty_rank(
+    layout, generator, interpreted
+):
+    window = virtual_windows(LARGER, device="cpu")[1]
+    where = WindowMap.of_shape(LARGER)
+    counts = torch.randint(0, 9, (2, 4, 2), generator=generator)
+    flag = torch.tensor([3 << 31 | 5])
+    flags = torch.tensor([[0] * 4, [int(flag), int(flag) - 1, int(flag), int(flag)]])
+    for offset, numbers in ((where.flags, flags), (where.counts, counts)):
+        here = window.local[offset : offset + numbers.numel() * 8]
+        here.copy_(numbers.flatten().view(torch.uint8))
+    backend = PeerBackend(replace(LARGER, rank=1), window, timeout_s=0.01, config=CONFIG)
+    table, rows = torch.zeros(3, 4, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(PeerMissingError) as caught:
+        backend._wait(flag, table, rows, layout=layout)
+    assert caught.value.ranks == (1,)
+    counts[1, 1] = 0
+    incoming = Incoming.of_counts(counts[1], layout)
+    assert torch.equal(table[0], incoming.starts_RS.int())
+    assert torch.equal(table[1], incoming.counts_RS.int())
+    assert torch.equal(table[2], (counts[1].cumsum(1) - counts[1]).int())
+    assert torch.equal(rows, torch.stack([incoming.rows_S, incoming.ends_S]))
 
 
 def test_the_places_of_arriving_rows_are_those_of_a_loop(generator):
@@ -347,13 +407,21 @@ def test_a_captured_graph_raises_nothing_until_checked(interpreted, monkeypatch)
 def test_a_captured_step_of_many_exchanges_waits_long_for_a_lost_rank_only_once(
     interpreted, monkeypatch
 ):
-    waits, kernel = [], peer.wait_flags_kernel
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    polls, kernel, atomic = [], peer.wait_flags_kernel, InterpreterBuilder.create_atomic_rmw
+
+    def polled(*arguments):
+        polls[-1] += 1
+        return atomic(*arguments)
 
     class Watched:
         def __getitem__(self, grid):
             def launch(*arguments, **options):
-                waits.append(int(arguments[3]))
-                kernel[grid](*arguments, **options)
+                polls.append(0)
+                with monkeypatch.context() as patch:
+                    patch.setattr(InterpreterBuilder, "create_atomic_rmw", polled)
+                    kernel[grid](*arguments, **options)
 
             return launch
 
@@ -369,4 +437,4 @@ def test_a_captured_step_of_many_exchanges_waits_long_for_a_lost_rank_only_once(
             buffer.combine(came.rows, came.handle)
         with pytest.raises(PeerMissingError, match="rank 1 did not send"):
             backend.check()
-    assert waits == 2 * [5, 1, 1, 1]
+    assert polls == 2 * [5, 1, 1, 1]

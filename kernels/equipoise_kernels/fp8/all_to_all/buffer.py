@@ -80,8 +80,8 @@ class DispatchOutput:
     """Rows for this rank's slots."""
 
     rows: Rows
-    """[N, D], or [slots, rows of a slot, D] from the low-latency call. Rows between slots are zeros
-    in the former, unspecified in the latter."""
+    """[N, D], or [slots, rows of a slot, D] from the low-latency call. Rows between slots are
+    unspecified: clearing them would take longer than the exchange, and nothing reads them."""
     rows_of_slot: Tensor
     """Real rows of each slot, int32 [slots]."""
     slot_ends: Tensor

@@ -71,7 +71,7 @@ class CollectiveBackend:
             raise_faults(seen, own=int(flag), timeout_s=self._timeout_s, what="rows")
             arrived_RS = torch.stack([header[1:] for header in headers if header is not None])
             incoming = Incoming.of_counts(arrived_RS, layout)
-            return self._exchange_rows(words_TW, outgoing, incoming, layout)
+            return self._exchange_rows(words_TW, outgoing, incoming)
 
         return finish
 
@@ -95,15 +95,14 @@ class CollectiveBackend:
         """See `buffer.Backend`: nothing is captured, so every fault was raised at once."""
 
     def _exchange_rows(
-        self, words_TW: Tensor, outgoing: Outgoing, incoming: Incoming, layout: RowLayout
+        self, words_TW: Tensor, outgoing: Outgoing, incoming: Incoming
     ) -> ReceivedRows:
         sent_R = outgoing.counts_RS.sum(dim=1).tolist()
         received_R = incoming.counts_RS.sum(dim=1).tolist()
         tokens_N = outgoing.order_N[: sum(sent_R)] // self._shape.top_k
         words_AW = self._all_to_all(words_TW[tokens_N], send=sent_R, receive=received_R)
         places_A = incoming.places().to(words_AW.device)
-        new = words_AW.new_zeros if layout.alignment > 1 else words_AW.new_empty
-        words_NW = new(int(incoming.num_rows), words_AW.shape[1])
+        words_NW = words_AW.new_empty(int(incoming.num_rows), words_AW.shape[1])
         words_NW[places_A] = words_AW
         return ReceivedRows(
             words_NW=words_NW,

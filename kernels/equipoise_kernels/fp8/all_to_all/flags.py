@@ -28,6 +28,9 @@ GENERATION_MASK = (1 << GENERATION_BITS) - 1
 
 FINE, TOO_MANY_ROWS, UNKNOWN_SLOT = 0, 1, 2
 
+NO_FAULT = -1
+"""Stands for the flag of a rank without a fault; flags are not negative."""
+
 
 def flag_of(*, sequence: Tensor, generation: Tensor, status: Tensor) -> Tensor:
     """Return the flag as int64 [1], from three integer tensors [1] on one device."""
@@ -49,17 +52,6 @@ def generation_of(flag: int) -> int:
 def status_of(flag: int) -> int:
     """Status of a flag: FINE, TOO_MANY_ROWS or UNKNOWN_SLOT."""
     return flag >> (SEQUENCE_BITS + GENERATION_BITS)
-
-
-def fine_flags(seen_R: Tensor, own: Tensor) -> Tensor:
-    """Which ranks' rows have arrived, for this rank's exchange and generation: bool [R].
-
-    Args:
-        seen_R: flags int64 [R].
-        own: this rank's flag, int64 [1]; its status is ignored.
-    """
-    everything_else = (1 << (SEQUENCE_BITS + GENERATION_BITS)) - 1
-    return seen_R == (own & everything_else)
 
 
 def raise_faults(seen: Sequence[int | None], *, own: int, timeout_s: float, what: str) -> None:

@@ -25,12 +25,8 @@ class Outgoing:
 
     order_N: Tensor
     """Pairs sorted by slot, int64; those without a slot come last."""
-    first_RS: Tensor
-    """Index in that order of each slot's first pair, int64 [ranks, slots]."""
     counts_RS: Tensor
     """Pairs for each slot, int64 [ranks, slots]."""
-    segment_RS: Tensor
-    """Index of each slot's first pair among those for its rank, int64 [ranks, slots]."""
     status: Tensor
     """Status for the flag, int64 [1]."""
 
@@ -50,29 +46,9 @@ class Outgoing:
         status = torch.where(too_many, TOO_MANY_ROWS, torch.where(unknown, UNKNOWN_SLOT, FINE))
         return cls(
             order_N=order_N,
-            first_RS=first[:-1].view_as(counts_RS),
             counts_RS=counts_RS,
-            segment_RS=counts_RS.cumsum(dim=1) - counts_RS,
             status=status.view(1),
         )
-
-    def answer_places(self, shape: EpShape) -> Tensor:
-        """Index of each pair's answer, int64 [N], NO_SLOT without one.
-
-        Answers of rank r start at r * pair_rows, in the order in which their pairs were sent.
-        """
-        num_pairs = self.order_N.shape[0]
-        device = self.order_N.device
-        place_N = torch.arange(num_pairs, device=device)
-        first_R = self.first_RS[:, 0].contiguous()
-        # A rank without pairs has the same first index as the next rank: the last one counts.
-        rank_N = torch.searchsorted(first_R, place_N, right=True) - 1
-        within_N = place_N - first_R[rank_N]
-        sent_N = (place_N < self.counts_RS.sum()) & (within_N < shape.pair_rows)
-        answers_N = torch.empty_like(self.order_N)
-        arrives_N = rank_N * shape.pair_rows + within_N
-        answers_N[self.order_N] = torch.where(sent_N, arrives_N, NO_SLOT)
-        return answers_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +56,7 @@ class RowLayout:
     """Where a receiver puts rows."""
 
     alignment: int = 1
-    """Each slot's first row is at a multiple of it; gaps hold zeros."""
+    """Each slot's first row is at a multiple of it; rows in between are unspecified."""
     rows_per_slot: int | None = None
     """Rows reserved for every slot, filled from the first; None to pack slots."""
     is_fixed: bool = False
@@ -114,8 +90,6 @@ class Incoming:
     """Rows of each sending rank for each of this rank's slots, int64 [ranks, slots]."""
     starts_RS: Tensor
     """Index of the first of them among the receiver's rows, int64 [ranks, slots]."""
-    segment_RS: Tensor
-    """Its index among the rows of its rank, int64 [ranks, slots]."""
     rows_S: Tensor
     """Rows of each slot, int32 [slots]."""
     ends_S: Tensor
@@ -135,7 +109,6 @@ class Incoming:
         return cls(
             counts_RS=counts_RS,
             starts_RS=first_S + counts_RS.cumsum(dim=0) - counts_RS,
-            segment_RS=counts_RS.cumsum(dim=1) - counts_RS,
             rows_S=rows_S.to(torch.int32),
             ends_S=(first_S + rows_S).to(torch.int32),
             num_rows=taken_S.sum(),

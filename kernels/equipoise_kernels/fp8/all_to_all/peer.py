@@ -10,26 +10,31 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.all_to_all.buffer import ReceivedRows
-from equipoise_kernels.fp8.all_to_all.flags import fine_flags, flag_of, raise_faults
-from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout
+from equipoise_kernels.fp8.all_to_all.flags import NO_FAULT, raise_faults, sequence_of
+from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.peer_kernels import (
+    order_pairs_kernel,
     receive_rows_kernel,
     send_rows_kernel,
     sum_answers_kernel,
     wait_flags_kernel,
 )
+from equipoise_kernels.fp8.all_to_all.peer_operation import (
+    ALL_TO_ALL,
+    ORDER_PAIRS,
+    ORDER_WARPS,
+    VECTOR_WORDS,
+    AllToAllConfig,
+)
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
-from equipoise_kernels.fp8.jit import is_interpreting
-from equipoise_kernels.fp8.operation import KernelOperation
-from equipoise_kernels.fp8.specialization import Specialization
+from equipoise_kernels.fp8.jit import is_interpreting, next_power_of_two
 
 # Polling a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
 _POLLS_PER_S = 1_000_000
@@ -38,34 +43,16 @@ _MOST_POLLS = 2**31 - 1
 _PAUSE_S = 0.0005
 # In the interpreter, polling takes the processor from the rank that is waited for.
 _INTERPRETER_PAUSE_S = 0.01
-# Words that a thread copies at once, at most.
-_VECTOR_WORDS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllToAllConfig:
-    """Work of a program."""
-
-    parts: int
-    """Programs that share a slot's rows."""
-    block: int
-    """Words or columns that a program copies at a time."""
-    num_warps: int
-    """Warps per program."""
-
-
-CONFIG_SPACE = tuple(
-    AllToAllConfig(parts=parts, block=block, num_warps=num_warps)
-    for parts, block, num_warps in product((1, 2, 4, 8), (1024, 2048, 4096), (4, 8))
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PeerState:
     num_tokens: int
-    places_N: Tensor
-    incoming: Incoming
     flag: Tensor
+    places_N: Tensor
+    """Index of each pair's answer, int32."""
+    incoming_3RS: Tensor
+    """The table of incoming rows, see `peer_kernels`."""
 
 
 class PeerBackend:
@@ -83,20 +70,14 @@ class PeerBackend:
         self._map = WindowMap.of_shape(shape)
         self._window = window
         self._config = config or ALL_TO_ALL.config(rows=shape.max_tokens)
-        device = window.addresses.device
-        self._sequence = torch.zeros(1, dtype=torch.int64, device=device)
-        self._done_R = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
-        # Faults that captured graphs found, until `check` reads them.
-        self._bad_R = torch.zeros(shape.num_ranks, dtype=torch.bool, device=device)
-        self._bad_seen_R = torch.zeros(shape.num_ranks, dtype=torch.int64, device=device)
-        self._bad_own = torch.zeros_like(self._sequence)
-
-        def number(polls: int) -> Tensor:
-            return torch.full((1,), polls, dtype=torch.int32, device=device)
-
+        self._sequence = self._numbers(1, dtype=torch.int64).zero_()
+        self._done_R = self._numbers(shape.num_ranks).zero_()
+        # Flags of faulty ranks in captured graphs, then this rank's flag, until `check` reads them.
+        self._faults = self._numbers(shape.num_ranks + 1, dtype=torch.int64).fill_(NO_FAULT)
         # On the device, because a captured wait must know the outcome of those before it.
-        self._polls_once, self._polls_launch = number(1), number(_POLLS_PER_LAUNCH)
-        self._polls_captured = number(0)
+        self._polls_once = self._numbers(1).fill_(1)
+        self._polls_launch = self._numbers(1).fill_(_POLLS_PER_LAUNCH)
+        self._polls_captured = self._numbers(1)
         self.wait_at_most(timeout_s)
 
     def wait_at_most(self, timeout_s: float) -> None:
@@ -108,31 +89,42 @@ class PeerBackend:
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
     ) -> Callable[[], ReceivedRows]:
         """See `buffer.Backend`."""
-        outgoing = Outgoing.of_slots(slots_TK, self._shape)
-        self._sequence += 1
-        flag = flag_of(sequence=self._sequence, generation=generation, status=outgoing.status)
-        self._send(
-            words_TW,
-            order_N=outgoing.order_N,
-            blocks=(outgoing.first_RS, outgoing.counts_RS, outgoing.segment_RS),
-            flag=flag,
-            top_k=self._shape.top_k,
+        shape, num_pairs = self._shape, slots_TK.numel()
+        flag = self._numbers(1, dtype=torch.int64)
+        tokens_N, places_N = self._numbers(num_pairs), self._numbers(num_pairs)
+        outgoing_3RS, num_unknown = self._table(), self._numbers(1)
+        order_pairs_kernel[(shape.num_slots + 1,)](
+            slots_TK.contiguous(),
+            self._sequence,
+            generation,
+            tokens_N,
+            places_N,
+            outgoing_3RS,
+            num_unknown,
+            flag,
+            num_pairs,
+            NUM_SLOTS=shape.slots_per_rank,
+            CAPACITY=shape.pair_rows,
+            TOP_K=shape.top_k,
+            PAIRS=ORDER_PAIRS,
+            num_warps=ORDER_WARPS,
         )
+        self._send(words_TW, outgoing_3RS, flag, tokens_N=tokens_N, num_unknown=num_unknown)
 
         def finish() -> ReceivedRows:
-            fine_R = self._wait(flag, flags_offset=self._map.flags, what="rows")
-            counts_RS = self._window.counts(self._shape).index_select(0, flag & 1)[0]
-            incoming = Incoming.of_counts(counts_RS * fine_R.unsqueeze(1), layout)
+            incoming_3RS = self._table()
+            rows_2S = self._numbers(2, shape.slots_per_rank)
+            num_rows = self._wait(flag, incoming_3RS, rows_2S, layout=layout)
             state = _PeerState(
                 num_tokens=words_TW.shape[0],
-                places_N=outgoing.answer_places(self._shape),
-                incoming=incoming,
                 flag=flag,
+                places_N=places_N,
+                incoming_3RS=incoming_3RS,
             )
             return ReceivedRows(
-                words_NW=self._receive(incoming, layout, flag),
-                rows_S=incoming.rows_S,
-                ends_S=incoming.ends_S,
+                words_NW=self._receive(incoming_3RS, flag, num_rows=num_rows),
+                rows_S=rows_2S[0],
+                ends_S=rows_2S[1],
                 state=state,
             )
 
@@ -142,17 +134,10 @@ class PeerBackend:
         self, y_ND: Tensor, state: _PeerState, *, weights_TK: Tensor | None
     ) -> Callable[[], Tensor]:
         """See `buffer.Backend`."""
-        incoming = state.incoming
-        self._send(
-            y_ND.view(torch.int32),
-            order_N=None,
-            blocks=(incoming.starts_RS, incoming.counts_RS, incoming.segment_RS),
-            flag=state.flag,
-            top_k=0,
-        )
+        self._send(y_ND.view(torch.int32), state.incoming_3RS, state.flag)
 
         def finish() -> Tensor:
-            self._wait(state.flag, flags_offset=self._map.answer_flags, what="outputs")
+            self._wait(state.flag, state.incoming_3RS, state.incoming_3RS, layout=None)
             return self._sum(state, weights_TK)
 
         return finish
@@ -163,97 +148,118 @@ class PeerBackend:
         Raises:
             AllToAllError: an exchange failed; the sums since then are invalid.
         """
-        bad, own = self._bad_R.tolist(), int(self._bad_own)
-        flags = zip(bad, self._bad_seen_R.tolist(), strict=True)
-        seen = [flag if is_bad else own for is_bad, flag in flags]
-        self._bad_R.zero_()
+        *faults, own = self._faults.tolist()
+        seen = [own if flag == NO_FAULT else flag for flag in faults]
+        self._faults.fill_(NO_FAULT)
         raise_faults(seen, own=own, timeout_s=self._timeout_s, what="rows or outputs")
+
+    def _numbers(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """New integers, not initialised."""
+        return torch.empty(shape, dtype=dtype, device=self._window.addresses.device)
+
+    def _table(self) -> Tensor:
+        return self._numbers(3, self._shape.num_ranks, self._shape.slots_per_rank)
 
     def _send(
         self,
         words_NW: Tensor,
-        *,
-        order_N: Tensor | None,
-        blocks: tuple[Tensor, Tensor, Tensor],
+        table_3RS: Tensor,
         flag: Tensor,
-        top_k: int,
+        *,
+        tokens_N: Tensor | None = None,
+        num_unknown: Tensor | None = None,
     ) -> None:
+        """Send tokens' rows to slots, or without `tokens_N` outputs back."""
         shape, config, where = self._shape, self._config, self._map
-        is_answer = order_N is None
-        num_words = shape.answer_words if is_answer else shape.row_words
-        vector = math.gcd(words_NW.stride(0), _VECTOR_WORDS)
+        is_dispatch = tokens_N is not None
+        vector = math.gcd(words_NW.stride(0), VECTOR_WORDS)
         send_rows_kernel[shape.num_ranks, shape.slots_per_rank, config.parts](
             self._window.addresses,
             words_NW,
-            flag if order_N is None else order_N,
-            *blocks,
+            table_3RS if tokens_N is None else tokens_N,
+            table_3RS,
+            table_3RS if num_unknown is None else num_unknown,
             flag,
             self._done_R,
             words_NW.stride(0) // vector,
             shape.rank,
-            where.answers if is_answer else where.rows,
+            where.rows if is_dispatch else where.answers,
             where.counts,
-            where.answer_flags if is_answer else where.flags,
+            where.flags if is_dispatch else where.answer_flags,
             NUM_RANKS=shape.num_ranks,
             NUM_SLOTS=shape.slots_per_rank,
+            PADDED=next_power_of_two(shape.num_slots),
             CAPACITY=shape.pair_rows,
-            WORDS=num_words,
+            MAX_TOKENS=shape.max_tokens,
+            WORDS=shape.row_words if is_dispatch else shape.answer_words,
             VECTOR=vector,
-            TOP_K=top_k,
+            IS_DISPATCH=is_dispatch,
             **configurations.options(config),
         )
 
-    def _wait(self, flag: Tensor, *, flags_offset: int, what: str) -> Tensor:
-        """Return which ranks' flags are fine, bool [R]; raises if one is not."""
-        seen_R = torch.zeros_like(self._bad_seen_R)
+    def _wait(
+        self, flag: Tensor, table_3RS: Tensor, rows_2S: Tensor, *, layout: RowLayout | None
+    ) -> int:
+        """Wait for all ranks' flags; with a layout, place incoming rows and return how many.
 
-        def look(polls: Tensor) -> Tensor:
-            wait_flags_kernel[(self._shape.num_ranks,)](
+        Raises:
+            AllToAllError: a flag is missing or reports a fault, unless the wait is captured.
+        """
+        shape, where, is_captured = self._shape, self._map, _is_capturing()
+        seen = self._numbers(shape.num_ranks + 2, dtype=torch.int64)
+
+        def look(polls: Tensor) -> None:
+            wait_flags_kernel[(1,)](
                 self._window.addresses,
                 flag,
-                seen_R,
                 polls,
-                self._shape.rank,
-                flags_offset,
-                NUM_RANKS=self._shape.num_ranks,
+                self._faults,
+                seen,
+                table_3RS,
+                rows_2S,
+                shape.rank,
+                int(is_captured),
+                1 if layout is None else layout.alignment,
+                0 if layout is None else layout.rows_per_slot or 0,
+                where.answer_flags if layout is None else where.flags,
+                where.counts,
+                NUM_RANKS=shape.num_ranks,
+                NUM_SLOTS=shape.slots_per_rank,
+                PADDED_RANKS=next_power_of_two(shape.num_ranks),
+                PADDED_SLOTS=next_power_of_two(shape.slots_per_rank),
+                IS_DISPATCH=layout is not None,
                 num_warps=1,
             )
-            return fine_flags(seen_R, flag)
 
-        if _is_capturing():
-            # Of a graph's many waits only one is long: a missing rank stays missing.
-            is_lost = self._bad_R.any()
-            fine_R = look(torch.where(is_lost, self._polls_once, self._polls_captured))
-            self._bad_R |= ~fine_R
-            self._bad_seen_R.copy_(torch.where(fine_R, self._bad_seen_R, seen_R))
-            self._bad_own.copy_(torch.where(fine_R.all(), self._bad_own, flag))
-            return fine_R
+        most = 0 if layout is None else layout.most_rows(shape)
+        is_fixed = layout is None or layout.is_fixed or layout.rows_per_slot is not None
+        if is_captured:
+            assert is_fixed, "a captured exchange needs a layout that is fixed"
+            look(self._polls_captured)
+            return most
         until = time.monotonic() + self._timeout_s
         polls, pause_s = self._polls_launch, _PAUSE_S
         if is_interpreting():
             polls, pause_s = self._polls_once, _INTERPRETER_PAUSE_S
-        fine_R = look(polls)
-        # A flag of this exchange that is not fine will not become fine.
-        while bool(((seen_R ^ flag) << 33 != 0).any()) and time.monotonic() < until:
+        while True:
+            look(polls)
+            *flags, own, num_rows = seen.tolist()
+            # A flag of this exchange that is not fine will not become fine.
+            is_late = any(sequence_of(one) != sequence_of(own) for one in flags)
+            if not is_late or time.monotonic() >= until:
+                break
             time.sleep(pause_s)
-            fine_R = look(polls)
-        raise_faults(seen_R.tolist(), own=int(flag), timeout_s=self._timeout_s, what=what)
-        return fine_R
+        what = "outputs" if layout is None else "rows"
+        raise_faults(flags, own=own, timeout_s=self._timeout_s, what=what)
+        return most if is_fixed else min(most, num_rows)
 
-    def _receive(self, incoming: Incoming, layout: RowLayout, flag: Tensor) -> Tensor:
-        shape, config = self._shape, self._config
-        most = layout.most_rows(shape)
-        is_fixed = layout.is_fixed or layout.rows_per_slot is not None
-        assert is_fixed or not _is_capturing(), "a captured exchange needs a layout that is fixed"
-        num_rows = most if is_fixed else min(most, int(incoming.num_rows))
-        new = torch.zeros if layout.alignment > 1 else torch.empty
-        out_NW = new(num_rows, shape.row_words, dtype=torch.int32, device=flag.device)
-        receive_rows_kernel[shape.num_ranks, shape.slots_per_rank, config.parts](
+    def _receive(self, incoming_3RS: Tensor, flag: Tensor, *, num_rows: int) -> Tensor:
+        shape = self._shape
+        out_NW = self._numbers(num_rows, shape.row_words)
+        receive_rows_kernel[shape.num_ranks, shape.slots_per_rank, self._config.parts](
             self._window.addresses,
             out_NW,
-            incoming.counts_RS,
-            incoming.starts_RS,
-            incoming.segment_RS,
+            incoming_3RS,
             flag,
             shape.rank,
             num_rows,
@@ -262,7 +268,7 @@ class PeerBackend:
             NUM_SLOTS=shape.slots_per_rank,
             CAPACITY=shape.pair_rows,
             WORDS=shape.row_words,
-            **configurations.options(config),
+            **configurations.options(self._config),
         )
         return out_NW
 
@@ -294,80 +300,3 @@ class PeerBackend:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def specializations(config: AllToAllConfig, shape: EpShape) -> list[Specialization]:
-    """Specialisations of a configuration, for a buffer of one shape."""
-    name = f"all_to_all {config} {shape.payload.value}"
-    sizes = {"NUM_RANKS": shape.num_ranks, "CAPACITY": shape.pair_rows}
-    blocks = configurations.options(config) | {"NUM_SLOTS": shape.slots_per_rank}
-    words = {"dispatch": (shape.row_words, shape.top_k), "combine": (shape.answer_words, 0)}
-    sends = {what: (n, math.gcd(n, _VECTOR_WORDS), k) for what, (n, k) in words.items()}
-    return [
-        *(
-            Specialization(
-                kernel=send_rows_kernel,
-                name=f"{name} {what}",
-                types={
-                    "addresses_ptr order_ptr first_ptr counts_ptr segment_ptr flag_ptr": "*i64",
-                    "words_ptr done_ptr": "*i32",
-                    "slab_offset counts_offset flags_offset": "i64",
-                },
-                multiples_of_16="slab_offset counts_offset flags_offset",
-                options=sizes | blocks | {"WORDS": words, "VECTOR": vector, "TOP_K": top_k},
-                flags="release",
-            )
-            for what, (words, vector, top_k) in sends.items()
-        ),
-        Specialization(
-            kernel=wait_flags_kernel,
-            name=f"{name} wait",
-            types={
-                "addresses_ptr flag_ptr seen_ptr": "*i64",
-                "polls_ptr": "*i32",
-                "flags_offset": "i64",
-            },
-            multiples_of_16="flags_offset",
-            options={"NUM_RANKS": shape.num_ranks, "num_warps": 1},
-            flags="acquire",
-        ),
-        Specialization(
-            kernel=receive_rows_kernel,
-            name=f"{name} receive",
-            types={
-                "addresses_ptr counts_ptr starts_ptr segment_ptr flag_ptr": "*i64",
-                "out_ptr": "*i32",
-                "slab_offset": "i64",
-            },
-            multiples_of_16="slab_offset",
-            options=sizes | blocks | {"WORDS": shape.row_words},
-        ),
-        Specialization(
-            kernel=sum_answers_kernel,
-            name=f"{name} sum",
-            types={
-                "addresses_ptr places_ptr flag_ptr": "*i64",
-                "weights_ptr out_ptr": "*fp32",
-                "slab_offset": "i64",
-            },
-            multiples_of_16="slab_offset",
-            options=sizes
-            | {
-                "num_warps": config.num_warps,
-                "BLOCK": config.block,
-                "DIM": shape.dim,
-                "TOP_K": shape.top_k,
-                "IS_BF16": shape.payload.answer_dtype is torch.bfloat16,
-                "IS_WEIGHTED": True,
-            },
-            fuses_products=False,
-        ),
-    ]
-
-
-ALL_TO_ALL: KernelOperation[Callable[..., None], AllToAllConfig] = KernelOperation(
-    name="all_to_all",
-    backends={},  # `opening` opens buffers, and ranks agree on a backend there
-    configs=CONFIG_SPACE,
-    specializations=specializations,
-)

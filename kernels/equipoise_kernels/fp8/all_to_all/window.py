@@ -87,13 +87,6 @@ class PeerWindow:
     owner: Any = None
     """Keeps the mapping alive."""
 
-    def counts(self, shape: EpShape) -> Tensor:
-        """View the headers: int64 [parities, sending ranks, slots]."""
-        offset = WindowMap.of_shape(shape).counts
-        num_numbers = NUM_PARITIES * shape.num_slots
-        numbers = self.local[offset : offset + num_numbers * _NUMBER_BYTES].view(torch.int64)
-        return numbers.view(NUM_PARITIES, shape.num_ranks, shape.slots_per_rank)
-
 
 def shared_window(path: Path, shape: EpShape) -> PeerWindow:
     """Map a file that all ranks name, usually in /dev/shm: POSIX shared memory.

@@ -7,7 +7,7 @@ from typing import Any
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.all_to_all.payload import Payload
-from equipoise_kernels.fp8.all_to_all.peer import ALL_TO_ALL
+from equipoise_kernels.fp8.all_to_all.peer_operation import ALL_TO_ALL
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.attention.latent_write import LATENT_WRITE
 from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from equipoise_kernels.fp8.all_to_all.buffer import EpBuffer
 from equipoise_kernels.fp8.all_to_all.order import RowLayout, weighted_sum
-from equipoise_kernels.fp8.all_to_all.peer import AllToAllConfig, PeerBackend
+from equipoise_kernels.fp8.all_to_all.peer import PeerBackend
+from equipoise_kernels.fp8.all_to_all.peer_operation import AllToAllConfig
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import virtual_windows
 
