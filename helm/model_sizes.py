@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from equipoise_model.config import ModelConfig
 from equipoise_model.memory import ALLOWANCE_BYTES, RankSizes, RowBytes, plan_memory
 from equipoise_model.presets import DEEPSEEK_V3
@@ -19,7 +21,7 @@ def written() -> str:
 
 
 def _sizes(config: ModelConfig) -> dict[str, object]:
-    row = RowBytes.of(config, is_fp8=True)
+    row = RowBytes.of(config, is_fp8=True, dtype=torch.bfloat16)
     return {
         "denseBytes": _term(config, "dense weights"),
         "slotBytes": _term(config, "experts"),

@@ -54,6 +54,15 @@ def choose_device(wanted: str, *, environment: Mapping[str, str] = os.environ) -
     return torch.device("cuda", int(number))
 
 
+def compute_dtype(*, on_gpu: bool) -> torch.dtype:
+    """What the plain plane holds weights, activations and latents in, and multiplies.
+
+    BF16 on a GPU, as checkpoints store it. Float32 on a CPU, where BF16 products are several times
+    slower.
+    """
+    return torch.bfloat16 if on_gpu else torch.float32
+
+
 def name_of(device: torch.device) -> str:
     """A device's human-readable name, such as `cuda:0 (NVIDIA H200)`."""
     if device.type != "cuda":

@@ -14,6 +14,7 @@ import torch
 from equipoise_kernels.formats import GROUP
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
 from equipoise_model.config import ModelConfig
+from equipoise_model.device import compute_dtype
 from equipoise_model.fp8.slot_exchange import exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
@@ -34,7 +35,7 @@ class RankSizes:
     """What a worker's settings say about memory."""
 
     is_fp8: bool
-    """Whether the FP8 plane computes; else the plain one does, in float32."""
+    """Whether the FP8 plane computes; else the plain one does."""
     on_gpu: bool
     """Whether the device is a GPU."""
     num_ranks: int
@@ -59,6 +60,16 @@ class RankSizes:
     """Rows of the largest captured decode step; 0 captures none."""
     speculate: int
     """Draft tokens per generated token."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations, of latents, and of weights that are not in FP8."""
+        return torch.bfloat16 if self.is_fp8 else compute_dtype(on_gpu=self.on_gpu)
+
+    @property
+    def dtype_name(self) -> str:
+        """Its name, human-readable."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +140,19 @@ def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
     `config` is the model as it computes: with `quantization_config` in the FP8 plane.
     """
     layers = config.num_moe_layers
-    slot_bytes = layers * _slot_bytes(config, is_fp8=sizes.is_fp8)
+    slot_bytes = layers * _slot_bytes(config, sizes)
     least_slots = min(sizes.slots_per_rank, ceil(config.n_routed_experts / sizes.num_ranks))
     spare = sizes.spare_slots if sizes.is_fp8 else 0
-    dense_bytes = _dense_bytes(config, is_fp8=sizes.is_fp8, mtp=sizes.speculate > 0)
-    per_slot = f"{layers} MoE layers x {slot_bytes // layers / 1e6:.2f} MB"
+    dense_bytes = _dense_bytes(config, sizes)
+    form = "FP8" if sizes.is_fp8 else sizes.dtype_name
+    per_slot = f"{layers} MoE layers x {slot_bytes // layers / 1e6:.2f} MB in {form}"
+    held = f"in FP8 and {sizes.dtype_name}" if sizes.is_fp8 else f"in {sizes.dtype_name}"
     terms = [
         Term(
             name="dense weights",
             num_bytes=dense_bytes,
             least_bytes=dense_bytes,
-            basis="attention, dense layers, shared experts, embeddings, draft modules",
+            basis=f"attention, dense layers, shared experts, embeddings, draft modules, {held}",
             remedy="",
         ),
         Term(
@@ -193,10 +206,10 @@ class RowBytes:
     """A row in DeepEP's buffers."""
 
     @classmethod
-    def of(cls, config: ModelConfig, *, is_fp8: bool) -> Self:
-        """Return those of a model; activations are bfloat16 in the FP8 plane, else float32."""
+    def of(cls, config: ModelConfig, *, is_fp8: bool, dtype: torch.dtype) -> Self:
+        """Return those of a model; `dtype` is that of activations."""
         heads, rank, dim = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
-        hidden, number = config.moe_intermediate_size, 2 if is_fp8 else 4
+        hidden, number = config.moe_intermediate_size, dtype.itemsize
         width = config.qk_head_dim + config.latent_dim + 2 * rank + config.v_head_dim
         codes = 2 * (dim + dim // GROUP * 4) + hidden + hidden // GROUP * 4
         return cls(
@@ -204,7 +217,7 @@ class RowBytes:
             attention=heads * width * number,
             partial=heads * (rank + 1) * 4,
             logits=config.vocab_size * 6,
-            expert=codes + 4 * hidden + 2 * dim if is_fp8 else 4 * (2 * dim + 3 * hidden),
+            expert=codes + 4 * hidden + 2 * dim if is_fp8 else number * (2 * dim + 3 * hidden),
             message=2 * dim + max(16, dim // GROUP * 4),
         )
 
@@ -218,19 +231,19 @@ def exchange_bytes(config: ModelConfig, sizes: RankSizes) -> int:
     if not sizes.is_fp8 or sizes.num_ranks == 1:
         return 0
     messages = sizes.num_ranks * sizes.slots_per_rank * _exchange_tokens(sizes)
-    return 4 * messages * RowBytes.of(config, is_fp8=True).message
+    return 4 * messages * RowBytes.of(config, is_fp8=True, dtype=sizes.dtype).message
 
 
 def step_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     """Estimate the largest activations of a step with `rows` rows on every rank, in bytes."""
-    row = RowBytes.of(config, is_fp8=sizes.is_fp8)
+    row = RowBytes.of(config, is_fp8=sizes.is_fp8, dtype=sizes.dtype)
     attention = row.attention
     if sizes.is_fp8:
         splits = ceil(sizes.context_length / SPLIT_POSITIONS)
         attention += (splits > 1) * splits * row.partial
     else:
         scores = config.num_attention_heads + config.latent_dim
-        attention += sizes.context_length * scores * 4
+        attention += sizes.context_length * scores * 4  # Scores are float32 whatever the dtype.
     sampled = min(rows, sizes.max_requests * (1 + sizes.speculate))
     experts = _expert_rows(config, sizes, rows=rows) * row.expert
     return rows * row.residual + max(rows * attention, experts) + sampled * row.logits
@@ -243,11 +256,12 @@ def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
     num_blocks = sizes.num_blocks + 1
     block_bytes = sizes.block_tokens * token_bytes
     fp8 = "" if sizes.fp8_latents or not sizes.is_fp8 else ", or choose --latents fp8"
+    latents = "FP8" if sizes.fp8_latents else sizes.dtype_name
     yield Term(
         name="latents",
         num_bytes=num_blocks * block_bytes,
         least_bytes=min(num_blocks, least_blocks) * block_bytes,
-        basis=f"{num_blocks * sizes.block_tokens} tokens x {token_bytes} bytes",
+        basis=f"{num_blocks * sizes.block_tokens} tokens x {token_bytes} bytes in {latents}",
         remedy=f"lower --cache-tokens, --max-requests or --context-length{fp8}",
     )
     buffers = exchange_bytes(config, sizes)
@@ -308,20 +322,20 @@ def _expert_rows(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     return sizes.num_ranks * at_once * pairs + padding
 
 
-def _slot_bytes(config: ModelConfig, *, is_fp8: bool) -> int:
-    """Bytes of one slot in one layer, with its entry in the map of places."""
-    if is_fp8:
+def _slot_bytes(config: ModelConfig, sizes: RankSizes) -> int:
+    """Bytes of one slot in one layer, without its entry in the map of places."""
+    if sizes.is_fp8:
         return config.expert_bytes
-    return 3 * config.moe_intermediate_size * config.hidden_size * 4
+    return 3 * config.moe_intermediate_size * config.hidden_size * sizes.dtype.itemsize
 
 
-def _dense_bytes(config: ModelConfig, *, is_fp8: bool, mtp: bool) -> int:
+def _dense_bytes(config: ModelConfig, sizes: RankSizes) -> int:
     """Bytes of all weights and tables but the experts' slots, from the model itself."""
     with torch.device("meta"):
         model: ServingModel = (
             Fp8Transformer(config, num_slots=1, num_spare=0)
-            if is_fp8
-            else Transformer(config, num_slots=1, row_block=None, mtp=mtp)
+            if sizes.is_fp8
+            else Transformer(config, num_slots=1, dtype=sizes.dtype, mtp=sizes.speculate > 0)
         )
     # The FP8 plane's slots are no parameters; the plain plane's are.
     experts = {id(tensor) for moe in model.moe_layers for tensor in moe.experts.parameters()}
@@ -336,7 +350,7 @@ def _cache(config: ModelConfig, sizes: RankSizes, *, num_blocks: int) -> LatentC
         num_blocks=num_blocks,
         max_len=sizes.block_tokens,
         mtp=sizes.speculate > 0,
-        dtype=torch.bfloat16 if sizes.is_fp8 else torch.float32,
+        dtype=sizes.dtype,
         device="meta",
         block_tokens=sizes.block_tokens,
         fp8=sizes.fp8_latents,

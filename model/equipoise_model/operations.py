@@ -26,7 +26,7 @@ from equipoise_kernels.fp8.attention.libraries import (
 from equipoise_kernels.fp8.jit import is_interpreting
 from equipoise_kernels.fp8.self_test import start_process
 from equipoise_model.config import Fp8Config, ModelConfig
-from equipoise_model.device import use
+from equipoise_model.device import compute_dtype, use
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.fp8.slot_exchange import SlotExchange, exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
@@ -74,13 +74,15 @@ class Operations:
     ) -> Self:
         """Resolve `auto`, `bf16` or `fp8` for a checkpoint's config as stored.
 
-        `auto` is FP8 on a GPU if the checkpoint is, and never falls back to float32 there; on a
-        CPU it is bf16. `latents` is `bf16` (the model's compute dtype) or `fp8`. With
-        `block_tokens` 0, the best attention backend decides.
+        `auto` is FP8 on a GPU if the checkpoint is, and never falls back to BF16 there; elsewhere
+        it is bf16, which is computed in `device.compute_dtype`. `latents` is `bf16` (the model's
+        compute dtype) or `fp8`. With `block_tokens` 0, the best attention backend decides.
 
         Raises:
             OperationsError: a choice does not exist or is not available here.
         """
+        # By default, cuBLAS may round partial sums of BF16 products to BF16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         fp8 = _weights(wanted, config=config, device=device, batch_invariant=batch_invariant)
         if latents not in (BF16, FP8):
             raise OperationsError(f"latents {latents!r} is neither bf16 nor fp8")
@@ -106,10 +108,19 @@ class Operations:
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations and of weights that are not in FP8."""
+        return (
+            torch.bfloat16
+            if self.fp8 is not None
+            else compute_dtype(on_gpu=self.device.type == "cuda")
+        )
+
+    @property
     def kernels(self) -> str:
         """What computes, human-readable: torch, or the commonest backend and its exceptions."""
         if self.fp8 is None:
-            return _TORCH
+            return self._torch
         if _always_twins(self.device):
             return ", ".join([selection.REFERENCE, *self._kind_of_latents])
         backends = selection.current().backends
@@ -122,7 +133,7 @@ class Operations:
     def backends(self) -> tuple[str, ...]:
         """What could compute, as "operation=backend|backend"; ranks must share one of each."""
         if self.fp8 is None:
-            return (f"model={_TORCH}",)
+            return (f"model={self._torch}",)
         if _always_twins(self.device):
             return (f"model={selection.REFERENCE}", *self._kind_of_latents)
         possible = selection.own().possible
@@ -180,7 +191,9 @@ class Operations:
         """
         with self.device:
             if self.fp8 is None:
-                return Transformer(config, num_slots=num_slots, row_block=row_block, mtp=mtp)
+                return Transformer(
+                    config, num_slots=num_slots, row_block=row_block, dtype=self.dtype, mtp=mtp
+                )
             captures = self.device.type == "cuda" and max_graph_rows > 0
             return Fp8Transformer(
                 config,
@@ -250,7 +263,7 @@ class Operations:
             num_blocks=num_blocks,
             max_len=max_len,
             mtp=mtp,
-            dtype=torch.float32 if self.fp8 is None else torch.bfloat16,
+            dtype=self.dtype,
             device=self.device,
             block_tokens=self.block_tokens,
             fp8=self.fp8_latents,
@@ -265,6 +278,10 @@ class Operations:
         if self.device.type == "cuda" and isinstance(model, Fp8Transformer):
             use(self.device)
             warm_up(model, cache, max_rows=max_rows)
+
+    @property
+    def _torch(self) -> str:
+        return _TORCH if self.dtype == torch.float32 else f"{_TORCH}-{BF16}"
 
     @property
     def _kind_of_latents(self) -> tuple[str, ...]:
@@ -304,8 +321,8 @@ def _weights(
     if wanted == FP8:
         raise OperationsError(f"FP8 is not available: {reason}")
     raise OperationsError(
-        f"the checkpoint is in FP8, which is not available: {reason}; weights bf16 would compute "
-        "it in float32, with four times the memory"
+        f"the checkpoint is in FP8, which is not available: {reason}; weights bf16 would take "
+        "twice the memory"
     )
 
 

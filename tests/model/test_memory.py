@@ -1,6 +1,7 @@
 """The memory plan equals what models, caches and buffers really allocate."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from equipoise_model.memory import GIB, MemoryPlan, RankSizes, Term, plan_memory
 from equipoise_model.operations import Operations
 from equipoise_model.presets import DEEPSEEK_V3, TINY
 from tests.support.fp8_models import WIDE
+from tests.support.pretended_device import CUDA, OnDevice, pretended_device
 
 CPU = torch.device("cpu")
 FP8 = dataclasses.replace(WIDE, quantization_config=Fp8Config())
@@ -44,7 +46,7 @@ def bytes_of(plan):
 def tensors_in(value, seen):
     """Every tensor that an object holds, in modules, dataclasses, lists and attributes."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield value.numbers if isinstance(value, OnDevice) else value
         return
     if id(value) in seen:
         return
@@ -69,16 +71,28 @@ def allocated(value):
 
 
 @pytest.mark.parametrize(
-    ("fp8", "fp8_latents", "speculate"),
-    [(True, False, 0), (True, True, 0), (False, False, 0), (False, False, 1)],
-    ids=["fp8", "fp8 latents", "float32", "float32 with drafts"],
+    ("fp8", "fp8_latents", "speculate", "device"),
+    [
+        (True, False, 0, CPU),
+        (True, True, 0, CPU),
+        (False, False, 0, CPU),
+        (False, False, 1, CPU),
+        (False, False, 1, CUDA),
+    ],
+    ids=["fp8", "fp8 latents", "float32", "float32 with drafts", "bfloat16 with drafts"],
 )
-def test_weights_and_latents_take_the_planned_memory(fp8, fp8_latents, speculate):
-    config = FP8 if fp8 else TINY
-    chosen = sizes(is_fp8=fp8, fp8_latents=fp8_latents, speculate=speculate)
+def test_weights_and_latents_take_the_planned_memory(fp8, fp8_latents, speculate, device):
+    config, on_gpu = FP8 if fp8 else TINY, device == CUDA
+    chosen = sizes(is_fp8=fp8, fp8_latents=fp8_latents, speculate=speculate, on_gpu=on_gpu)
     operations = Operations(
-        device=CPU, fp8=config.quantization_config, fp8_latents=fp8_latents, block_tokens=16
+        device=device, fp8=config.quantization_config, fp8_latents=fp8_latents, block_tokens=16
     )
+    with pretended_device() if on_gpu else nullcontext():
+        check_memory(config, chosen, operations)
+
+
+def check_memory(config, chosen, operations):
+    speculate, fp8 = chosen.speculate, chosen.is_fp8
     model = operations.model(
         config,
         num_slots=chosen.slots_per_rank,
@@ -150,8 +164,20 @@ def test_deepseek_v3_in_fp8_takes_44_mb_an_expert_and_fits_32_h100():
     reason = plan.obstacle(60 * GIB)
     assert "this rank needs 68.0 GiB, 8.0 GiB more than the device's 60.0 GiB" in reason
     assert "one of these suffices: latents take 12.9 GiB: lower --cache-tokens" in reason
-    by_torch = dataclasses.replace(DEEPSEEK_V3, quantization_config=None)
-    reason = plan_memory(by_torch, dataclasses.replace(chosen, is_fp8=False)).obstacle(78 * GIB)
+
+
+def test_deepseek_v3_by_torch_takes_two_bytes_a_weight_on_a_gpu_and_four_on_a_cpu():
+    config = dataclasses.replace(DEEPSEEK_V3, quantization_config=None)
+    chosen = sizes(is_fp8=False, num_ranks=32, slots_per_rank=9, context_length=4096)
+    on_gpu = plan_memory(config, chosen)
+    on_cpu = plan_memory(config, dataclasses.replace(chosen, on_gpu=False))
+    for plan, itemsize, name in ((on_gpu, 2, "bfloat16"), (on_cpu, 4, "float32")):
+        assert bytes_of(plan)["experts"] == 9 * 58 * 3 * 2048 * 7168 * itemsize
+        assert bytes_of(plan)["latents"] == 6 * 16 * 61 * 576 * itemsize
+        for term in plan.terms:
+            is_weight = term.name in ("dense weights", "experts", "latents")
+            assert not is_weight or term.basis.endswith(f"in {name}"), term
+    reason = on_cpu.obstacle(78 * GIB)
     assert "no setting of this worker frees enough, because at least experts 76.1 GiB" in reason
 
 

@@ -147,8 +147,14 @@ def served_in_fp8(tmp_path, settings, staged_from_checkpoint, monkeypatch):
     return serve
 
 
+@pytest.fixture
+def in_bfloat16(monkeypatch):
+    """Makes the plain plane compute on the CPU in what it computes in on a GPU."""
+    monkeypatch.setattr(operations, "compute_dtype", lambda *, on_gpu: torch.bfloat16)
+
+
 @pytest.mark.parametrize("num_drafts", [0, 1])
-def test_a_single_engine_makes_the_same_tokens_on_a_device(settings, num_drafts):
+def test_a_single_engine_makes_the_same_tokens_on_a_device(settings, num_drafts, in_bfloat16):
     def tokens(device):
         made = []
 
@@ -176,6 +182,21 @@ def test_an_fp8_rank_captures_its_steps_on_a_device_and_makes_the_same_tokens(se
     with pretended_device():
         assert served_in_fp8("cuda") == (expected, held)
     assert [held.index(one) for one in held] == [0, 1, 2, 3, 1]
+
+
+def test_bf16_is_bfloat16_on_a_device_and_float32_by_name_on_the_cpu(rank_of_one):
+    def held(device):
+        core, _ = rank_of_one(device=device)
+        weights = [
+            tensor for name, tensor in core.model.state_dict().items() if ".gate." not in name
+        ]
+        dtypes = {tensor.dtype for tensor in [*weights, core.cache.latents(0).latents_BPC]}
+        return dtypes, core.operations.backends
+
+    assert held("cpu") == ({torch.float32}, ("model=torch",))
+    with pretended_device():
+        assert held("cuda") == ({torch.bfloat16}, ("model=torch-bf16",))
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 def test_an_expert_is_read_beside_the_computation():
@@ -240,7 +261,7 @@ def test_a_worker_that_is_to_use_a_gpu_exits_without_one():
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_a_rank_on_a_device_copies_only_inputs_and_outputs_and_makes_the_same_tokens(
-    served, batch_invariant
+    served, batch_invariant, in_bfloat16
 ):
     expected = served(device="cpu", batch_invariant=batch_invariant)
     with pretended_device() as streams:

@@ -1,4 +1,4 @@
-"""Arithmetic of the plain data plane: torch in float32, on any device.
+"""Arithmetic of the plain data plane: torch, on any device, in the dtype of its inputs.
 
 Most functions also have a batch-invariant form. Imports neither Triton nor `equipoise_kernels.fp8`.
 """

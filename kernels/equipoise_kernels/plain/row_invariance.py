@@ -24,21 +24,23 @@ def verify_row_invariance(
     *,
     row_block: int,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Compare a row's product, bit by bit, over places in its block, neighbours and addresses.
 
     Args:
         weight_shapes: (out, in) of every weight of the model; duplicates are skipped.
         row_block: rows per block, as the model uses it.
-        dtype: the model's compute dtype.
+        dtype: the weights' and rows'.
+        device: the model's.
 
     Raises:
         RowVarianceError: a result differs, so batch-invariant mode does not hold.
     """
     generator = torch.Generator().manual_seed(0)
     for out_dim, in_dim in sorted(set(weight_shapes)):
-        weight_OD = torch.randn(out_dim, in_dim, generator=generator).to(dtype)
-        rows_TD = torch.randn(row_block, in_dim, generator=generator).to(dtype)
+        weight_OD = torch.randn(out_dim, in_dim, generator=generator).to(device, dtype)
+        rows_TD = torch.randn(row_block, in_dim, generator=generator).to(device, dtype)
         expected = linear(rows_TD, weight_OD, row_block=row_block)
         for name, seen in _variants(rows_TD, weight_OD, row_block=row_block):
             if not torch.equal(seen, expected):

@@ -19,7 +19,13 @@ from equipoise_model.plain.layers import Linear, RMSNorm
 class Attention(nn.Module):
     """One layer's attention; submodules have Hugging Face's names."""
 
-    def __init__(self, config: ModelConfig, *, row_block: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        row_block: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.row_block = row_block
@@ -27,16 +33,18 @@ class Attention(nn.Module):
         eps, rank = config.rms_norm_eps, config.kv_lora_rank
         query_dim = heads * config.qk_head_dim
         if config.q_lora_rank is None:
-            self.q_proj = Linear(dim, query_dim, row_block=row_block)
+            self.q_proj = Linear(dim, query_dim, row_block=row_block, dtype=dtype)
         else:
-            self.q_a_proj = Linear(dim, config.q_lora_rank, row_block=row_block)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=eps, row_block=row_block)
-            self.q_b_proj = Linear(config.q_lora_rank, query_dim, row_block=row_block)
-        self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, row_block=row_block)
-        self.kv_a_layernorm = RMSNorm(rank, eps=eps, row_block=row_block)
+            self.q_a_proj = Linear(dim, config.q_lora_rank, row_block=row_block, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(
+                config.q_lora_rank, eps=eps, row_block=row_block, dtype=dtype
+            )
+            self.q_b_proj = Linear(config.q_lora_rank, query_dim, row_block=row_block, dtype=dtype)
+        self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, row_block=row_block, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(rank, eps=eps, row_block=row_block, dtype=dtype)
         kv_dim = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b_proj = Linear(rank, kv_dim, row_block=row_block)
-        self.o_proj = Linear(heads * config.v_head_dim, dim, row_block=row_block)
+        self.kv_b_proj = Linear(rank, kv_dim, row_block=row_block, dtype=dtype)
+        self.o_proj = Linear(heads * config.v_head_dim, dim, row_block=row_block, dtype=dtype)
 
     def forward_expanded(self, x_BTD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """Causal attention over whole sequences, [B, T, D] to [B, T, D], differentiable."""

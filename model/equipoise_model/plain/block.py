@@ -1,5 +1,6 @@
 """`Block`: one layer, attention then feed-forward, each with a norm and a residual."""
 
+import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
@@ -20,16 +21,22 @@ class Block(nn.Module):
         sparse: bool,
         num_slots: int | None = None,
         row_block: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dim, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(dim, eps=eps, row_block=row_block)
-        self.self_attn = Attention(config, row_block=row_block)
-        self.post_attention_layernorm = RMSNorm(dim, eps=eps, row_block=row_block)
+        self.input_layernorm = RMSNorm(dim, eps=eps, row_block=row_block, dtype=dtype)
+        self.self_attn = Attention(config, row_block=row_block, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(dim, eps=eps, row_block=row_block, dtype=dtype)
         self.mlp: MoE | SwiGLU = (
-            MoE(config, num_slots=num_slots or config.n_routed_experts, row_block=row_block)
+            MoE(
+                config,
+                num_slots=num_slots or config.n_routed_experts,
+                row_block=row_block,
+                dtype=dtype,
+            )
             if sparse
-            else SwiGLU(dim, config.intermediate_size, row_block=row_block)
+            else SwiGLU(dim, config.intermediate_size, row_block=row_block, dtype=dtype)
         )
 
     def forward_expanded(

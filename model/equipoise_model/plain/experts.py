@@ -15,18 +15,24 @@ from equipoise_model.experts import Settle, check_payload
 
 
 class ExpertSlots(nn.Module):
-    """Weights of `num_slots` experts, float32 unless the module is converted.
+    """Weights of `num_slots` experts, in torch's default dtype unless one is given.
 
     `gate_up` is [slots, 2 I, D], the gate's rows before up's; `down` is [slots, D, I].
     """
 
     def __init__(
-        self, dim: int, hidden_dim: int, *, num_slots: int, row_block: int | None = None
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        num_slots: int,
+        row_block: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.row_block = row_block
-        self.gate_up = nn.Parameter(torch.empty(num_slots, 2 * hidden_dim, dim))
-        self.down = nn.Parameter(torch.empty(num_slots, dim, hidden_dim))
+        self.gate_up = nn.Parameter(torch.empty(num_slots, 2 * hidden_dim, dim, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(num_slots, dim, hidden_dim, dtype=dtype))
 
     @property
     def num_slots(self) -> int:

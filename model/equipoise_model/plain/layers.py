@@ -72,12 +72,19 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) on rows [T, dim]: dense layers and shared experts."""
 
-    def __init__(self, dim: int, hidden_dim: int, *, row_block: int | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        row_block: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.row_block = row_block
-        self.gate_proj = Linear(dim, hidden_dim, row_block=row_block)
-        self.up_proj = Linear(dim, hidden_dim, row_block=row_block)
-        self.down_proj = Linear(hidden_dim, dim, row_block=row_block)
+        self.gate_proj = Linear(dim, hidden_dim, row_block=row_block, dtype=dtype)
+        self.up_proj = Linear(dim, hidden_dim, row_block=row_block, dtype=dtype)
+        self.down_proj = Linear(hidden_dim, dim, row_block=row_block, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rows [T, dim] to rows of the same shape; T may be 0."""

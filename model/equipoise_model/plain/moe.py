@@ -1,5 +1,6 @@
 """`MoE`: one layer's gate, routed experts and shared experts."""
 
+import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
@@ -16,13 +17,22 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, num_slots: int, row_block: int | None = None
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int,
+        row_block: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dim, hidden_dim = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(config, row_block=row_block)
-        self.experts = ExpertSlots(dim, hidden_dim, num_slots=num_slots, row_block=row_block)
-        self.shared_experts = SwiGLU(dim, hidden_dim * config.n_shared_experts, row_block=row_block)
+        self.experts = ExpertSlots(
+            dim, hidden_dim, num_slots=num_slots, row_block=row_block, dtype=dtype
+        )
+        self.shared_experts = SwiGLU(
+            dim, hidden_dim * config.n_shared_experts, row_block=row_block, dtype=dtype
+        )
 
     def forward(self, x_TD: Tensor, step: ExpertStep) -> Tensor:
         """Return the output for rows [T, D], without the residual; T may be 0."""

@@ -17,21 +17,21 @@ from equipoise_model.plain.layers import Linear, RMSNorm
 class SharedHead(nn.Module):
     """The norm before the output head, which is shared with the main model."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
 
 class MultiTokenPrediction(Block):
     """Depth k of the chain: from hidden states and the next token's embedding to hidden states."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, sparse=True)
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config, sparse=True, dtype=dtype)
         dim, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(dim, eps=eps)
-        self.hnorm = RMSNorm(dim, eps=eps)
-        self.eh_proj = Linear(2 * dim, dim)
-        self.shared_head = SharedHead(config)
+        self.enorm = RMSNorm(dim, eps=eps, dtype=dtype)
+        self.hnorm = RMSNorm(dim, eps=eps, dtype=dtype)
+        self.eh_proj = Linear(2 * dim, dim, dtype=dtype)
+        self.shared_head = SharedHead(config, dtype=dtype)
 
     def forward_mtp(
         self,

@@ -38,8 +38,12 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.row_block = row_block
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
+        self.weight = nn.Parameter(
+            torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32)
+        )
+        self.register_buffer(
+            "e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=torch.float32)
+        )
 
     def forward(self, x_TD: Tensor) -> Routing:
         """Route rows [T, D]; T may be 0."""

@@ -25,16 +25,16 @@ def verify_rows(model: Transformer, cache: LatentCache) -> None:
         RowVarianceError: a row's result depends on more than the row; the message gives the remedy.
     """
     assert model.row_block is not None
-    verify_row_invariance(
-        _weight_shapes(model), row_block=model.row_block, dtype=model.embed_tokens.weight.dtype
-    )
+    device = model.embed_tokens.weight.device
+    for dtype, shapes in _weight_shapes(model).items():
+        verify_row_invariance(shapes, row_block=model.row_block, dtype=dtype, device=device)
     for positions in stretches(cache.max_len):
         _verify_attention(model, cache, positions=positions)
 
 
-def _weight_shapes(model: Transformer) -> set[tuple[int, int]]:
-    """(out, in) of every matrix that multiplies rows, of one slot for experts."""
-    shapes = set()
+def _weight_shapes(model: Transformer) -> dict[torch.dtype, set[tuple[int, int]]]:
+    """(out, in) by dtype of every matrix that multiplies rows, of one slot for experts."""
+    shapes: dict[torch.dtype, set[tuple[int, int]]] = {}
     for module in model.modules():
         if getattr(module, "row_block", None) is None:
             continue
@@ -45,7 +45,8 @@ def _weight_shapes(model: Transformer) -> set[tuple[int, int]]:
             weights = [module.gate_up[0], module.down[0]]
         else:
             continue
-        shapes |= {(weight.shape[0], weight.shape[1]) for weight in weights}
+        for weight in weights:
+            shapes.setdefault(weight.dtype, set()).add((weight.shape[0], weight.shape[1]))
     return shapes
 
 

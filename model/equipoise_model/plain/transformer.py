@@ -42,6 +42,7 @@ class Transformer(ServingModel):
         num_slots: physical slots per MoE layer; by default one for each logical expert.
         row_block: None for the fast form; a number of rows (16) for the batch-invariant form, in
             which a token's result does not depend on its batch, to the last bit.
+        dtype: of weights and activations. Routers are in float32 in any case.
         mtp: whether to build the multi-token-prediction modules, for training and for drafting.
             They hold all their experts on every rank, and have only the fast form.
     """
@@ -52,26 +53,29 @@ class Transformer(ServingModel):
         *,
         num_slots: int | None = None,
         row_block: int | None = None,
+        dtype: torch.dtype = torch.float32,
         mtp: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.row_block = row_block
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
             Block(
                 config,
                 sparse=layer >= config.first_k_dense_replace,
                 num_slots=num_slots,
                 row_block=row_block,
+                dtype=dtype,
             )
             for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, row_block=row_block)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, row_block=row_block)
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(dim, eps=eps, row_block=row_block, dtype=dtype)
+        self.lm_head = Linear(dim, config.vocab_size, row_block=row_block, dtype=dtype)
         self.rope = Rope(config)
         self.mtp_layers = nn.ModuleList(
-            MultiTokenPrediction(config)
+            MultiTokenPrediction(config, dtype=dtype)
             for _ in range(config.num_nextn_predict_layers if mtp else 0)
         )
         self._initialize()

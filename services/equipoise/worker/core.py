@@ -179,9 +179,11 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
             return stored, operations
         if operations.fp8 is None:
             _log.warning(
-                "the checkpoint is in FP8, and %s computes it in float32, with four times the "
-                "memory: FP8 needs a Hopper GPU",
+                "the checkpoint is in FP8, and %s computes it in %s, with %d times the memory: FP8 "
+                "needs a Hopper GPU",
                 device,
+                str(operations.dtype).removeprefix("torch."),
+                operations.dtype.itemsize,
             )
         return Checkpoint.open(settings.checkpoint, quantize_as=operations.fp8), operations
     except OperationsError as error:

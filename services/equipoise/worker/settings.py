@@ -102,9 +102,10 @@ class WorkerSettings:
     without a number is the device of LOCAL_RANK, or the first."""
 
     weights: str = "auto"
-    """Form of the weights: bf16, computed by torch in float32, or fp8, computed by the kernel suite
-    with the backends of EQUIPOISE_KERNELS. auto is fp8 for an FP8 checkpoint on a GPU, which needs
-    --no-batch-invariant, else bf16."""
+    """Form of the weights: bf16, held and multiplied by torch in bfloat16 on a GPU, and in float32
+    (twice the memory) on a CPU, where bfloat16 is several times slower; or fp8, computed by the
+    kernel suite with the backends of EQUIPOISE_KERNELS. auto is fp8 for an FP8 checkpoint on a GPU,
+    which needs --no-batch-invariant, else bf16."""
 
     latents: str = "bf16"
     """Form of the latent cache: bf16 (what the model computes in), or fp8 with a scale for each
