@@ -85,6 +85,14 @@ class LatentCache:
             store.shape[0] * store.shape[-1] * store.element_size() for store in self._stores
         )
 
+    @property
+    def form(self) -> str:
+        """Layers, widths and data types of a position, and positions of a block."""
+        kinds = "+".join(
+            f"{store.shape[-1]}:{str(store.dtype).removeprefix('torch.')}" for store in self._stores
+        )
+        return f"{self._stores[0].shape[0]}x{kinds}/{self.block_tokens}"
+
     def latents(self, layer: int) -> Latents:
         """One layer's blocks in the kernels' format; the last is the zero block."""
         if len(self._stores) == 1:

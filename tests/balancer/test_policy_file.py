@@ -66,8 +66,8 @@ async def test_every_swap_of_the_mounted_folder_is_seen(mount, book, file):
     for interval in (11, 12, 13):
         mount.put(f"{interval}s")
         await file.look()
-        assert book.of("any").values.interval_s == interval
-    assert book.of("any").loaded_s == 77.0
+        assert book.of("any", None).values.interval_s == interval
+    assert book.of("any", None).loaded_s == 77.0
 
 
 async def test_the_same_contents_are_offered_once(mount, book, file):
@@ -85,7 +85,7 @@ async def test_a_wrong_file_is_rejected_once_and_reported(mount, book, file, hea
     mount.put("11")
     await file.look()
     await file.look()
-    assert book.of("any").values.interval_s == 11
+    assert book.of("any", None).values.interval_s == 11
     assert book.num_rejected == len(heard) == 1
     assert "line 3: defaults.interval: a duration needs a unit" in heard[0]
 
@@ -95,11 +95,11 @@ async def test_a_file_that_goes_away_leaves_the_last_good_policy(mount, book, fi
     await file.look()
     mount.path.unlink()
     await file.look()
-    assert book.of("any").values.interval_s == 11
+    assert book.of("any", None).values.interval_s == 11
     assert "cannot be read: No such file" in book.latest_rejection.reason
     mount.put("12s")
     await file.look()
-    assert book.of("any").values.interval_s == 12
+    assert book.of("any", None).values.interval_s == 12
     assert book.latest_rejection is None
 
 
@@ -119,6 +119,6 @@ async def test_it_follows_by_itself(mount, book, file, monkeypatch):
     async with asyncio.timeout(WAIT_S):
         for interval in (11, 12):
             mount.put(f"{interval}s")
-            while book.of("any").values.interval_s != interval:  # noqa: ASYNC110 - it polls itself
+            while book.of("any", None).values.interval_s != interval:  # noqa: ASYNC110 - it polls itself
                 await asyncio.sleep(0.01)
     task.cancel()

@@ -173,6 +173,19 @@ def test_text_from_messages_is_never_markup():
     assert "[blue]q" in printed(pools_view([pb.PoolSummary(pool="[blue]q")]))
 
 
+def test_pools_show_their_phases_and_which_prefill_pool_has_no_partner():
+    pools = [
+        pb.PoolSummary(pool="p", phase="prefill", latent_forms=["v1/16"]),
+        pb.PoolSummary(pool="q", phase="prefill", latent_forms=["v1/64"]),
+        pb.PoolSummary(pool="d", phase="decode", latent_forms=["v1/64"]),
+    ]
+    shown = printed(pools_view(pools))
+    assert "prefill" in shown
+    assert "prefill pool p hands over to no decode pool: its latents are v1/16" in shown
+    assert "those of d are v1/64" in shown
+    assert "prefill pool q" not in shown
+
+
 def test_the_status_line_has_the_essentials():
     status = a_pool()
     assert status_line(status) == (

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
+from equipoise.planning.counters import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.errors import PolicyError
 from equipoise.policy.reading import MAX_BYTES, read_policy
@@ -47,6 +48,30 @@ pools:
     assert read.defaults.fast_half_life_s == Policy().fast_half_life_s
 
 
+def test_an_entry_with_a_phase_is_for_all_pools_of_that_phase_without_an_entry_of_their_own():
+    read = read_policy(
+        HEAD
+        + """
+defaults: {interval: 20s}
+pools:
+  readers: {phase: prefill, interval: 10m, planning: {algorithm: hierarchical}}
+  special: {interval: 5s}
+""",
+        source="policy.yaml",
+    )
+    of_any = read.of("any", Phase.PREFILL)
+    assert (of_any.interval_s, of_any.algorithm) == (600, "hierarchical")
+    assert read.of("special", Phase.PREFILL).interval_s == 5
+    assert read.of("readers", Phase.DECODE) == read.of("any", None) == read.defaults
+
+
+def test_two_entries_for_one_phase_are_a_fault():
+    body = "pools:\n  a: {phase: decode}\n  b:\n    phase: decode\n"
+    [fault] = faults_of(body)
+    assert (fault.line, fault.path) == (6, "pools.b.phase")
+    assert "another entry is for the same phase" in fault.why
+
+
 def test_options_apply_where_the_file_sets_nothing():
     read = read_policy(
         HEAD + "defaults: {interval: 20s}", source="f", base=Policy(min_gain=0.5, interval_s=7)
@@ -57,6 +82,13 @@ def test_options_apply_where_the_file_sets_nothing():
 @pytest.mark.parametrize(
     ("body", "line", "path", "why"),
     [
+        (
+            "pools:\n  a: {phase: both}",
+            4,
+            "pools.a.phase",
+            "must be 'prefill', 'decode'",
+        ),
+        ("defaults:\n  phase: decode", 4, "defaults.phase", "did you mean pause"),
         ("defaults:\n  intervall: 1s", 4, "defaults.intervall", "did you mean interval?"),
         (
             "defaults:\n  minGain: 0.1",

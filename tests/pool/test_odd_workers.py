@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from equipoise.planning.counters import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError
@@ -25,6 +26,7 @@ ODD = {
         {"kernels": "odd", "backends": ("gemm=odd", "permute=triton")},
         "computes with odd, and no backend of gemm is available to it and 3 workers",
     ),
+    "phase": ({"phase": Phase.DECODE}, "phase is decode, but 3 workers of the pool have mixed"),
 }
 
 

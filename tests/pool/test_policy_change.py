@@ -195,9 +195,9 @@ def test_a_change_while_no_balancer_led_is_recorded_by_the_next_one(make_harness
 
 def test_pools_have_policies_of_their_own():
     book = PolicyBook(Policy(), now=5.0)
-    assert book.of("a").source == "command line"
+    assert book.of("a", None).source == "command line"
     text = HEAD + "defaults: {interval: 20s}\npools: {b: {interval: 30s}}"
     assert book.offer(text, source="f", now=6.0)
-    assert [book.of(name).values.interval_s for name in "ab"] == [20, 30]
-    assert book.of("a").digest == digest(Policy(interval_s=20.0))
-    assert book.of("a").loaded_s == 6.0
+    assert [book.of(name, None).values.interval_s for name in "ab"] == [20, 30]
+    assert book.of("a", None).digest == digest(Policy(interval_s=20.0))
+    assert book.of("a", None).loaded_s == 6.0

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.moves import checksums_digest
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
@@ -151,7 +151,7 @@ class ScriptedWorker:
                 epoch=self.epoch,
                 rank=self.rank,
                 generation=self.layout.generation,
-                phase=Phase.MIXED,
+                phase=self.hello.phase,
                 assignments=self.assignments.copy(),
             ),
             stats=RankStats(

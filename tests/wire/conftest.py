@@ -58,6 +58,9 @@ HELLO = Hello(
     backends=("gemm=triton|reference", "gemm_large=scaled_mm|triton|reference"),
     highest_epoch=58,
     highest_generation=9,
+    phase=Phase.DECODE,
+    latent_form="v1/0badcafe/61x576:bfloat16/64/fast",
+    block_tokens=64,
 )
 LAYOUT = contiguous_layout(num_layers=3, num_experts=8, num_ranks=2, slots_per_rank=5, generation=4)
 RUNS = replace(LAYOUT, generation=3, expert_of_slot=LAYOUT.expert_of_slot[:, ::-1])

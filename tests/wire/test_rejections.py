@@ -55,6 +55,8 @@ HELLO_FAULTS = [
     (dict(backends=["gemm"]), "hello_backends", "operation=backend.backend, not 'gemm'"),
     (dict(backends=["gemm=a"] * 65), "hello_backends", "at most 64 of operation=backend.backend"),
     (dict(backends=["gemm=\n"]), "hello_name", "backends must be"),
+    (dict(phase=4), "hello_phase", "prefill, decode or mixed, not 4"),
+    (dict(latent_form="x" * 254), "hello_name", "latent_form must be"),
     (dict(pool=""), "hello_name", "pool must be 1 to 253 printable"),
     (dict(worker="a\x1b[2J"), "hello_name", r"'a\\x1b\[2J'"),
     (dict(node="n" * 254), "hello_name", "node must be"),

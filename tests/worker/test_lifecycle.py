@@ -90,6 +90,10 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         assert (hello.kernels, hello.backends) == ("torch", ("model=torch",))
         latents = checkpoint.config.num_hidden_layers * checkpoint.config.latent_dim
         assert hello.cache_token_bytes == 4 * latents
+        assert (hello.phase, hello.block_tokens) == (Phase.MIXED, 16)
+        layers, width = checkpoint.config.num_hidden_layers, checkpoint.config.latent_dim
+        form = f"{layers}x{width}:float32/16/invariant"
+        assert hello.latent_form == f"v1/{checkpoint.fingerprint[:32]}/{form}"
         assert hello.model.expert_bytes == checkpoint.config.expert_bytes
         assert await health_of(hello.address) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await health_of(hello.address, LIVE) == health_pb2.HealthCheckResponse.SERVING

@@ -22,11 +22,12 @@ STATS = RankStats(
 )
 
 
-def reporter():
+def reporter(phase=Phase.MIXED):
     return Reporter(
         join_epoch_of(epoch=4, rank=2),
         engine=None,
         boot_id="b",
+        phase=phase,
         send=print,
         waits=Waits({Wait.STEP: 4.0}),
     )
@@ -54,6 +55,11 @@ def test_a_report_names_its_boot_rank_and_generation():
     assert load.phase is Phase.MIXED
     assert load.assignments.dtype == np.uint64
     np.testing.assert_array_equal(load.assignments, np.full((2, 3), 7))
+
+
+def test_a_report_names_the_phase_of_its_pool():
+    [report] = reporter(Phase.PREFILL).build(progress(7))
+    assert report.load.phase is Phase.PREFILL
 
 
 def test_final_counters_are_sent_a_few_times_before_the_current_ones():

@@ -90,6 +90,9 @@ class RankStatus(_message.Message):
     MAX_REPLICAS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    LATENT_FORM_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -152,6 +155,10 @@ class RankStatus(_message.Message):
     """Number of the weights in the slots now, as in Heartbeat; 0 if they never change."""
     idle: _builtins.bool
     """The engine takes no forward passes now, as in Heartbeat."""
+    boot_id: _builtins.str
+    """As in Hello."""
+    latent_form: _builtins.str
+    block_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -189,10 +196,13 @@ class RankStatus(_message.Message):
         max_replicas: _builtins.int = ...,
         weights_version: _builtins.int = ...,
         idle: _builtins.bool = ...,
+        boot_id: _builtins.str = ...,
+        latent_form: _builtins.str = ...,
+        block_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "idle", b"idle", "kernels", b"kernels", "load_share", b"load_share", "max_replicas", b"max_replicas", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "idle", b"idle", "kernels", b"kernels", "latent_form", b"latent_form", "load_share", b"load_share", "max_replicas", b"max_replicas", "median_step_us", b"median_step_us", "node", b"node", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -487,6 +497,7 @@ class PoolStatus(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     GAINS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -510,6 +521,8 @@ class PoolStatus(_message.Message):
     """Rollouts that became active since start (waves are counted in generations, not here)."""
     rollouts_aborted: _builtins.int
     """Rollouts aborted since start."""
+    phase: _builtins.str
+    """prefill, decode or mixed; empty before a worker has connected."""
     @_builtins.property
     def model(self) -> _worker_link_pb2.ModelShape: ...
     @_builtins.property
@@ -601,10 +614,11 @@ class PoolStatus(_message.Message):
         policy: Global___PolicyStatus | None = ...,
         gains: _abc.Iterable[Global___GainStatus] | None = ...,
         quarantined: _abc.Iterable[Global___QuarantineStatus] | None = ...,
+        phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
@@ -913,6 +927,7 @@ class Decision(_message.Message):
     SHIFT_DETECTED_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     POLICY_HASH_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number within the pool, from 1."""
     time_unix_s: _builtins.float
@@ -942,6 +957,8 @@ class Decision(_message.Message):
     """
     policy_hash: _builtins.str
     """The policy that made this decision, or that came into force."""
+    phase: _builtins.str
+    """Phase whose load the decision is about: prefill, decode or mixed; empty if it is about none."""
     def __init__(
         self,
         *,
@@ -959,10 +976,11 @@ class Decision(_message.Message):
         shift_detected: _builtins.bool = ...,
         kind: _builtins.str = ...,
         policy_hash: _builtins.str = ...,
+        phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "algorithm", b"algorithm", "balancedness_current", b"balancedness_current", "balancedness_proposed", b"balancedness_proposed", "base_generation", b"base_generation", "bytes", b"bytes", "kind", b"kind", "moves", b"moves", "plan_ms", b"plan_ms", "policy_hash", b"policy_hash", "reason", b"reason", "sequence", b"sequence", "shift_detected", b"shift_detected", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "algorithm", b"algorithm", "balancedness_current", b"balancedness_current", "balancedness_proposed", b"balancedness_proposed", "base_generation", b"base_generation", "bytes", b"bytes", "kind", b"kind", "moves", b"moves", "phase", b"phase", "plan_ms", b"plan_ms", "policy_hash", b"policy_hash", "reason", b"reason", "sequence", b"sequence", "shift_detected", b"shift_detected", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,6 +1013,8 @@ class PoolSummary(_message.Message):
     RANKS_SERVING_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     BALANCEDNESS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    LATENT_FORMS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     generation: _builtins.int
@@ -1004,6 +1024,12 @@ class PoolSummary(_message.Message):
     """Ranks the pool has when complete."""
     balancedness: _builtins.float
     """Balancedness of the latest window."""
+    phase: _builtins.str
+    """As in PoolStatus."""
+    @_builtins.property
+    def latent_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Latent forms of the ranks, as in Hello, without duplicates; one if all ranks agree."""
+
     def __init__(
         self,
         *,
@@ -1013,10 +1039,12 @@ class PoolSummary(_message.Message):
         ranks_serving: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         balancedness: _builtins.float = ...,
+        phase: _builtins.str = ...,
+        latent_forms: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "generation", b"generation", "health", b"health", "num_ranks", b"num_ranks", "pool", b"pool", "ranks_serving", b"ranks_serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "generation", b"generation", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -223,6 +223,9 @@ class Hello(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     MAX_REPLICAS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    LATENT_FORM_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool to serve in."""
     worker: _builtins.str
@@ -285,6 +288,16 @@ class Hello(_message.Message):
     """Number of the weights that the checksums of this Hello belong to, from 1, growing with every
     update of an engine's weights in place; 0 if they never change.
     """
+    phase: Global___Phase.ValueType
+    """Phase that the worker serves, the same for all workers of a pool; PHASE_UNSPECIFIED, as an older
+    worker sends, is PHASE_MIXED.
+    """
+    latent_form: _builtins.str
+    """What one token's latents look like in this worker's cache: checkpoint, layers, data types, block
+    size and bit mode. Workers exchange latents only if theirs are equal. Empty if not reported.
+    """
+    block_tokens: _builtins.int
+    """Positions per block of the latent cache, the unit of exchange; 0 if not reported."""
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -332,10 +345,13 @@ class Hello(_message.Message):
         engine: _builtins.str = ...,
         max_replicas: _builtins.int = ...,
         weights_version: _builtins.int = ...,
+        phase: Global___Phase.ValueType = ...,
+        latent_form: _builtins.str = ...,
+        block_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "max_replicas", b"max_replicas", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "latent_form", b"latent_form", "max_replicas", b"max_replicas", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015

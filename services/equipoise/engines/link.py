@@ -19,6 +19,7 @@ from torch import Tensor
 
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, Mode
+from equipoise.planning.counters import Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import checksums_digest
 from equipoise.rank.agent import Agent, Outbox
@@ -307,6 +308,7 @@ class EngineLink:
             join_epoch,
             engine=seat,
             boot_id=self._boot_id,
+            phase=Phase.MIXED,
             send=self._outbox.send,
             waits=self._waits,
         )

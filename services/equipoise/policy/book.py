@@ -6,6 +6,7 @@ Pools read it at every tick. A rejected policy changes nothing: the last valid o
 import logging
 from dataclasses import dataclass
 
+from equipoise.planning.counters import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import digest
 from equipoise.policy.errors import PolicyError
@@ -72,11 +73,14 @@ class PolicyBook:
             return self.latest_rejection.reason
         return "the policy file has not been read yet"
 
-    def of(self, pool: str) -> PolicyInForce:
-        """The policy in force for a pool."""
-        values = self._base
-        if self._read is not None:
-            values = self._read.pools.get(pool, self._read.defaults)
+    @property
+    def is_by_phase(self) -> bool:
+        """Whether a pool's policy may depend on its phase."""
+        return self._read is not None and bool(self._read.phases)
+
+    def of(self, pool: str, phase: Phase | None) -> PolicyInForce:
+        """The policy in force for a pool; its phase is None if not known yet."""
+        values = self._base if self._read is None else self._read.of(pool, phase)
         if values not in self._digests:
             self._digests[values] = digest(values)
         return PolicyInForce(

@@ -41,9 +41,8 @@ class Section(BaseModel):
             value = getattr(self, key)
             if isinstance(value, Section):
                 found |= value.written()
-            else:
-                setting, *_ = type(self).model_fields[key].metadata
-                found[setting.name] = value
+            elif settings := type(self).model_fields[key].metadata:
+                found[settings[0].name] = value
         return found
 
 
@@ -79,6 +78,14 @@ else:
     PoolPolicy = _pool_policy()
 
 
+class PoolOverride(PoolPolicy):
+    """Values of the pool with this name, or of all pools that serve `phase`."""
+
+    phase: Literal["prefill", "decode", "mixed"] | None = None
+    """Phase of the pools that these values are for, whatever their names, except pools that have an
+    entry of their own. Default: the values are for the pool with the entry's name."""
+
+
 class BalancePolicy(Section):
     """How loads become layouts: for all pools, and what differs for single pools."""
 
@@ -91,5 +98,5 @@ class BalancePolicy(Section):
     defaults: PoolPolicy = Field(default_factory=PoolPolicy)
     """Values for every pool."""
 
-    pools: dict[PoolName, PoolPolicy] = Field(default_factory=dict)
-    """Values that differ from the defaults, by pool name."""
+    pools: dict[PoolName, PoolOverride] = Field(default_factory=dict)
+    """Values that differ from the defaults, by pool name or by phase."""

@@ -9,9 +9,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from equipoise.planning.counters import Phase
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.policy import Policy
-from equipoise.policy.document import BalancePolicy, Section
+from equipoise.policy.document import BalancePolicy, PoolOverride, Section
 from equipoise.policy.errors import PolicyError, PolicyFault
 from equipoise.policy.setting import SETTINGS
 
@@ -33,6 +34,19 @@ class ReadPolicy:
 
     pools: Mapping[str, Policy] = field(default_factory=dict)
     """For the pools that the file names."""
+
+    phases: Mapping[Phase, Policy] = field(default_factory=dict)
+    """For the other pools, by phase."""
+
+    def of(self, pool: str, phase: Phase | None) -> Policy:
+        """For a pool; `phase` is None if unknown."""
+        if pool in self.pools:
+            return self.pools[pool]
+        return self.defaults if phase is None else self.phases.get(phase, self.defaults)
+
+    def named(self) -> Mapping[str, Policy]:
+        """All but the defaults, with a name for display."""
+        return {**self.pools, **{f"{phase} pools": one for phase, one in self.phases.items()}}
 
 
 def read_policy(text: str, *, source: str, base: Policy | None = None) -> ReadPolicy:
@@ -69,14 +83,27 @@ def _resolved(
             return base
 
     defaults = policy(("defaults",), common)
-    pools = {}
+    pools, phases = {}, {}
     if not faults:
         # Pools build on the defaults, so faults of the defaults would be repeated for each pool.
         for name, section in document.pools.items():
-            pools[name] = policy(("pools", name), common | section.written())
+            values_in_force = policy(("pools", name), common | section.written())
+            if section.phase is None:
+                pools[name] = values_in_force
+            elif Phase(section.phase) in phases:
+                where = ("pools", name, "phase")
+                why = "another entry is for the same phase: merge the two"
+                faults.append(_fault_at(where, section.phase, why, lines))
+            else:
+                phases[Phase(section.phase)] = values_in_force
     if faults:
         raise PolicyError(source, faults)
-    return ReadPolicy(defaults=defaults, pools=pools)
+    return ReadPolicy(defaults=defaults, pools=pools, phases=phases)
+
+
+def _fault_at(where: KeyPath, value: str, why: str, lines: Mapping[KeyPath, int]) -> PolicyFault:
+    path = ".".join(map(str, where))
+    return PolicyFault(path=path, line=lines.get(where, 0), value=value, why=why)
 
 
 def _contradiction(where: KeyPath, why: str, lines: Mapping[KeyPath, int]) -> PolicyFault:
@@ -134,7 +161,8 @@ def _section_at(path: list[str | int]) -> type[Section]:
     for step in steps:
         if step == "pools":
             next(steps, None)
-            step = "defaults"  # noqa: PLW2901 - pools have the fields of the defaults
+            section = PoolOverride
+            continue
         info = section.model_fields.get(str(step))
         if info is not None and isinstance(info.annotation, type):
             section = info.annotation

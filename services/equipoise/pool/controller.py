@@ -255,6 +255,7 @@ class PoolController:
     def _follow_policy(self, *, now: float) -> Chain:
         """Put a changed policy in force; averages, windows and a rollout in progress continue."""
         pool = self.pool
+        pool.policy.note_phase(pool.roster.phase)
         if not pool.policy.is_stale:
             return ()
         pool.note_change()
@@ -287,6 +288,12 @@ class PoolController:
             raise InvalidReportError(
                 "report_unknown_rank",
                 f"worker {member.name} reports as rank {load.rank}, but its rank is {rank}",
+            )
+        if load.phase is not member.hello.phase:
+            raise InvalidReportError(
+                "report_phase",
+                f"worker {member.name} reports {load.phase} load, but it serves "
+                f"{member.hello.phase}: restart it",
             )
         member.note_stats(report.stats)
         pool.counters.note_report(member.name, report)

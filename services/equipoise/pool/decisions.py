@@ -182,6 +182,7 @@ class Decisions:
                 balancedness_proposed=window.balancedness,
                 shift_detected=window.shift.detected,
                 policy_hash=self._policy.in_force.digest,
+                phase=window.phase,
             )
         )
 
@@ -208,7 +209,10 @@ class Decisions:
             veto = self._cannot_roll_out(request) or (
                 None if is_requested else self._vetoed(request, now=now)
             )
-        decision = DecisionRecord.of_proposal(proposal, now=now, veto=veto, plan_ms=plan_ms)
+        phase = self._roster.phase or ""
+        decision = DecisionRecord.of_proposal(
+            proposal, phase=phase, now=now, veto=veto, plan_ms=plan_ms
+        )
         self._tally.note_decision(accepted=decision.accepted, plan_s=plan_ms / 1000)
         if not decision.accepted:
             return (WriteDecision(record=decision),)

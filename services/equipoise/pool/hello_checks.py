@@ -125,6 +125,7 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
         ("hello_model", "model shape", hello.model, rank.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, rank.slots_per_rank),
         ("hello_engine", "engine", engine_of(hello), engine_of(rank)),
+        ("hello_phase", "phase", hello.phase.value, rank.phase.value),
     ):
         if theirs != ours:
             raise RejectedWorkerError(

@@ -6,9 +6,10 @@ It neither sends nor stores. `planning/membership.py` decides when ranks are ass
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
+from equipoise.planning.counters import Phase
 from equipoise.planning.membership import EpochCandidate, MemberState
 from equipoise.planning.resumption import GroupChoice, RunningClaim
-from equipoise.planning.topology import Topology
+from equipoise.planning.topology import ModelShape, Topology
 from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape, check_slots
 from equipoise.pool.member import Member
 from equipoise.pool.records import EpochMembers
@@ -206,9 +207,15 @@ class Roster:
         if rank is not None:
             return rank.hello
         connected = [one.hello for one in self._members.values() if one.connected]
-        counts = Counter((hello.model, hello.slots_per_rank) for hello in connected)
-        most = max(connected, key=lambda one: counts[one.model, one.slots_per_rank], default=None)
+        counts = Counter(_shape_of(hello) for hello in connected)
+        most = max(connected, key=lambda one: counts[_shape_of(one)], default=None)
         return most or self.latest
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that the pool serves; None before a worker has connected."""
+        shape = self.shape
+        return None if shape is None else shape.phase
 
     @property
     def wanted_ranks(self) -> int:
@@ -342,6 +349,10 @@ class Roster:
         self._members = {name: one for name, one in self._members.items() if one.connected}
         for member in self._members.values():
             member.unseat()
+
+
+def _shape_of(hello: Hello) -> tuple[ModelShape, int, Phase]:
+    return hello.model, hello.slots_per_rank, hello.phase
 
 
 def _candidate(

@@ -55,6 +55,12 @@ _TRAITS = (
         of=lambda hello: (hello.checkpoint_fingerprint, hello.experts_digest),
         shown=lambda hello: hello.checkpoint_fingerprint,
     ),
+    _Trait(
+        kind="other_phase",
+        name="phase",
+        of=lambda hello: hello.phase,
+        shown=lambda hello: hello.phase.value,
+    ),
 )
 
 

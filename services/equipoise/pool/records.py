@@ -106,14 +106,26 @@ class DecisionRecord:
     policy_hash: str = ""
     """Digest of the policy that made it, or that came into force."""
 
+    phase: str = ""
+    """Phase whose load it is about: prefill, decode or mixed; empty if it is about none."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", DecisionKind(self.kind))
 
     @classmethod
     def of_proposal(
-        cls, proposal: Proposal, *, now: float, veto: str | None = None, plan_ms: float = 0.0
+        cls,
+        proposal: Proposal,
+        *,
+        phase: str = "",
+        now: float,
+        veto: str | None = None,
+        plan_ms: float = 0.0,
     ) -> "DecisionRecord":
-        """The verdict on a plan; `veto` is why the pool rejects one that the verdict accepts."""
+        """The verdict on a plan for the load of `phase`.
+
+        `veto` is why the pool rejects one that the verdict accepts.
+        """
         request, verdict = proposal.request, proposal.verdict
         return cls(
             time_unix_s=now,
@@ -128,6 +140,7 @@ class DecisionRecord:
             plan_ms=plan_ms,
             shift_detected=request.shift.detected,
             policy_hash=request.policy_hash,
+            phase=phase,
         )
 
 

@@ -28,6 +28,7 @@ class Reporter:
         *,
         engine: SwitchingEngine,
         boot_id: str,
+        phase: Phase,
         send: Callable[[Report], object],
         waits: Waits,
     ) -> None:
@@ -36,6 +37,7 @@ class Reporter:
         self._interval_s = join_epoch.report_interval_s
         self._engine = engine
         self._boot_id = boot_id
+        self._phase = phase
         self._send = send
         self._waits = waits
         self._generation = 0
@@ -71,8 +73,8 @@ class Reporter:
                     epoch=self._epoch,
                     rank=self._rank,
                     generation=load.generation,
-                    # Prompt and generated tokens share steps, so their loads are one.
-                    phase=Phase.MIXED,
+                    # Of all steps: prompt and generated tokens share them, so their loads are one.
+                    phase=self._phase,
                     assignments=load.slot_load_LS.astype(np.uint64),
                 ),
                 stats=stats,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from equipoise.planning.arrays import Checksums, ExpertTable
-from equipoise.planning.counters import LoadReport
+from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
 
@@ -137,6 +137,16 @@ class Hello:
 
     highest_generation: int = 0
     """Highest generation that this process has started in, run or staged; 0 for none."""
+
+    phase: Phase = Phase.MIXED
+    """Phase that the worker serves, the same for all workers of a pool."""
+
+    latent_form: str = ""
+    """What a token's latents look like in its cache; workers exchange them only if theirs are
+    equal. Empty if unknown."""
+
+    block_tokens: int = 0
+    """Positions per block of the latent cache; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

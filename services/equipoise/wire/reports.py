@@ -15,12 +15,15 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 MAX_TIMEOUTS = 16
 """Most timeouts in a report."""
 
-_PHASES = {
+PHASES = {
     pb.PHASE_PREFILL: Phase.PREFILL,
     pb.PHASE_DECODE: Phase.DECODE,
     pb.PHASE_MIXED: Phase.MIXED,
 }
-_PHASE_NUMBERS = {phase: number for number, phase in _PHASES.items()}
+"""Phases by number."""
+
+PHASE_NUMBERS = {phase: number for number, phase in PHASES.items()}
+"""Numbers by phase."""
 
 
 def report_to_proto(report: Report) -> pb.LoadReport:
@@ -31,7 +34,7 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         epoch=load.epoch,
         rank=load.rank,
         generation=load.generation,
-        phase=_PHASE_NUMBERS[load.phase],
+        phase=PHASE_NUMBERS[load.phase],
         assignments=load.assignments.astype("<u8", copy=False).tobytes(),
         timeouts=[pb.WorkerTimeout(**fields_of(timeout)) for timeout in report.stats.timeouts],
         heartbeat=None if beat is None else pb.Heartbeat(**fields_of(beat)),
@@ -48,7 +51,7 @@ def report_from_proto(
         InvalidMessageError: "report_shape", "report_phase", "report_rank" or "report_range"; the
             last also if the counters are floats, including NaN.
     """
-    if message.phase not in _PHASES:
+    if message.phase not in PHASES:
         raise InvalidMessageError(
             "report_phase", f"report: phase must be prefill, decode or mixed, not {message.phase}"
         )
@@ -66,7 +69,7 @@ def report_from_proto(
     load = LoadReport(
         boot_id=boot_id,
         **checks.place("report", message),
-        phase=_PHASES[message.phase],
+        phase=PHASES[message.phase],
         assignments=assignments,
     )
     beat = heartbeat_from_proto(message.heartbeat) if message.HasField("heartbeat") else None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.counters import Phase
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks, layouts
@@ -20,6 +21,7 @@ from equipoise.wire.messages import (
     Staged,
     Switched,
 )
+from equipoise.wire.reports import PHASE_NUMBERS, PHASES
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 MAX_OPERATIONS = 64
@@ -29,7 +31,8 @@ MAX_OPERATIONS = 64
 def hello_to_proto(hello: Hello) -> pb.Hello:
     """Convert the first message of a stream."""
     return pb.Hello(
-        **layouts.fields_of(hello, but=("model", "running", "group_lost")),
+        **layouts.fields_of(hello, but=("model", "running", "group_lost", "phase")),
+        phase=PHASE_NUMBERS[hello.phase],
         model=layouts.model_to_proto(hello.model),
         protocol_version=PROTOCOL_VERSION,
         running=None if hello.running is None else _running_to_proto(hello.running),
@@ -57,8 +60,8 @@ def hello_from_proto(message: pb.Hello) -> Hello:
             "hello", message, "pool", "worker", "boot_id", "node", "checkpoint_fingerprint"
         ),
         **checks.names("hello", message, "host", "zone", "device", "kernels", optional=True),
-        **checks.names("hello", message, "engine", optional=True),
-        **checks.counts("hello", message, "cache_token_bytes"),
+        **checks.names("hello", message, "engine", "latent_form", optional=True),
+        **checks.counts("hello", message, "cache_token_bytes", "block_tokens"),
         **checks.counts("hello", message, "highest_epoch", "highest_generation"),
         **checks.counts("hello", message, "max_replicas", "weights_version"),
         highest_term=checks.term("hello", "highest_term", message.highest_term),
@@ -70,6 +73,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         slots_per_rank=message.slots_per_rank,
         num_ranks=message.num_ranks,
         backends=_backends(message),
+        phase=_phase(message),
         experts_digest=_experts_digest(message),
     )
     if message.HasField("group_lost"):
@@ -242,6 +246,16 @@ def _experts_digest(message: pb.Hello) -> bytes:
             f"{len(message.experts_digest)}: run the same release on both sides",
         )
     return message.experts_digest
+
+
+def _phase(message: pb.Hello) -> Phase:
+    if message.phase == pb.PHASE_UNSPECIFIED:
+        return Phase.MIXED
+    if message.phase not in PHASES:
+        raise InvalidMessageError(
+            "hello_phase", f"hello: phase must be prefill, decode or mixed, not {message.phase}"
+        )
+    return PHASES[message.phase]
 
 
 def _backends(message: pb.Hello) -> tuple[str, ...]:

@@ -104,6 +104,11 @@ class ModelCore:
                 raise WorkerError(str(error)) from error
         return cls(checkpoint=checkpoint, model=model.eval(), cache=cache, operations=operations)
 
+    def latent_form(self, settings: WorkerSettings) -> str:
+        """What a token's latents look like here: equal forms hold the same bytes for it."""
+        bits = "invariant" if settings.batch_invariant else "fast"
+        return f"v1/{self.checkpoint.fingerprint[:32]}/{self.cache.form}/{bits}"
+
     def block_pool(self) -> BlockPool:
         """Return the accounting of the cache's blocks, all free."""
         return BlockPool(num_blocks=self.cache.num_blocks, block_tokens=self.cache.block_tokens)

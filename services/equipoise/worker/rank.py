@@ -74,6 +74,7 @@ class Rank:
             join_epoch,
             engine=self.engine,
             boot_id=parts.boot_id,
+            phase=settings.phase,
             send=parts.send,
             waits=parts.waits,
         )

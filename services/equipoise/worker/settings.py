@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.planning.counters import Phase
 from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
@@ -30,6 +31,11 @@ class WorkerSettings:
 
     pool: str = "default"
     """Name of the pool to join."""
+
+    phase: Phase = Phase.MIXED
+    """What the pool serves, the same for all its workers: `prefill` reads prompts, `decode`
+    generates, `mixed` does both. The loads of the pool, and so its layouts, are those of its
+    phase."""
 
     worker: str = "worker-0"
     """Name of this worker, unique in its pool. It gives a restarted worker its rank back."""

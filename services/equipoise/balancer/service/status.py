@@ -35,6 +35,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         pool=pool.name,
         health=_HEALTH[diagnosis.health],
         health_reason=diagnosis.reason,
+        phase=pool.roster.phase or "",
         epoch=pool.roster.epoch,
         generation=pool.layouts.stored_generation or 0,
         ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
@@ -96,6 +97,8 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
         ),
         num_ranks=pool.roster.num_ranks or pool.roster.wanted_ranks,
         balancedness=latest.balancedness if latest is not None else 0.0,
+        phase=pool.roster.phase or "",
+        latent_forms=sorted({one.hello.latent_form for one in pool.roster.seated()} - {""}),
     )
 
 
@@ -178,6 +181,9 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         weights_version=max(member.hello.weights_version, member.weights_version),
         idle=member.idle,
         cache_token_bytes=member.hello.cache_token_bytes,
+        boot_id=member.hello.boot_id,
+        latent_form=member.hello.latent_form,
+        block_tokens=member.hello.block_tokens,
         steps=member.steps,
         address=member.hello.address,
         state=_rank_state(pool, member),

@@ -51,7 +51,7 @@ const draw = {
     byId("pools").replaceChildren(...pools.map((pool) => {
       const link = make("a", { href: hashOf(pool.pool) },
         make("b", {}, pool.pool), make("span", { class: healthTone(pool.health) }, pool.health),
-        make("small", {}, `${pool.ranks_serving} of ${pool.num_ranks} ranks · generation ${pool.generation}`),
+        make("small", {}, `${pool.phase ? `${pool.phase} · ` : ""}${pool.ranks_serving} of ${pool.num_ranks} ranks · generation ${pool.generation}`),
         make("span", { class: `n ${tone(pool.balancedness)}` }, pool.balancedness ? pool.balancedness.toFixed(2) : "–"));
       if (pool.pool === (shown.pool?.pool ?? chosen())) link.setAttribute("aria-current", "true");
       return link;
@@ -93,8 +93,8 @@ function drawFigures(pool) {
     ["balancedness", window ? pool.balancedness.toFixed(3) : "–", "", tone(window && pool.balancedness)],
     ["worst layer", window ? pool.balancedness_min_layer.toFixed(3) : "–", "", tone(window && pool.balancedness_min_layer)],
     ["busiest rank", busiest ? busiest.toFixed(2) : "–", busiest ? " × mean" : ""],
-    ["ranks", pool.num_ranks, pool.model ? ` · ${pool.model.num_layers} layers` : ""],
     ...engines(pool).map((engine) => ["engine", engine, ""]),
+    ["ranks", pool.num_ranks, [pool.phase, pool.model && `${pool.model.num_layers} layers`].filter(Boolean).map((one) => ` · ${one}`).join("")],
     ["generation", pool.generation, ` · epoch ${pool.epoch}`],
     ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
     ["now", rollout ? rollout.state : "idle", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],

@@ -3,7 +3,7 @@
 Text from messages is never interpreted as markup. Used by `equipoise status` and the demo.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -58,6 +58,7 @@ def pool_view(
         (status.pool, "bold"),
         "  ",
         (health_name(status.health), f"bold {_health_style(status.health)}"),
+        (f"  {status.phase}" if status.phase else "", "dim"),
     )
     subtitle = Text(
         f"generation {status.generation} · epoch {status.epoch} · "
@@ -68,20 +69,39 @@ def pool_view(
     )
 
 
-def pools_view(pools: Iterable[status_pb2.PoolSummary]) -> Table:
-    """Several pools, one row each."""
+def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
+    """Several pools, one row each, and which of them cannot exchange latents."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("pool", "health", "ranks", "generation", "balancedness"):
-        table.add_column(name, justify="left" if name in {"pool", "health"} else "right")
+    for name in ("pool", "phase", "health", "ranks", "generation", "balancedness"):
+        table.add_column(name, justify="left" if name in {"pool", "phase", "health"} else "right")
     for pool in pools:
         table.add_row(
             Text(pool.pool, style="bold"),
+            pool.phase or "-",
             Text(health_name(pool.health), style=_health_style(pool.health)),
             f"{pool.ranks_serving}/{pool.num_ranks}",
             str(pool.generation),
             Text(f"{pool.balancedness:.2f}", style=balance_style(pool.balancedness)),
         )
-    return table
+    return Group(table, *(Text(line, style="yellow") for line in unpaired_prefill(pools)))
+
+
+def unpaired_prefill(pools: Sequence[status_pb2.PoolSummary]) -> list[str]:
+    """The prefill pools whose latents no decode pool can use, each with both forms."""
+    decode = [pool for pool in pools if pool.phase == "decode"]
+    return [
+        f"prefill pool {pool.pool} hands over to no decode pool: its latents are "
+        f"{_forms_text(pool)}, those of "
+        + ", ".join(f"{one.pool} are {_forms_text(one)}" for one in decode)
+        for pool in pools
+        if pool.phase == "prefill"
+        and decode
+        and not any(set(pool.latent_forms) & set(one.latent_forms) for one in decode)
+    ]
+
+
+def _forms_text(pool: status_pb2.PoolSummary) -> str:
+    return " and ".join(pool.latent_forms) or "unknown"
 
 
 def status_line(status: status_pb2.PoolStatus) -> str:

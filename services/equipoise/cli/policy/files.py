@@ -11,6 +11,7 @@ from equipoise.cli.policy.settings import (
     PolicyShowSettings,
     PolicyValidateSettings,
 )
+from equipoise.planning.counters import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import changes, digest
 from equipoise.policy.errors import PolicyError
@@ -39,11 +40,16 @@ def read_file(path: Path) -> ReadPolicy:
     return read_policy(text, source=str(path))
 
 
-def policies_by_pool(read: ReadPolicy, pool: str = "") -> dict[str, Policy]:
-    """The policy of `pool`; without one, of every pool the file names and of all others."""
+def policies_by_pool(
+    read: ReadPolicy, pool: str = "", phase: Phase | None = None
+) -> dict[str, Policy]:
+    """The policy of `pool`, which serves `phase` if that is known.
+
+    Without `pool`, of every pool and phase that the file names, and of all other pools.
+    """
     if pool:
-        return {pool: read.pools.get(pool, read.defaults)}
-    return {**read.pools, ALL_POOLS: read.defaults}
+        return {pool: read.of(pool, phase)}
+    return {**read.named(), ALL_POOLS: read.defaults}
 
 
 def validate(settings: PolicyValidateSettings) -> int:
@@ -103,9 +109,10 @@ def diff(settings: PolicyDiffSettings) -> int:
         PolicyError: a file is invalid.
     """
     old, new = read_file(settings.before), read_file(settings.after)
-    every = [*sorted(old.pools.keys() | new.pools.keys()), ALL_POOLS]
+    before, after = old.named(), new.named()
+    every = [*sorted(before.keys() | after.keys()), ALL_POOLS]
     differences = {
-        name: list(changes(old.pools.get(name, old.defaults), new.pools.get(name, new.defaults)))
+        name: list(changes(before.get(name, old.defaults), after.get(name, new.defaults)))
         for name in ([settings.pool] if settings.pool else every)
     }
     if settings.json:

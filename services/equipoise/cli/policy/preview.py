@@ -16,6 +16,7 @@ from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
 from equipoise.cli.policy.files import policies_by_pool, read_file
 from equipoise.cli.policy.settings import PolicyPreviewSettings
 from equipoise.planning.arrays import Load
+from equipoise.planning.counters import Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import assignments_per_layer, detect_shift
 from equipoise.planning.policy import Policy
@@ -53,6 +54,9 @@ class Situation:
     last_switch_s: float | None
     """Unix time of the latest switch, if any."""
 
+    phase: Phase | None = None
+    """Phase that the pool serves; None if unknown."""
+
 
 def run(settings: PolicyPreviewSettings) -> int:
     """Print what the policy would decide.
@@ -69,7 +73,7 @@ def run(settings: PolicyPreviewSettings) -> int:
     else:
         with connected(settings) as client:
             situation = _current_situation(client)
-    (policy,) = policies_by_pool(read, situation.pool).values()
+    (policy,) = policies_by_pool(read, situation.pool, situation.phase).values()
     _show(situation, policy, as_json=settings.json)
     return 0
 
@@ -177,6 +181,7 @@ def _current_situation(client: BalancerClient) -> Situation:
     )
     return Situation(
         pool=status.pool,
+        phase=Phase(status.phase) if status.phase else None,
         current=current,
         model=model_from_proto(status.model),
         topology=Topology(
