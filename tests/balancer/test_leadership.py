@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from equipoise.balancer.leadership.leader_state import (
+    SKIPPED_TERMS,
     TABLE,
     Due,
     Failed,
@@ -184,13 +185,13 @@ def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
     run(pair, from_s=0.0, to_s=5.0)
     a.register.sighting = None  # The store was emptied.
     run(pair, from_s=5.0, to_s=9.0)
-    assert a.terms + b.terms == [1, 2]
+    assert a.terms + b.terms == [1, 2 + SKIPPED_TERMS]
     leader = a if a.leads(9.0) else b
-    leader.apply(Outranked(term=40), 9.0)
+    leader.apply(Outranked(term=4000), 9.0)
     assert not leader.leads(9.0)
     run(pair, from_s=9.0, to_s=11.0)
-    assert leader.terms[-1] == 41
-    leader.apply(Outranked(term=41), 11.0)
+    assert leader.terms[-1] == 4001
+    leader.apply(Outranked(term=4001), 11.0)
     assert leader.leads(11.0)
 
 
@@ -204,7 +205,7 @@ def test_who_has_seen_a_lease_takes_no_empty_register_however_long_it_looks(pair
         a.apply(Due(), now)
         records.append(a.apply(Saw(sighting=None), now).record)
         a.apply(Failed(reason="no answer"), now)
-    assert all(record.is_vacancy and record.term == 1 for record in records)
+    assert all(record.is_vacancy and record.term == 1 + SKIPPED_TERMS for record in records)
     assert len(set(records)) == 20, "a record is a version"
     assert a.terms == []
 
@@ -227,7 +228,7 @@ def test_a_lease_that_vanished_expires_like_one_that_is_not_renewed(pair, is_pau
     history = run(pair, from_s=5.0, to_s=15.0)
     taken_s = next(now for now, leaders in history if leaders == ["a"])
     assert TIMING.duration_s <= taken_s - 5.0 <= TIMING.duration_s + 2 * TIMING.retry_s
-    assert a.terms == [2]
+    assert a.terms == [2 + SKIPPED_TERMS]
 
 
 @pytest.mark.parametrize("holder", ["", "a"])
@@ -255,6 +256,31 @@ def test_a_register_that_went_back_to_a_free_lease_is_taken_once_its_last_leader
     taken_s = next(now for now, leaders in history if leaders == ["a"])
     assert TIMING.duration_s <= taken_s - 13.0 <= TIMING.duration_s + 2 * TIMING.retry_s
     assert a.terms == [1, 3]
+
+
+@pytest.mark.parametrize("holder", ["", "a"])
+def test_a_lease_older_than_its_register_is_waited_for_and_lost_terms_are_skipped(pair, holder):
+    """`a` never saw the term of `b`, which a failover of the store lost."""
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    old = replace(a.register.sighting.record, holder=holder)
+    a.reachable = False
+    run(pair, from_s=5.0, to_s=12.0)
+    assert (a.terms, b.terms, a.state.highest_term) == ([1], [2], 1)
+    a.reachable, b.running = True, False  # b's lease is valid; it looks at the register later.
+    a.register.sighting = Sighting(record=old, version="older", is_latest=False)
+    history = run(pair, from_s=12.0, to_s=20.0)
+    taken_s = next(now for now, leaders in history if leaders == ["a"])
+    assert TIMING.duration_s <= taken_s - 12.0 <= TIMING.duration_s + 2 * TIMING.retry_s
+    assert a.terms == [1, 2 + SKIPPED_TERMS], "term 2 is used"
+
+
+def test_a_candidate_says_why_it_waits_for_a_free_lease_after_a_failover(pair):
+    a, b = pair
+    run([a], from_s=0.0, to_s=5.0)
+    free = replace(a.register.sighting.record, holder="")
+    b.apply(Saw(sighting=Sighting(record=free, version="older", is_latest=False)), 5.0)
+    assert b.state.reason.startswith("the register failed over after the lease of term 1 was")
 
 
 @pytest.mark.parametrize("where", ["lease", "store"])

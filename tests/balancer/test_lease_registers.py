@@ -15,6 +15,7 @@ from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import RegisterError, SoleRegister, record_to_text
 from equipoise.balancer.store.redis_store import HASH_TAG
 from equipoise.wire.checks import MAX_TERM
+from tests.support.redis_replica import promote, replicated, until_replicated
 from tests.support.redis_server import free_port
 
 PATIENT_S = 20.0
@@ -141,6 +142,38 @@ async def test_of_many_that_replace_at_once_one_succeeds(open_register):
     )
     (winner,) = [sighting for sighting in written if sighting]
     assert await open_register().read() == winner
+
+
+async def test_a_lease_that_was_written_before_a_failover_may_not_be_the_latest(tmp_path):
+    async with replicated(tmp_path) as (primary, _, replica):
+        old, new = (RedisRegister(one.url, timeout_s=PATIENT_S) for one in (primary, replica))
+        first = await old.write(RECORD, replacing=None)
+        assert first.is_latest
+        assert await old.read() == first
+        with Redis.from_url(primary.url) as client:
+            await until_replicated(client)
+        promote(replica)
+        found = await new.read()
+        assert (found.record, found.is_latest) == (RECORD, False)
+        assert await new.write(RECORD, replacing=first.version) is None, "read before the failover"
+        renewed = await new.write(replace(RECORD, renewals=1), replacing=found.version)
+        assert renewed.is_latest
+        assert await new.read() == renewed
+        await old.close()
+        await new.close()
+
+
+async def test_a_lease_in_a_redis_that_does_not_identify_itself_is_never_the_latest(
+    redis_url, open_redis
+):
+    with Redis.from_url(redis_url) as server:
+        server.execute_command("ACL", "SETUSER", "default", "-info")
+        try:
+            written = await open_redis().write(RECORD, replacing=None)
+            found = await open_redis().read()
+        finally:
+            server.execute_command("ACL", "SETUSER", "default", "+info")
+    assert (found.record, found.version, found.is_latest) == (RECORD, written.version, False)
 
 
 async def test_a_register_of_one_process_keeps_the_terms_of_its_store():

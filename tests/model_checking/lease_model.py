@@ -2,7 +2,7 @@
 
 Candidates run the table of `leader_state.py`. Requests to the register may be delayed, lost before
 or after they take effect, or take effect after their sender has given up; processes pause for any
-time, crash and come back; the register may be emptied.
+time, crash and come back; the register may be emptied, or go back to any record that it held.
 
 All clocks run at one rate. Times are relative to now, and a field that no handler compares in a
 state is cleared, so that the model is finite for a bounded number of terms.
@@ -66,6 +66,12 @@ class World(NamedTuple):
     held: LeaseRecord | None
     """What the register holds."""
 
+    is_latest: bool
+    """Whether the record was written since the register last went back."""
+
+    earlier: tuple[LeaseRecord, ...]
+    """What it held before, and may go back to."""
+
     stray: LeaseRecord | None
     """A write that may still take effect though its sender no longer waits for it."""
 
@@ -73,7 +79,7 @@ class World(NamedTuple):
     """Every (term, candidate) that has led."""
 
     faults_left: int
-    """How often a process may still crash or the register be emptied."""
+    """How often a process may still crash, or the register be emptied or go back."""
 
     was_emptied: bool
     """Whether the register lost its record."""
@@ -87,9 +93,9 @@ class World(NamedTuple):
 
 
 def lease_model(
-    *, candidates: int, max_term: int, faults: int, first_term: int = 0
+    *, candidates: int, max_leaders: int, faults: int, first_term: int = 0
 ) -> Model[World]:
-    """Return the model; it is not followed beyond `max_term`.
+    """Return the model; it is not followed once more than `max_leaders` have led.
 
     `first_term` is the term that the register remembers, to explore numeric limits.
     """
@@ -101,6 +107,8 @@ def lease_model(
         initial=World(
             processes=tuple(_started(name) for name in names),
             held=held,
+            is_latest=True,
+            earlier=(),
             stray=None,
             led=frozenset(),
             faults_left=faults,
@@ -108,17 +116,26 @@ def lease_model(
             was_taken_blindly=False,
             broken="",
         ),
-        transitions=lambda world: _transitions(world, max_term=max_term),
+        transitions=lambda world: _transitions(world, max_leaders=max_leaders),
         violation=_violation,
         converges=_converges,
     )
 
 
+def takeover_model(*, max_leaders: int, faults: int) -> Model[World]:
+    """Return the model from when `b` leads, although `a`, which led before, never saw its term."""
+    model = lease_model(candidates=2, max_leaders=max_leaders, faults=faults)
+    world = _round(model.initial, 0)
+    while not world.processes[1].state.leads(now=0.0):
+        world = _round(_aged(world), 1)
+    return replace(model, initial=world)
+
+
 # What may happen. -------------------------------------------------------------------------------
 
 
-def _transitions(world: World, *, max_term: int) -> Iterator[tuple[str, World]]:
-    if world.broken or any(term > max_term for term, _ in world.led):
+def _transitions(world: World, *, max_leaders: int) -> Iterator[tuple[str, World]]:
+    if world.broken or len(world.led) > max_leaders:
         return
     yield "a second passes", _aged(world)
     if world.stray is not None:
@@ -129,6 +146,9 @@ def _transitions(world: World, *, max_term: int) -> Iterator[tuple[str, World]]:
     if world.faults_left and world.held is not None:
         emptied = _hold(world, None)._replace(stray=None, was_emptied=True)
         yield "the register forgets", emptied._replace(faults_left=world.faults_left - 1)
+    for record in world.earlier if world.faults_left else ():
+        older = _hold(world, record)._replace(is_latest=False, faults_left=world.faults_left - 1)
+        yield f"the register goes back to {record.holder!r} in term {record.term}", older
 
 
 def _moves(world: World, index: int, process: Process) -> Iterator[tuple[str, World]]:
@@ -171,7 +191,9 @@ def _carry_out(world: World, index: int) -> World:
     assert call is not None, "only called with a request"
     answer: LeaseEvent
     if isinstance(call.request, ReadRegister):
-        answer = Saw(sighting=world.held and Sighting(record=world.held, version=NOW))
+        held = world.held
+        sighting = held and Sighting(record=held, version=NOW, is_latest=world.is_latest)
+        answer = Saw(sighting=sighting)
         return _put(world, index, _process(process.state, Call(ReadRegister(), 0.0, answer)))
     if not _would_succeed(world, call.request):
         return _put(world, index, _process(process.state, Call(ReadRegister(), 0.0, Overtaken())))
@@ -195,8 +217,13 @@ def _hold(world: World, record: LeaseRecord | None) -> World:
     is_blind = record is not None and not record.is_vacancy and record.term == 1
     if world.was_emptied and world.held is None and is_blind:
         world = world._replace(was_taken_blindly=True)
+    earlier = world.earlier
+    if world.held is not None and record != world.held:
+        earlier = (*(one for one in earlier if one != world.held), world.held)
     # A write that is late replaces what the register held, so it fails from now on.
-    return world._replace(processes=processes, held=record, stray=None)
+    return world._replace(
+        processes=processes, held=record, is_latest=True, earlier=earlier, stray=None
+    )
 
 
 def _put(world: World, index: int, process: Process) -> World:
@@ -211,9 +238,12 @@ def _put(world: World, index: int, process: Process) -> World:
 def _process(state: LeaderState, call: Call | None) -> Process:
     """Return the process that is in this state: handlers compare no other field."""
     is_leading = state.role is LeaderRole.LEADING
-    holder = "" if state.seen is None else state.seen.record.holder
-    waits = holder not in {"", state.candidate.name}
     seen = state.seen
+    waits = seen is not None and not (
+        seen.is_latest
+        and seen.record.term == state.register_term
+        and seen.record.holder in {"", state.candidate.name}
+    )
     if seen is not None and seen.version == LATE:
         seen = replace(seen, version=OLD)
     relevant = replace(

@@ -21,13 +21,19 @@ def nothing_remembered():
 
 @pytest.mark.parametrize("faults", [0, 1])
 def test_the_lease_admits_one_leader_and_recovers(faults):
-    lease = model.lease_model(candidates=2, max_term=2, faults=faults)
+    lease = model.lease_model(candidates=2, max_leaders=2, faults=faults)
+    explored = explore(lease, max_states=MAX_STATES, converge_every=100)
+    assert explored.states == MAX_STATES
+
+
+def test_a_register_that_went_back_admits_one_leader_and_no_term_twice():
+    lease = model.takeover_model(max_leaders=4, faults=2)
     explored = explore(lease, max_states=MAX_STATES, converge_every=100)
     assert explored.states == MAX_STATES
 
 
 def test_no_term_follows_the_last_one():
-    lease = model.lease_model(candidates=2, max_term=MAX_TERM, faults=1, first_term=MAX_TERM - 1)
+    lease = model.lease_model(candidates=2, max_leaders=2, faults=1, first_term=MAX_TERM - 1)
     # Nobody leads once the terms are used up, so only invariants are checked.
     explored = explore(lease, max_states=MAX_STATES // 2, converge_every=10**9)
     assert explored.states == MAX_STATES // 2
@@ -41,7 +47,7 @@ def campaign_at_once(monkeypatch):
 def take_a_lost_lease(monkeypatch):
     """Take the place of a lost lease without waiting for its leader."""
     is_free = leader_state._is_free
-    eager = lambda state, record: record.is_vacancy or is_free(state, record)  # noqa: E731
+    eager = lambda state, seen: seen.record.is_vacancy or is_free(state, seen)  # noqa: E731
     monkeypatch.setattr(leader_state, "_is_free", eager)
 
 
@@ -74,12 +80,35 @@ def lead_for_ever(monkeypatch):
     monkeypatch.setattr(leader_state.LeaderState, "has_run_out", lambda _state, *, now: now < 0)
 
 
+def trust_any_record(monkeypatch):
+    """Take one's own lease, or a released one, at once although the register failed over."""
+    is_free = leader_state._is_free
+    trusting = lambda state, seen: is_free(state, replace(seen, is_latest=True))  # noqa: E731
+    monkeypatch.setattr(leader_state, "_is_free", trusting)
+
+
+def skip_no_terms(monkeypatch):
+    """Lead in the next term although the register may have lost the one who used it."""
+    monkeypatch.setattr(leader_state, "SKIPPED_TERMS", 0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "match"),
+    [(trust_any_record, "one balancer leads"), (skip_no_terms, "a term has one leader")],
+)
+def test_a_planted_fault_of_a_register_that_goes_back_is_found(plant, match, monkeypatch):
+    plant(monkeypatch)
+    lease = model.takeover_model(max_leaders=4, faults=1)
+    with pytest.raises(ViolationError, match=match):
+        explore(lease, max_states=200_000, converge_every=10_000_000)
+
+
 @pytest.mark.parametrize(
     ("plant", "faults"),
     [(campaign_at_once, 0), (take_a_lost_lease, 1), (repeat_the_term, 0), (lead_for_ever, 0)],
 )
 def test_a_planted_fault_of_the_lease_is_found(plant, faults, monkeypatch):
     plant(monkeypatch)
-    lease = model.lease_model(candidates=2, max_term=2, faults=faults)
+    lease = model.lease_model(candidates=2, max_leaders=2, faults=faults)
     with pytest.raises(ViolationError, match=r"leader|leads|term"):
         explore(lease, max_states=200_000, converge_every=10_000_000)

@@ -20,7 +20,8 @@ from equipoise_api.v1 import admin_pb2
 from tests.simulation.leases import TIMING
 from tests.simulation.loop import Process, outside
 from tests.simulation.network import ServerContext
-from tests.simulation.store import NAME, Link, SimRegister, SimStore
+from tests.simulation.register import SimRegister
+from tests.simulation.store import NAME, Link, SimStore
 
 UNIX_S = 1.7e9
 PLAN_S = (0.01, 0.3)

@@ -149,7 +149,6 @@ class Faults:
 
     def do_store_goes_back(self, num_writes: int) -> None:
         self._note_loss()
-        self.went_back_s = self.lost_s
         self.store.go_back(num_writes)
 
     def _note_loss(self) -> None:

@@ -88,14 +88,12 @@ class Observer:
         self.num_terms += 1
         self.note(f"{name} leads in term {after.term}")
         # A lost lease is noticed at the next renewal. Until then the incarnation of the store, not
-        # the term, keeps the older leader from writing if the new one had never seen a lease. One
-        # that goes back in time may look as if it had not changed.
+        # the term, keeps the older leader from writing if the new one had never seen a lease.
         world, since_s = self._world, self._world.loop.time() - TIMING.duration_s
         is_blind = after.term == 1 and world.lost_s >= since_s
-        is_lease_known = not (is_blind or world.went_back_s >= since_s)
         for other in self._world.living_balancers():
             state = other.elector.state
-            if other is balancer or state.role is not LeaderRole.LEADING or not is_lease_known:
+            if other is balancer or state.role is not LeaderRole.LEADING or is_blind:
                 continue
             if other.elector.leads() and not other.process.paused:
                 self.violate("two-leaders", f"{name} and {other.process.name} lead at once")

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from equipoise.balancer import persistence, pools
+from equipoise.balancer.leadership import leader_state
 from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.planning.rollout import DeadlineCheck, Persisted, Wave
@@ -159,6 +160,15 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_about: value
 
 
+def _failover_trusted() -> list[tuple[Any, str, Any]]:
+    is_free = leader_state._is_free
+
+    def trusting(state: Any, seen: Any) -> bool:
+        return is_free(state, replace(seen, is_latest=True))
+
+    return [(leader_state, "_is_free", trusting)]
+
+
 def _without_running() -> list[tuple[Any, str, Any]]:
     hello = Worker.hello
     return [(Worker, "hello", lambda self: replace(hello(self), running=None))]
@@ -218,6 +228,11 @@ PLANTS = {
             (LeaderState, "leads", lambda self, *, now: self.role == "leading"),
             (LeaderState, "has_run_out", _always(False)),
         ],
+    ),
+    "failover-trusted": Plant(
+        breaks="a lease is taken as the latest although the store failed over since it was written",
+        patches=_failover_trusted,
+        kinds=("store_goes_back", "pause_leader", "shift"),
     ),
     "deadline-never": Plant(
         breaks="a wave has no timeout",

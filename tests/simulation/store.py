@@ -1,4 +1,4 @@
-"""`StoreServer`: the shared store and lease in memory; `SimStore` and `SimRegister`: its clients.
+"""`StoreServer`: the shared store and lease in memory; `SimStore`: its client.
 
 It obeys the contract of `Store` (tests/balancer/test_store.py runs against it) and behaves as the
 Redis store does: contents have an incarnation that every step checks, and every write a term. It
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from equipoise.balancer.leadership.lease import LeaseRecord, Sighting
-from equipoise.balancer.leadership.register import RegisterError, record_from_text, record_to_text
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
@@ -46,6 +44,7 @@ class StoreServer:
         self.is_down = self.hangs = self.is_full = False
         self.num_losses = 0
         """How often contents were lost, wholly or in part."""
+        self.num_failovers = 0
         self._before: deque[Data] = deque(maxlen=8)
         self._num_incarnations = 0
         self.on_write: Callable[[Data, Data], None] = lambda _before, _after: None
@@ -61,6 +60,7 @@ class StoreServer:
         for _ in range(min(num_writes, len(self._before))):
             self.data = self._before.pop()
         self.num_losses += 1
+        self.num_failovers += 1
 
     def open(self) -> int:
         """The incarnation of the contents, which begin with it."""
@@ -93,11 +93,13 @@ class Link:
         deliver()
 
 
-class _Client:
+class Client:
+    """One end of the network to the server, with a timeout on every request."""
+
     def __init__(self, server: StoreServer, link: Link) -> None:
         self._server, self._link = server, link
 
-    async def _request(self, step: Callable[[], Any]) -> Any:
+    async def request(self, step: Callable[[], Any]) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def deliver(result: Any, error: Exception | None) -> None:
@@ -128,7 +130,7 @@ class _Client:
             ) from None
 
 
-class SimStore(_Client):
+class SimStore(Client):
     """A `Store`."""
 
     def __init__(self, server: StoreServer, link: Link | None = None) -> None:
@@ -148,14 +150,14 @@ class SimStore(_Client):
             self._check()
             return read(self._server.data)
 
-        return await self._request(step)
+        return await self.request(step)
 
     async def _write(self, change: Callable[[Data], Any], *, term: int) -> Any:
         def step() -> Any:
             self._check()
             return self._server.write(lambda data: self._fenced(data, change, term))
 
-        return await self._request(step)
+        return await self.request(step)
 
     def _fenced(self, data: Data, change: Callable[[Data], Any], term: int) -> Any:
         if term < data["term"]:
@@ -316,40 +318,6 @@ class SimStore(_Client):
 
     async def close(self) -> None:
         pass
-
-
-class SimRegister(_Client):
-    """A `LeaseRegister` in the same server."""
-
-    def __init__(self, server: StoreServer, link: Link) -> None:
-        super().__init__(server, link)
-
-    async def read(self) -> Sighting | None:
-        text = await self._answer(lambda: self._server.data.get("lease"))
-        if text is None:
-            return None
-        return Sighting(record=record_from_text(text, where="the lease"), version=text)
-
-    async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
-        text = record_to_text(record)
-
-        def change(data: Data) -> bool:
-            if data.get("lease") != replacing:
-                return False
-            data["lease"] = text
-            return True
-
-        replaced = await self._answer(lambda: self._server.write(change))
-        return Sighting(record=record, version=text) if replaced else None
-
-    async def close(self) -> None:
-        pass
-
-    async def _answer(self, step: Callable[[], Any]) -> Any:
-        try:
-            return await self._request(step)
-        except StoreError as error:
-            raise RegisterError(str(error)) from error
 
 
 def _know(data: Data, pool: str) -> None:

@@ -90,7 +90,7 @@ class World(Faults):
         self._processes: list[Process] = []
         self._stops: dict[str, asyncio.Event] = {}
         self._ends_s = 0.0
-        self.lost_s = self.went_back_s = -1e9
+        self.lost_s = -1e9
         self._leaders_at_losses: list[SimBalancer | None] = []
         self.operators = operators.Operators(self)
         self.watch = LeaderWatch(self)

@@ -9,6 +9,8 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
   vanished it puts a vacancy, which expires likewise: the leader before may not know yet.
 - A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
   so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
+- A register that failed over may have lost its latest records, and with them a leader that this
+  candidate has never seen. So no older record is free at once, and terms are skipped.
 - Each new leader starts a new term, the fencing number of every write and push. What a paused
   process does before it reads its clock is rejected by every peer that saw a higher term.
 """
@@ -31,6 +33,10 @@ _NO_TERM_LEFT = (
     f"term {MAX_TERM} is the last one, and only a damaged lease or store has it: stop all "
     "balancers, delete the lease, empty the store and start them; workers report what they run"
 )
+
+
+SKIPPED_TERMS = 1000
+"""Terms left out where the register may have lost its latest records: it lost fewer."""
 
 
 class LeaderRole(StrEnum):
@@ -196,8 +202,8 @@ def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Ac
 
 def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
     noted = _note(state, event.sighting, now)
-    if noted.seen is not None and not _is_free(noted, noted.seen.record):
-        return replace(noted, reason=_who_leads(noted, noted.seen.record)), None
+    if noted.seen is not None and not _is_free(noted, noted.seen):
+        return replace(noted, reason=_who_leads(noted, noted.seen)), None
     if noted.highest_term >= MAX_TERM:
         return replace(noted, reason=_NO_TERM_LEFT), None
     if noted.seen is None and noted.highest_term:
@@ -205,7 +211,7 @@ def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, 
     record = LeaseRecord(
         holder=noted.candidate.name,
         address=noted.candidate.address,
-        term=noted.highest_term + 1,
+        term=_next_term(noted),
         renewals=0,
         duration_s=noted.timing.duration_s,
     )
@@ -296,10 +302,11 @@ def _note(state: LeaderState, sighting: Sighting | None, now: float) -> LeaderSt
     )
 
 
-def _is_free(state: LeaderState, record: LeaseRecord) -> bool:
+def _is_free(state: LeaderState, seen: Sighting) -> bool:
     # A lease of ours from a term that ended cannot be held by another candidate. But if the
-    # register went back in time, whoever held it last may not know yet.
-    is_latest = record.term == state.register_term
+    # register lost a later one, its leader may not know yet.
+    record = seen.record
+    is_latest = seen.is_latest and record.term == state.register_term
     if is_latest and record.holder in {"", state.candidate.name}:
         return True
     # The record may be damaged: no balancer has a longer duration, and ours is safe for its peers.
@@ -307,7 +314,13 @@ def _is_free(state: LeaderState, record: LeaseRecord) -> bool:
     return state.unchanged_s >= longest_s
 
 
-def _who_leads(state: LeaderState, record: LeaseRecord) -> str:
+def _next_term(state: LeaderState) -> int:
+    is_latest = state.seen is None or state.seen.is_latest
+    return min(MAX_TERM, state.highest_term + 1 + (0 if is_latest else SKIPPED_TERMS))
+
+
+def _who_leads(state: LeaderState, seen: Sighting) -> str:
+    record = seen.record
     if record.is_vacancy:
         return f"the lease was lost, and its leader may lead for up to {record.duration_s:g} s"
     if record.term < state.register_term:
@@ -316,13 +329,19 @@ def _who_leads(state: LeaderState, record: LeaseRecord) -> str:
             f"the lease went back from term {state.register_term} to {record.term}, and the leader "
             f"of the later one may lead for up to {longest_s:g} s"
         )
+    if not seen.is_latest and record.holder in {"", state.candidate.name}:
+        return (
+            f"the register failed over after the lease of term {record.term} was written, and the "
+            f"leader of a later one may lead for up to {state.timing.duration_s:g} s"
+        )
     return f"{record.holder} leads"
 
 
 def _vacancy(state: LeaderState, now: float) -> WriteRegister:
     """Fill an empty register that was not empty before: the vacancy must last for a lease."""
+    term = min(MAX_TERM, state.highest_term + SKIPPED_TERMS)
     vacancy = LeaseRecord.vacancy(
-        state.candidate, term=state.highest_term, duration_s=state.timing.duration_s, now=now
+        state.candidate, term=term, duration_s=state.timing.duration_s, now=now
     )
     return WriteRegister(record=vacancy, replacing=None)
 

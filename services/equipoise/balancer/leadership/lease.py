@@ -96,7 +96,13 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """A record as read from the register; every write changes `version`."""
+    """A record as read from the register."""
 
     record: LeaseRecord
+
     version: str
+    """Changes with every write, and when the register may have lost writes."""
+
+    is_latest: bool = True
+    """Whether the register cannot have lost a later record. False for one that was written before a
+    failover of the server."""

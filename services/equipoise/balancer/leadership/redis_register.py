@@ -1,7 +1,8 @@
 """`RedisRegister`: the lease in the Redis server that stores the state.
 
-Weaker than a quorum. A failover to a replica that lags loses the last renewal. A leader that is cut
-off together with the old primary keeps renewing its lease there, unless that server requires
+Weaker than a quorum. A failover to a replica that lags loses the latest records, so the server's
+replication ID, which a promotion or a restart changes, is stored with each record. A leader that is
+cut off together with the old primary keeps renewing its lease there, unless that server requires
 replicas for its writes (`failover_risk`).
 """
 
@@ -13,18 +14,38 @@ from equipoise.balancer.store.store import StoreError
 
 _KEY = f"{HASH_TAG}:lease"
 
-_READ = """
-redis.call('DEL', KEYS[2])
-return redis.call('GET', KEYS[1])
+_SERVER_KEY = f"{_KEY}:server"
+"""Holds the replication ID of the server that the record was written to."""
+
+_SERVER = """
+local info = redis.pcall('INFO', 'replication')
+local server = type(info) == 'string' and string.match(info, 'master_replid:(%w+)') or ''
+local held = redis.call('GET', KEYS[1])
 """
+"""Without a replication ID (the account may not use INFO), no record is the latest for sure."""
+
+_READ = (
+    _SERVER
+    + """
+redis.call('DEL', KEYS[3])
+local written = redis.call('GET', KEYS[2])
+return {held, server, (server ~= '' and written == server) and 1 or 0}
+"""
+)
 """Deletes a key that is never set: a replica rejects a write, so nobody takes the standstill of one
 that is cut off for an expired lease."""
 
-_REPLACE = """
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+_REPLACE = (
+    _SERVER
+    + """
+local version = ''
+if held then version = server .. ' ' .. held end
+if version ~= ARGV[1] then return false end
 redis.call('SET', KEYS[1], ARGV[2])
-return 1
+redis.call('SET', KEYS[2], server)
+return server
 """
+)
 
 
 class RedisRegister:
@@ -43,24 +64,30 @@ class RedisRegister:
         """Return the current record; None if there is none."""
         try:
             async with self._link.request():
-                found = await self._read(keys=[_KEY, f"{_KEY}:unset"])
+                held, server, is_latest = await self._read(
+                    keys=[_KEY, _SERVER_KEY, f"{_KEY}:unset"]
+                )
         except StoreError as error:
             raise RegisterError(str(error)) from error
-        if found is None:
+        if held is None:
             return None
-        text = found.decode(errors="replace") if isinstance(found, bytes) else found
-        where = f"key {_KEY} of {self._link.name}"
-        return Sighting(record=record_from_text(text, where=where), version=text)
+        text = _text(held)
+        record = record_from_text(text, where=f"key {_KEY} of {self._link.name}")
+        version = f"{_text(server)} {text}"
+        return Sighting(record=record, version=version, is_latest=bool(is_latest))
 
     async def write(self, record: LeaseRecord, *, replacing: str | None) -> Sighting | None:
         """Replace version `replacing` by `record`; return None if the version differs."""
         text = record_to_text(record)
         try:
             async with self._link.request():
-                replaced = await self._replace(keys=[_KEY], args=[replacing or "", text])
+                server = await self._replace(keys=[_KEY, _SERVER_KEY], args=[replacing or "", text])
         except StoreError as error:
             raise RegisterError(str(error)) from error
-        return Sighting(record=record, version=text) if replaced else None
+        if server is None:
+            return None
+        version = f"{_text(server)} {text}"
+        return Sighting(record=record, version=version, is_latest=bool(server))
 
     async def failover_risk(self) -> str:
         """Return why a failover of this server can leave two leaders; empty if it cannot.
@@ -90,3 +117,7 @@ class RedisRegister:
     async def close(self) -> None:
         """Close the connection."""
         await self._link.close()
+
+
+def _text(found: bytes | str) -> str:
+    return found.decode(errors="replace") if isinstance(found, bytes) else found
