@@ -19,6 +19,7 @@ from equipoise_model.fp8.slot_exchange import exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.sampling_params import MAX_SCORED_ROWS
 from equipoise_model.serving_model import ServingModel
 
 GIB = 2**30
@@ -244,7 +245,7 @@ def step_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     else:
         scores = config.num_attention_heads + config.latent_dim
         attention += sizes.context_length * scores * 4  # Scores are float32 whatever the dtype.
-    sampled = min(rows, sizes.max_requests * (1 + sizes.speculate))
+    sampled = min(rows, sizes.max_requests * (1 + sizes.speculate) + MAX_SCORED_ROWS)
     experts = _expert_rows(config, sizes, rows=rows) * row.expert
     return rows * row.residual + max(rows * attention, experts) + sampled * row.logits
 

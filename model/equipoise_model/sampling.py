@@ -4,7 +4,8 @@ Pure functions, vectorised over a batch of requests with different parameters. A
 depends on that row alone: every step works along rows, and `sampling_draws` supplies randomness,
 keyed by the request's seed and the token's position.
 
-Steps follow the order of Hugging Face: penalties, temperature, top-k, top-p, min-p.
+Steps follow the order of vLLM and Hugging Face: banned tokens and biases, penalties, temperature,
+top-k, top-p, min-p.
 """
 
 import math
@@ -32,7 +33,7 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]
         return []
     logits_SV, is_finite_S = _finite_rows(logits_SV.float())
     log_peak_S = _log_peaks(logits_SV)
-    penalized_SV, stays_finite_S = _finite_rows(penalize(logits_SV, rows))
+    penalized_SV, stays_finite_S = _finite_rows(penalize(bias(logits_SV, rows), rows))
     tokens_S = penalized_SV.argmax(dim=-1)
     drawn = [row for row, one in enumerate(rows) if not one.params.greedy]
     if drawn:
@@ -42,16 +43,36 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]
         probabilities_RV, stays_finite_R = _finite_rows(probabilities_RV)
         stays_finite_S[drawn] &= stays_finite_R
         tokens_S[drawn] = draw(probabilities_RV, torch.from_numpy(numbers))
-    sampled = _described(logits_SV, tokens_S, rows=rows, log_peak_S=log_peak_S)
+    num_top = [row.params.logprobs or 0 for row in rows]
+    sampled = _described(logits_SV, tokens_S, num_top=num_top, log_peak_S=log_peak_S)
     is_good = (is_finite_S & stays_finite_S).tolist()
     return [one if good else _FAULTY for one, good in zip(sampled, is_good, strict=True)]
+
+
+@torch.no_grad()
+def score(
+    logits_SV: Tensor, tokens: Sequence[int], *, num_top: Sequence[int]
+) -> list[SampledToken]:
+    """Describe known tokens, one for each row of logits, with `num_top` of the most likely.
+
+    Rows whose logits are not finite get a `fault`. The result is bitwise that of `sample`.
+    """
+    assert logits_SV.shape[0] == len(tokens) == len(num_top)
+    if not tokens:
+        return []
+    logits_SV, is_finite_S = _finite_rows(logits_SV.float())
+    tokens_S = torch.tensor(tokens, device=logits_SV.device)
+    log_peak_S = _log_peaks(logits_SV)
+    scored = _described(logits_SV, tokens_S, num_top=num_top, log_peak_S=log_peak_S)
+    return [one if g else _FAULTY for one, g in zip(scored, is_finite_S.tolist(), strict=True)]
 
 
 @torch.no_grad()
 def probabilities(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distribution that `sample` draws from, float32 [S, V]; greedy rows have a single 1."""
     assert logits_SV.shape[0] == len(rows)
-    return _probabilities(penalize(logits_SV.float(), rows), [row.params for row in rows])
+    penalized_SV = penalize(bias(logits_SV.float(), rows), rows)
+    return _probabilities(penalized_SV, [row.params for row in rows])
 
 
 def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
@@ -65,6 +86,21 @@ def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
     below_S = torch.nextafter(total_S, torch.zeros_like(total_S))
     goal_S = torch.minimum(numbers_S.to(total_S.device) * total_S, below_S)
     return torch.searchsorted(sums_SV, goal_S.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def bias(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Apply biases and bans; returns the same tensor if no row has any."""
+    entries = [
+        (index, token, value)
+        for index, row in enumerate(rows)
+        for token, value in (*row.params.logit_bias, *((one, -math.inf) for one in row.banned))
+    ]
+    if not entries:
+        return logits_SV
+    places, tokens, values = zip(*entries, strict=True)
+    device = logits_SV.device
+    where = (torch.tensor(places, device=device), torch.tensor(tokens, device=device))
+    return logits_SV.index_put(where, logits_SV.new_tensor(values), accumulate=True)
 
 
 def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -163,7 +199,7 @@ def _described(
     logits_SV: Tensor,
     tokens_S: Tensor,
     *,
-    rows: Sequence[SamplingRow],
+    num_top: Sequence[int],
     log_peak_S: Sequence[float],
 ) -> list[SampledToken]:
     """Build tokens with their log probabilities, and the top tokens of rows that ask for them."""
@@ -172,10 +208,16 @@ def _described(
     sampled = []
     for row, (token, below) in enumerate(zip(tokens_S.tolist(), below_S, strict=True)):
         top: tuple[tuple[int, float], ...] = ()
-        if num_top := rows[row].params.logprobs:
-            values_V, order_V = logits_SV[row].sort(descending=True, stable=True)
-            below_K = (values_V[:num_top] - values_V[0]).tolist()
-            ids = order_V[:num_top].tolist()
-            top = tuple((i, b + log_peak_S[row]) for i, b in zip(ids, below_K, strict=True))
+        if num_top[row]:
+            top = tuple((t, b + log_peak_S[row]) for t, b in _top(logits_SV[row], num_top[row]))
         sampled.append(SampledToken(token=token, logprob=below + log_peak_S[row], top=top))
     return sampled
+
+
+def _top(logits_V: Tensor, count: int) -> list[tuple[int, float]]:
+    """The largest logits, relative to the largest, the lower token first among equals."""
+    least = logits_V.topk(min(count, logits_V.shape[0])).values[-1]
+    tokens_K = (logits_V >= least).nonzero().squeeze(-1)
+    values_K, order_K = logits_V[tokens_K].sort(descending=True, stable=True)
+    below_K = (values_K - values_K[0])[:count].tolist()
+    return list(zip(tokens_K[order_K][:count].tolist(), below_K, strict=True))

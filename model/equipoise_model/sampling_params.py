@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 
+MAX_SCORED_ROWS = 256
+"""Tokens of prompts per step for which logits are computed, to report their logprobs."""
+
+MAX_LOGIT_BIAS = 100.0
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Logits are float32 and are divided by these; much smaller divisors give infinity or 0 / 0."""
@@ -49,6 +54,8 @@ class SamplingParams:
     logprobs: int | None = None
     """How many of the most likely tokens to report with each token, from 0; None for no log
     probabilities."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what to add to their logits, from -100 to 100, before the penalties."""
 
     def __post_init__(self) -> None:
         for name in _FLOATS:
@@ -72,6 +79,9 @@ class SamplingParams:
         if self.logprobs is not None:
             good = type(self.logprobs) is int and 0 <= self.logprobs <= MAX_LOGPROBS
             self._require("logprobs", good, f"null or from 0 to {MAX_LOGPROBS}")
+        good = all(abs(bias) <= MAX_LOGIT_BIAS for _, bias in self.logit_bias)
+        wanted = f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for every token"
+        self._require("logit_bias", good, wanted)
 
     @property
     def greedy(self) -> bool:
@@ -97,6 +107,8 @@ class SamplingRow:
     params: SamplingParams
     prompt: Sequence[int]
     output: Sequence[int]
+    banned: tuple[int, ...] = ()
+    """Tokens that must not be sampled."""
 
     @property
     def position(self) -> int:

@@ -23,8 +23,10 @@ from tests.support.scripted_ranks import (
 TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.content == 'forbidden' %}{{ raise_exception('this is not said here') }}{% endif %}
-[{{ message.role }}]{{ message.content }}
+[{{ message.role }}]{{ message.content | replace('changed', 'other') }}
 {%- endfor %}
+{%- if mood %}({{ mood }}){% endif %}
+{%- if add_generation_prompt is defined and not add_generation_prompt %}.{% endif %}
 """
 
 

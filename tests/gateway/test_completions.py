@@ -49,7 +49,12 @@ async def test_a_whole_response_has_openais_form(gateway):
     assert answer["choices"] == [
         {"index": 0, "text": text_of(8), "logprobs": None, "finish_reason": "length"}
     ]
-    assert answer["usage"] == {"prompt_tokens": 12, "completion_tokens": 8, "total_tokens": 20}
+    assert answer["usage"] == {
+        "prompt_tokens": 12,
+        "completion_tokens": 8,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_tokens_and_text_are_the_same_prompt(gateway):
@@ -213,7 +218,12 @@ async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
         ({"prompt": [1, 272]}, "prompt", "tokens 0 to 271, not 272"),
         ({"prompt": [1, -1]}, "prompt", "tokens 0 to 271, not -1"),
         ({"prompt": [1, True]}, "prompt", "a string or a list"),
-        ({"prompt": ["a", "b"]}, "prompt", "one prompt per request"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "1 to 8192 tokens, not 0"),
+        ({"prompt": ["a", [1]], "n": 0}, "n", "from 1 to 16, not 0"),
+        ({"prompt": [[1], ["a"]]}, "prompt[1]", "a string or a list of token ids"),
+        ({"prompt": [[1], [272]]}, "prompt[1]", "tokens 0 to 271, not 272"),
+        ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts"),
+        ({"prompt": ["a"] * 513, "n": 2}, "n", "times 513 prompts is more than 1024 choices"),
         ({"prompt": "\ud800"}, "prompt", "unpaired surrogate"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "from 1 to 8192, not 0"),
         ({"prompt": "a", "max_tokens": 8193}, "max_tokens", "not 8193"),
@@ -233,10 +243,21 @@ async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
         ({"prompt": "a", "seed": 2**64}, "seed", "whole number"),
         ({"prompt": "a", "n": 17}, "n", "from 1 to 16, not 17"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "from 0 to 20, not 21"),
-        ({"prompt": "a", "logprobs": 1, "echo": True}, "echo", "not supported with logprobs"),
+        ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20, not -1"),
+        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "in a stream"),
         ({"prompt": "a", "best_of": 2}, "best_of", "2 is not supported"),
+        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of", "1 is not supported"),
+        ({"prompt": "a", "min_tokens": 17}, "min_tokens", "from 0 to 16, not 17"),
+        (
+            {"prompt": "a", "min_tokens": 1, "stop_token_ids": [*range(272)]},
+            "min_tokens",
+            "every token is a stop token",
+        ),
         ({"prompt": "a", "suffix": "b"}, "suffix", '"b" is not supported'),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+        ({"prompt": "a", "logit_bias": {"272": 1}}, "logit_bias", 'tokens 0 to 271, not "272"'),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", 'not "-1"'),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5", "from -100 to 100, not 101"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias", "must be an object"),
         ({"prompt": "a", "stop_token_ids": [272]}, "stop_token_ids", "tokens 0 to 271, not 272"),
         ({"prompt": "a", "stop": ""}, "stop", "not empty"),
         ({"prompt": "a", "stop": ["a"] * 257}, "stop", "up to 256"),

@@ -216,7 +216,17 @@ async def test_a_field_that_is_null_counts_as_missing(client):
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"logit_bias": {"1": "2"}}, "logit_bias.1"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        (
+            {"continue_final_message": True, "messages": [{"role": "user", "content": "changed"}]},
+            "continue_final_message",
+        ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"messages": []}, "messages"),

@@ -376,11 +376,18 @@ async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet,
     )
 
     async def one(prompt, max_tokens):
-        request = GenerateRequest(request_id=f"{prompt}", prompt=prompt, max_tokens=max_tokens)
+        # Every other one asks for the logprobs of its prompt, which come with its first tokens.
+        num_top = prompt[1] % 2 or None
+        request = GenerateRequest(
+            request_id=f"{prompt}", prompt=prompt, max_tokens=max_tokens, prompt_logprobs=num_top
+        )
         async with aclosing(relay.stream(request, suspicion=Suspicion())) as parts:
-            return tuple([token async for made in parts for token in made.tokens])
+            first, *rest = [made async for made in parts]
+        logprobs = [(-token / 64, ((token, -token / 64),)) for token in prompt[1:] if num_top]
+        assert [(one.value, one.top) for one in first.prompt.logprobs] == logprobs
+        return tuple(token for made in (first, *rest) for token in made.tokens)
 
-    asked = [((seed, number), dice.randint(1, 20)) for number in range(24)]
+    asked = [((seed, number, 5, 6, 7), dice.randint(1, 20)) for number in range(24)]
     async with asyncio.timeout(BOUND_S):
         results = await asyncio.gather(*(one(*each) for each in asked))
     assert results == [undisturbed(*each) for each in asked]

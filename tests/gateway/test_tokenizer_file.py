@@ -156,3 +156,10 @@ def test_other_threads_run_while_a_long_text_is_encoded(ours):
     times = [began, *(one for one in ticks if one > began), began + duration_s]
     longest_s = max(after - before for before, after in pairwise(times))
     assert longest_s < max(0.1, duration_s / 3), f"{longest_s:.2f} of {duration_s:.2f} s"
+
+
+def test_special_tokens_have_text_on_request(ours):
+    begin, end = (THEIRS.token_to_id(name) for name in (BEGIN, END))
+    decoder = ours.decoder(with_special=True)
+    assert decoder.read((begin, *THEIRS.encode("12").ids, end), final=True) == f"{BEGIN}12{END}"
+    assert ours.decode((begin, *THEIRS.encode("12").ids, end)) == "12"

@@ -4,14 +4,14 @@ import math
 import pytest
 import torch
 
-from equipoise_model.sampling import draw, penalize, probabilities, sample
+from equipoise_model.sampling import draw, penalize, probabilities, sample, score
 from equipoise_model.sampling_params import SamplingParams, SamplingRow
 
 VOCABULARY = 131  # not a multiple of any vector's width
 
 
-def row(*, prompt=(1, 2), output=(), **params):
-    return SamplingRow(params=SamplingParams(**params), prompt=prompt, output=output)
+def row(*, prompt=(1, 2), output=(), banned=(), **params):
+    return SamplingRow(params=SamplingParams(**params), prompt=prompt, output=output, banned=banned)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ VARIETY = [
     row(seed=6, presence_penalty=1.0, frequency_penalty=-0.5, output=(9, 9, 9)),
     row(temperature=0.0, frequency_penalty=2.0, output=(5,)),
     row(seed=7, top_k=20, top_p=0.8, min_p=0.02, temperature=0.9, logprobs=0),
-    row(seed=2**64 - 1, prompt=(8,) * 50),
+    row(seed=2**64 - 1, prompt=(8,) * 50, banned=(3, 7), logit_bias=((5, 2.5), (9, -100.0))),
 ]
 
 
@@ -53,6 +53,44 @@ def test_a_request_draws_the_same_whatever_else_is_in_the_batch(logits):
 def test_a_request_draws_the_same_when_its_output_becomes_its_prompt(logits):
     first = sample(logits[:1], [row(seed=5, prompt=(1, 2), output=(3, 4))])
     assert first == sample(logits[:1], [row(seed=5, prompt=(1, 2, 3, 4))])
+
+
+def test_banned_tokens_are_never_sampled(logits):
+    best = logits.argmax(dim=-1).tolist()
+    rows = [row(temperature=0, banned=(token, 130)) for token in best]
+    second = logits.sort(dim=-1, descending=True).indices[:, 1].tolist()
+    assert [one.token for one in sample(logits, rows)] == second
+    allowed = 77
+    alone = row(temperature=5, banned=tuple(t for t in range(VOCABULARY) if t != allowed))
+    assert [one.token for one in sample(logits, [alone] * 10)] == [allowed] * 10
+
+
+def test_a_bias_shifts_the_odds_by_its_exponential(logits):
+    plain = probabilities(logits, [row()] * 10)
+    biased = probabilities(logits, [row(logit_bias=((3, 1.5), (8, -2.0)))] * 10)
+    before, after = plain[:, 3] / plain[:, 8], biased[:, 3] / biased[:, 8]
+    assert torch.allclose(after / before, torch.full((10,), math.exp(3.5)), rtol=1e-4)
+    # The logprobs are the model's own.
+    (one, *_), (other, *_) = (
+        sample(logits, [row(temperature=0, logit_bias=bias, logprobs=3)] * 10)
+        for bias in ((), ((11, 100.0),))
+    )
+    assert (other.token, other.top) == (11, one.top)
+    assert other.logprob == pytest.approx(logits[0].log_softmax(dim=-1)[11].item(), abs=1e-5)
+
+
+def test_known_tokens_are_scored_as_if_they_were_sampled(logits):
+    logits[4, :40] = 0.5  # equals, of which the lower tokens come first
+    logits[5] = math.nan
+    sampled = sample(logits, [row(temperature=0, logprobs=4)] * 10)
+    tokens = [one.token for one in sampled]
+    assert score(logits, tokens, num_top=[4] * 10) == sampled
+    assert score(logits[2:3], tokens[2:3], num_top=[4]) == sampled[2:3]
+    assert sampled[5].fault
+    for index, one in enumerate(sampled):
+        if index != 5:
+            expected = logits[index].sort(descending=True, stable=True).indices[:4].tolist()
+            assert [token for token, _ in one.top] == expected
 
 
 def test_other_seeds_and_positions_draw_other_tokens():

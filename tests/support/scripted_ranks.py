@@ -33,7 +33,10 @@ def told_logprobs(request, tokens):
     """The log-probability that ranks report: a function of the token alone."""
     if not request.sampling.HasField("logprobs"):
         return []
-    num_top = request.sampling.logprobs
+    return logprobs_of(tokens, request.sampling.logprobs)
+
+
+def logprobs_of(tokens, num_top):
     return [
         pb.TokenLogprob(
             logprob=-token / 64,
@@ -41,6 +44,19 @@ def told_logprobs(request, tokens):
             top_logprobs=[-token / 64 - place for place in range(num_top)],
         )
         for token in tokens
+    ]
+
+
+def prompt_reports(request, num_cached):
+    """What ranks report of a prompt, in parts of up to two logprobs."""
+    end = len(request.prompt) - request.num_replayed
+    scored = request.prompt[1:end] if request.HasField("prompt_logprobs") else []
+    return [
+        pb.PromptReport(
+            cached_tokens=num_cached,
+            logprobs=logprobs_of(scored[start : start + 2], request.prompt_logprobs),
+        )
+        for start in range(0, max(1, len(scored)), 2)
     ]
 
 
@@ -79,6 +95,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         self.waits_after = 0
         """Tokens before these pauses."""
         self.context_length = 256
+        self.num_cached = 0
         self.poison = None
         self.num_deaths = 0
         self._serving = set()
@@ -116,6 +133,9 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         stopped = tokens[-1:] and tokens[-1] in request.stop_tokens
         finish = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
         size = self.tokens_a_message
+        *early, report = prompt_reports(request, self.num_cached)
+        for part in early:
+            await _finished(context.write(pb.GenerateResponse(prompt=part)))
         for start in range(0, len(tokens), size):
             await self.gate.wait()
             if start == self.waits_after:
@@ -128,6 +148,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
                         tokens=some,
                         finish_reason=finish if is_last else 0,
                         logprobs=told_logprobs(request, some),
+                        prompt=None if start else report,
                     )
                 )
             )

@@ -20,9 +20,12 @@ from equipoise.worker.placement import placement_of
 from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_link_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint, save
+from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.generate import greedy
+from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.step import StepBatch
 from tests.support.held_slots import held_by
 from tests.support.holders import ranks_of_expert
 from tests.support.small_models import SMALL as CONFIG
@@ -60,6 +63,37 @@ def solo(checkpoint):
         return greedy(model, [prompt], max_tokens=max_tokens, stop_tokens=stop_tokens)[0]
 
     return tokens
+
+
+@pytest.fixture(scope="session")
+def full_forward(checkpoint):
+    """The logprobs of every token at every position of a sequence that runs in one pass."""
+    model = Transformer(CONFIG, row_block=16)
+    checkpoint.load_dense(model)
+    identity = np.tile(np.arange(CONFIG.n_routed_experts), (CONFIG.num_moe_layers, 1))
+    checkpoint.load_slots(model, identity)
+
+    @torch.no_grad()
+    def logprobs(tokens):
+        num_tokens = len(tokens)
+        batch = StepBatch(
+            tokens_T=torch.tensor(tokens),
+            positions_T=torch.arange(num_tokens),
+            sequences_T=torch.zeros(num_tokens, dtype=torch.int64),
+            block_tables=[range(blocks_for(num_tokens))],
+            sample_rows_S=torch.arange(num_tokens),
+        )
+        cache = LatentCache(
+            CONFIG,
+            num_blocks=blocks_for(num_tokens),
+            max_len=num_tokens,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        experts = ExpertParallel.local(CONFIG, device=torch.device("cpu"))
+        return model.step(batch, cache, experts).logits_SV.log_softmax(dim=-1)
+
+    return logprobs
 
 
 @pytest.fixture

@@ -94,14 +94,8 @@ async def bench(rank_of_one):
         await asyncio.wait_for(stepping, 60)
 
 
-def request(prompt=PROMPT, max_tokens=8, stop_tokens=(), sampling=None, num_replayed=0):
-    return pb.GenerateRequest(
-        prompt=prompt,
-        max_tokens=max_tokens,
-        stop_tokens=stop_tokens,
-        sampling=sampling,
-        num_replayed=num_replayed,
-    )
+def request(prompt=PROMPT, max_tokens=8, **fields):
+    return pb.GenerateRequest(prompt=prompt, max_tokens=max_tokens, **fields)
 
 
 async def generated(call):
@@ -156,6 +150,11 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
         (request(prompt=(1, 64)), "token 64 is not in the vocabulary: tokens are 0 to 63"),
         (request(stop_tokens=(99,)), "token 99 is not in the vocabulary"),
         (request(num_replayed=5), "num_replayed is 5"),
+        (request(prompt_logprobs=21), "prompt_logprobs is 21: it must be at most 20"),
+        (request(min_tokens=9), "min_tokens is 9: it must be at most max_tokens, 8"),
+        (request(logit_bias={64: 1.0}), "token 64 is not in the vocabulary"),
+        (request(logit_bias={1: float("nan")}), "sampling.logit_bias = ((1, nan),) is out of"),
+        (request(logit_bias={1: -100.5}), "it must be from -100 to 100 for every token"),
         (request(sampling=pb.Sampling(temperature=-1)), "sampling.temperature = -1.0 is out of"),
         (request(sampling=pb.Sampling(top_p=0)), "sampling.top_p = 0.0 is out of range"),
         (request(sampling=pb.Sampling(min_p=float("nan"))), "sampling.min_p = nan"),
@@ -206,6 +205,65 @@ async def test_logprobs_come_with_their_tokens_on_request(bench, solo):
         assert one.logprob == one.top_logprobs[0] < 0
         assert list(one.top_logprobs) == sorted(one.top_logprobs, reverse=True)
         assert len(one.top_tokens) == len(one.top_logprobs) == 3
+
+
+async def test_the_prompts_tokens_are_scored_as_in_one_forward_pass(bench, full_forward):
+    prompts = [[(7 * seed + 3 * place) % 64 for place in range(50)] for seed in range(3)]
+    await generated(bench.stub.Generate(request(prompts[0], max_tokens=1)))  # cached from here on
+    # Steps run 8 tokens, two requests at a time.
+    calls = [bench.stub.Generate(request(one, prompt_logprobs=3)) for one in prompts]
+    results = await asyncio.gather(*map(generated, calls))
+    again, _ = await generated(bench.stub.Generate(request(prompts[0])))
+    assert again == results[0][0], "scoring changes no token"
+    for prompt, (_, responses) in zip(prompts, results, strict=True):
+        (report,) = [one.prompt for one in responses if one.HasField("prompt")]
+        assert len(report.logprobs) == len(prompt) - 1
+        assert report.cached_tokens == 0, "rows that score have to run"
+        expected = full_forward(prompt)
+        for place, one in enumerate(report.logprobs, start=1):
+            values = expected[place - 1]
+            assert one.logprob == pytest.approx(values[prompt[place]].item(), abs=1e-5)
+            best = values.sort(descending=True, stable=True).indices[:3].tolist()
+            assert list(one.top_tokens) == best
+            assert one.top_logprobs[0] == pytest.approx(values.max().item(), abs=1e-5)
+    alone = await generated(bench.stub.Generate(request(prompts[1], prompt_logprobs=3)))
+    reports = [
+        [one.prompt for one in found if one.HasField("prompt")]
+        for found in (alone[1], results[1][1])
+    ]
+    assert reports[0] == reports[1], "bitwise, whatever else is in the batch"
+
+
+async def test_a_replayed_request_reports_its_own_prompt_only(bench):
+    fields = {"prompt_logprobs": 1, "max_tokens": 4}
+    _, whole = await generated(bench.stub.Generate(request((1, 2, 3, 4), **fields)))
+    _, parts = await generated(bench.stub.Generate(request((1, 2, 3, 4), num_replayed=2, **fields)))
+    assert len(parts[0].prompt.logprobs) == 1
+    assert parts[0].prompt.logprobs[0] == whole[0].prompt.logprobs[0]
+
+
+async def test_cached_tokens_of_a_prompt_are_reported(bench):
+    prompt = tuple(range(1, 40))
+    for num_cached in (0, 32):
+        _, (first, *rest) = await generated(bench.stub.Generate(request(prompt)))
+        assert first.prompt.cached_tokens == num_cached
+        assert not any(one.HasField("prompt") for one in rest)
+
+
+async def test_stop_tokens_are_not_generated_before_min_tokens(bench, solo):
+    unstopped = solo(PROMPT, 30)
+    for min_tokens in (0, 1, 5, 8):
+        fields = {"stop_tokens": [unstopped[0], unstopped[3]], "min_tokens": min_tokens}
+        tokens, _ = await generated(bench.stub.Generate(request(max_tokens=30, **fields)))
+        assert not set(tokens[:min_tokens]) & set(fields["stop_tokens"])
+        rest = request(
+            (*PROMPT, *tokens[:2]), max_tokens=28, num_replayed=len(tokens[:2]), **fields
+        )
+        if len(tokens) > 2:
+            assert (await generated(bench.stub.Generate(rest)))[0] == tokens[2:]
+    bias = {unstopped[0]: -100.0, 5: 100.0}
+    tokens, _ = await generated(bench.stub.Generate(request(logit_bias=bias)))
+    assert tokens == [5] * 8
 
 
 def test_a_request_that_fills_the_context_to_the_last_token_is_served():

@@ -23,6 +23,16 @@ def sampled_token(token):
     return SampledToken(token=token, logprob=-1.0)
 
 
+def score_of(before, token):
+    """A stand-in for a logprob: a function of all tokens up to the scored one."""
+    return SampledToken(token=token, logprob=-float(next_token(before)))
+
+
+def commit(scheduler, plan, results):
+    sampled, drafts, scores = results
+    return scheduler.commit(plan, sampled, drafts, scores=scores)
+
+
 class Model:
     """Keeps a cache as the model does, so that a wrong block, place or order is noticed.
 
@@ -36,7 +46,7 @@ class Model:
 
     def run(self, plan):
         written = set()
-        sampled, drafts = [], {}
+        sampled, drafts, scores = [], {}, []
         for chunk in plan.chunks:
             places = [(block, place) for block in chunk.blocks for place in range(BLOCK)]
             for position, token in enumerate(chunk.tokens, chunk.start):
@@ -46,6 +56,9 @@ class Model:
             # What the model would attend to: everything so far, from the cache alone.
             end = chunk.start + len(chunk.tokens)
             tokens = [self.cache[place] for place in places[:end]]
+            for place, token in enumerate(chunk.scored, chunk.start + chunk.score_from + 1):
+                assert tokens[place : place + 1] in ([], [token])
+                scores.append(score_of(tokens[:place], token))
             rows = range(end - len(chunk.sampling) + 1, end + 1)
             of_chunk = [sampled_token(next_token(tokens[:row])) for row in rows]
             sampled += of_chunk
@@ -53,7 +66,7 @@ class Model:
                 standing = chunk.accepted(of_chunk)
                 known = tokens[: chunk.start + len(chunk.known)]
                 drafts[chunk.key] = self.draft([*known, *(one.token for one in standing)])
-        return sampled, drafts
+        return sampled, drafts, scores
 
     def draft(self, tokens):
         drafts = []
@@ -85,6 +98,7 @@ def requests(draw, max_size=12):
             prompt=tuple(draw(st.lists(st.integers(0, 49), min_size=1, max_size=30))),
             max_tokens=draw(st.integers(1, 12)),
             stop_tokens=frozenset(draw(st.sets(st.integers(0, 49), max_size=3))),
+            prompt_logprobs=draw(st.none() | st.just(0)),
         )
         for key in range(draw(st.integers(1, max_size)))
     ]
@@ -114,6 +128,7 @@ def test_every_request_gets_its_solo_tokens_within_budget_and_blocks(
     luck = data.draw(st.lists(st.booleans(), max_size=30))
     model = Model(lambda: luck.pop() if luck else True, num_drafts)
     got, finished = {one.key: [] for one in offered}, {}
+    prompts = {}
     waiting = list(offered)
     arrivals = data.draw(st.lists(st.integers(0, 3), max_size=20))
     while len(finished) < len(offered):
@@ -124,12 +139,21 @@ def test_every_request_gets_its_solo_tokens_within_budget_and_blocks(
         assert plan.num_tokens <= budget
         assert len({chunk.key for chunk in plan.chunks}) == len(plan.chunks)
         assert plan.num_tokens > 0 or scheduler.num_active == scheduler.num_queued == 0
-        for emission in scheduler.commit(plan, *model.run(plan)):
+        for emission in commit(scheduler, plan, model.run(plan)):
             assert emission.key not in finished
+            if not got[emission.key]:
+                prompts[emission.key] = emission.prompt
+            else:
+                assert emission.prompt is None
             got[emission.key].append(emission.token)
             if emission.finish is not None:
                 finished[emission.key] = emission.finish
     for request in offered:
+        is_scored, prompt = request.prompt_logprobs is not None, request.prompt
+        assert prompts[request.key].scores == tuple(
+            score_of(prompt[:place], prompt[place]) for place in range(1, len(prompt)) if is_scored
+        )
+        assert prompts[request.key].num_cached < (1 if is_scored else len(prompt))
         assert got[request.key] == solo(request)
         stopped = got[request.key][-1] in request.stop_tokens
         assert finished[request.key] == (FinishReason.STOP if stopped else FinishReason.LENGTH)
@@ -148,11 +172,11 @@ def test_a_cancellation_at_any_moment_affects_no_other_request(offered, num_bloc
         scheduler.submit(request)
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        sampled, drafts = model.run(plan)
+        sampled, drafts, scores = model.run(plan)
         victim = data.draw(st.integers(-10, len(offered) - 1))
         if victim >= 0 and scheduler.cancel(victim):
             cancelled.add(victim)
-        for emission in scheduler.commit(plan, sampled, drafts):
+        for emission in commit(scheduler, plan, (sampled, drafts, scores)):
             got[emission.key].append(emission.token)
     for request in offered:
         tokens = solo(request)
@@ -172,7 +196,7 @@ def test_first_tokens_come_in_the_order_of_arrival_when_prompts_are_equal(rows, 
         scheduler.submit(Request(key=key, prompt=(1, 2, 3, 4, 5), max_tokens=3))
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        for emission in scheduler.commit(plan, *model.run(plan)):
+        for emission in commit(scheduler, plan, model.run(plan)):
             if emission.key not in order:
                 order.append(emission.key)
     assert order == list(range(count))
@@ -188,7 +212,7 @@ def test_the_youngest_is_paused_for_blocks_and_finds_its_prefix_cached():
         plan = scheduler.plan()
         if scheduler.counts.preempted == 1 and scheduler.num_active == 1:
             assert [chunk.key for chunk in plan.chunks] in ([0], [1])
-        for emission in scheduler.commit(plan, *model.run(plan)):
+        for emission in commit(scheduler, plan, model.run(plan)):
             got[emission.key].append(emission.token)
     for key, prompt in prompts.items():
         assert got[key] == solo(Request(key=key, prompt=prompt, max_tokens=15))
@@ -203,7 +227,7 @@ def test_a_cached_prompt_does_not_run_again():
         scheduler.submit(Request(key=key, prompt=prompt, max_tokens=1))
         plan = scheduler.plan()
         assert plan.num_tokens == num_run
-        (emission,) = scheduler.commit(plan, *model.run(plan))
+        (emission,) = commit(scheduler, plan, model.run(plan))
         assert emission.token == next_token(prompt)
     assert (scheduler.counts.sought, scheduler.counts.found) == (60, 32)
 
@@ -216,7 +240,7 @@ def test_a_broken_steps_plan_is_planned_again():
         model.run(first)
         again = scheduler.plan()
         assert again == first
-        scheduler.commit(again, *model.run(again))
+        commit(scheduler, again, model.run(again))
     assert scheduler.num_active == 0
 
 
@@ -226,7 +250,7 @@ def test_accepted_drafts_yield_several_tokens_per_step():
     scheduler.submit(Request(key=0, prompt=(1, 2), max_tokens=8))
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        steps.append(len(scheduler.commit(plan, *model.run(plan))))
+        steps.append(len(commit(scheduler, plan, model.run(plan))))
     assert steps == [1, 3, 3, 1]
     assert (scheduler.counts.drafted, scheduler.counts.accepted) == (4, 4)
     assert scheduler.counts.processed == 2 + 7
@@ -239,7 +263,7 @@ def test_rejected_drafts_cost_no_token():
     tokens = []
     while scheduler.num_active + scheduler.num_queued:
         plan = scheduler.plan()
-        tokens += [one.token for one in scheduler.commit(plan, *model.run(plan))]
+        tokens += [one.token for one in commit(scheduler, plan, model.run(plan))]
     assert tokens == solo(request)
     assert (scheduler.counts.drafted, scheduler.counts.accepted) == (3, 0)
     assert scheduler.counts.processed == 2 + 4
@@ -260,7 +284,7 @@ def test_nothing_is_drafted_while_many_requests_are_active():
         plan = scheduler.plan()
         assert plan.num_tokens <= 3
         guessed.append((len(plan.chunks), plan.drafts, sum(len(c.drafts) for c in plan.chunks)))
-        sampled, drafts = model.run(plan)
+        sampled, drafts, _ = model.run(plan)
         for one in scheduler.commit(plan, sampled, drafts if plan.drafts else {}):
             tokens[one.key].append(one.token)
     assert tokens == {one.key: solo(one) for one in requests}

@@ -101,12 +101,35 @@ class GenerateRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NUM_REPLAYED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, for logs."""
     max_tokens: _builtins.int
@@ -115,6 +138,12 @@ class GenerateRequest(_message.Message):
     """How many tokens at the prompt's end another rank generated; fewer than the prompt has. The request
     continues with the tokens that rank would have generated, draws and penalties included.
     """
+    prompt_logprobs: _builtins.int
+    """Also send the logprobs of the prompt's tokens, from the second to the last that is not replayed, and
+    those of this many most likely tokens (0 to 20) at each of their positions; none if unset.
+    """
+    min_tokens: _builtins.int
+    """Stop tokens are not generated before the output, replayed tokens included, has this many tokens."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; at least one."""
@@ -127,6 +156,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___Sampling:
         """How tokens are chosen; greedy if unset."""
 
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these tokens before the penalties, from -100 to 100."""
+
     def __init__(
         self,
         *,
@@ -136,12 +169,17 @@ class GenerateRequest(_message.Message):
         stop_tokens: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___Sampling | None = ...,
         num_replayed: _builtins.int = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        min_tokens: _builtins.int = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "num_replayed", b"num_replayed", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop_tokens", b"stop_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_replayed", b"num_replayed", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop_tokens", b"stop_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -221,7 +259,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 @_typing.final
 class GenerateResponse(_message.Message):
     """GenerateResponse carries the tokens of one step, in order. A message without tokens reports how the
-    request waits.
+    request waits, or a part of its prompt's logprobs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -233,6 +271,7 @@ class GenerateResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     IS_WAITING_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message."""
     generation: _builtins.int
@@ -253,6 +292,12 @@ class GenerateResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """One for each token if the request asked for logprobs."""
 
+    @_builtins.property
+    def prompt(self) -> Global___PromptReport:
+        """About the prompt. Comes with the first tokens; if the prompt has many logprobs, messages without
+        tokens bring the earlier ones first.
+        """
+
     def __init__(
         self,
         *,
@@ -263,14 +308,43 @@ class GenerateResponse(_message.Message):
         epoch: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         is_waiting: _builtins.bool = ...,
+        prompt: Global___PromptReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "is_waiting", b"is_waiting", "logprobs", b"logprobs", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "is_waiting", b"is_waiting", "logprobs", b"logprobs", "prompt", b"prompt", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptReport(_message.Message):
+    """PromptReport is about a request's prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """Tokens of the prompt that the rank found in its cache."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each token after the first, without replayed ones, if the request asked for them."""
+
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptReport: _TypeAlias = PromptReport  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

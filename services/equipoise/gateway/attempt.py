@@ -111,15 +111,26 @@ async def _next(
     """The next tokens. Reports of waiting restart the timeout while the rank's steps advance."""
     now = asyncio.get_running_loop().time
     queued_until_s, latest = now() + queue_timeout_s, (0, 0)
+    prompt: list[pb.PromptReport] = []
+    num_unreported = request.num_prompt_logprobs
     try:
         async with asyncio.timeout(timeout_s) as bound:
             while True:
                 response = await call.read()
                 if not isinstance(response, pb.GenerateResponse):
                     raise RankLostError("it ended the stream without a finish reason")
+                if response.HasField("prompt"):
+                    num_unreported -= len(response.prompt.logprobs)
+                    if num_unreported < 0 or not (response.prompt.logprobs or response.tokens):
+                        raise RankLostError("it sent logprobs that the request did not ask for")
+                    prompt.append(response.prompt)
                 if response.tokens or response.finish_reason:
                     return response_from_proto(
-                        response, request=request, num_before=num_before, vocab_size=vocab_size
+                        response,
+                        request=request,
+                        num_before=num_before,
+                        vocab_size=vocab_size,
+                        prompt=prompt,
                     )
                 if response.is_waiting and (response.epoch, response.step) > latest:
                     latest = (response.epoch, response.step)

@@ -5,8 +5,10 @@ access to anything but its arguments.
 """
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -17,6 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
 
 Messages = list[dict[str, str]]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
 class ChatTemplate:
@@ -64,21 +69,56 @@ class ChatTemplate:
         named = {name: _content(value) for name, value in config.items() if name in _SPECIAL}
         return cls(source, special={name: text for name, text in named.items() if text})
 
-    def render(self, messages: Messages) -> str:
-        """The text of a conversation, up to where the model's answer begins.
+    def render(
+        self,
+        messages: Messages,
+        *,
+        variables: Mapping[str, Any] = _NOTHING,
+        adds_prompt: bool = True,
+        continues_final: bool = False,
+    ) -> str:
+        """The text of a conversation.
+
+        It ends with the words that begin the model's answer if `adds_prompt`, and within the last
+        message if `continues_final`. `variables` are the client's own, for the template.
 
         Raises:
             InvalidRequestError: the template rejects these messages; its own message.
         """
+        own = {**self._special, "messages": messages, "add_generation_prompt": adds_prompt}
+        for name in variables:
+            if name in own:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs.{name} is set by the gateway: leave it out",
+                    param=f"chat_template_kwargs.{name}",
+                )
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special
-            )
+            text = self._template.render({**variables, **own})
         # Either the template or the messages are at fault, and not the gateway.
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _FAULTS as error:
             raise InvalidRequestError(
                 f"the model's chat template rejects these messages: {error}", param="messages"
             ) from None
+        return _up_to_end_of(messages[-1]["content"], text) if continues_final else text
+
+
+def _up_to_end_of(content: str, text: str) -> str:
+    """A conversation without what the template adds after the last message, as transformers cuts.
+
+    Templates may strip a message's white space.
+    """
+    begin = text.rfind(content.strip())
+    if begin < 0:
+        raise InvalidRequestError(
+            "the model's chat template changes the last message, which then cannot be continued",
+            param="continue_final_message",
+        )
+    whole = begin + len(content.lstrip())
+    return (
+        text[:whole]
+        if text[begin:whole] == content.lstrip()
+        else text[: begin + len(content.strip())]
+    )
 
 
 class _Generation(Extension):

@@ -7,11 +7,14 @@ logprob before its text. Knows nothing of HTTP or of OpenAI's objects.
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from equipoise.gateway.stop_text import StopText
-from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import FinishReason, GeneratedTokens, TokenLogprob
+from equipoise.gateway.tokenizer import TokenDecoder, Tokenizer
+from equipoise.wire.inference import FinishReason, GeneratedTokens, PromptReport, TokenLogprob
+
+MAX_OPEN_CHOICES = 32
+"""Choices of one request that ranks work on at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +27,22 @@ class TokenText:
     offset: int
     """Where in the choice's text it begins, characters."""
 
-    logprob: TokenLogprob
-    """How likely it was."""
+    logprob: TokenLogprob | None
+    """How likely it was; None for the first token of a prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """A prompt that is repeated before the choice."""
+
+    tokens: tuple[int, ...]
+    """Token ids."""
+
+    with_logprobs: bool
+    """Whether to show its tokens' logprobs."""
+
+    is_all: bool
+    """Whether no generated token is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +61,36 @@ class ChoiceDelta:
     finish: FinishReason | None
     """Set on the last part."""
 
+    is_first: bool = False
+    """Set on the first part."""
+
+    prompt: PromptReport | None = None
+    """On the first part, what the rank found out about the prompt."""
+
 
 class ChoiceDecoder:
-    """Decodes one choice, which ends with its first stop string."""
+    """Decodes one choice, which ends with its first stop string after `min_tokens` tokens.
+
+    Special tokens have text if `with_special`.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stops: tuple[str, ...], stop_tokens: frozenset[int]
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: tuple[str, ...],
+        stop_tokens: frozenset[int],
+        min_tokens: int = 0,
+        with_special: bool = False,
+        echo: Echo | None = None,
     ) -> None:
-        self._decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder(with_special=with_special)
+        self._prompt_decoder = tokenizer.decoder(with_special=with_special)
         self._stop = StopText(stops)
         self._stop_tokens = stop_tokens
+        self._num_unstoppable = min_tokens
+        self._echo = echo
+        self._is_first = True
         self._num_decoded = 0
         self._num_shown = 0
         self._waiting: deque[TokenText] = deque()
@@ -65,29 +102,64 @@ class ChoiceDecoder:
 
     def read(self, generated: GeneratedTokens) -> ChoiceDelta:
         """The part that these tokens complete."""
+        is_first, self._is_first = self._is_first, False
+        text = self._echoed(generated.prompt) if is_first and self._echo else ""
+        if self._echo and self._echo.is_all:
+            generated = replace(generated, tokens=(), logprobs=(), finish=FinishReason.LENGTH)
         final = generated.finish is not None
-        text = self._stop.read(self._decode(generated), final=final)
+        num_free = min(self._num_unstoppable, len(generated.tokens))
+        self._num_unstoppable -= num_free
+        text += self._decode(generated, 0, num_free)
+        rest = self._decode(generated, num_free, len(generated.tokens))
+        text += self._stop.read(rest, final=final)
         self._num_shown += len(text)
-        finish = FinishReason.STOP if self._stop.stopped else generated.finish
         return ChoiceDelta(
             text=text,
             tokens=generated.tokens,
             shown=self._shown(all_remaining=final and not self._stop.stopped),
-            finish=finish,
+            finish=FinishReason.STOP if self._stop.stopped else generated.finish,
+            is_first=is_first,
+            prompt=generated.prompt if is_first else None,
         )
 
-    def _decode(self, generated: GeneratedTokens) -> str:
-        final = generated.finish is not None
-        if not generated.logprobs:
-            return self._decoder.read(generated.tokens, final=final)
-        text = ""
-        for token, logprob in zip(generated.tokens, generated.logprobs, strict=True):
-            if token not in self._stop_tokens:
-                offset = self._num_decoded + len(text)
-                self._waiting.append(TokenText(token=token, offset=offset, logprob=logprob))
-            text += self._decoder.read((token,), final=False)
-        text += self._decoder.read((), final=final)
+    def _echoed(self, report: PromptReport | None) -> str:
+        """The prompt's text, and its tokens to be shown."""
+        assert self._echo is not None
+        tokens = self._echo.tokens
+        if not self._echo.with_logprobs or report is None:
+            text = self._prompt_decoder.read(tokens, final=True)
+        else:
+            text = self._read(self._prompt_decoder, tokens, (None, *report.logprobs))
+            text += self._prompt_decoder.read((), final=True)
+        self._num_decoded = len(text)
+        return text
+
+    def _decode(self, generated: GeneratedTokens, start: int, end: int) -> str:
+        """The text that some of the tokens complete. A stop token is not part of the text."""
+        is_last = generated.finish is not None and end == len(generated.tokens)
+        tokens, logprobs = generated.tokens[start:end], generated.logprobs[start:end]
+        if tokens and tokens[-1] in self._stop_tokens:
+            tokens, logprobs = tokens[:-1], logprobs[:-1]
+        if not logprobs:
+            text = self._decoder.read(tokens, final=is_last)
+        else:
+            text = self._read(self._decoder, tokens, logprobs)
+            text += self._decoder.read((), final=is_last)
         self._num_decoded += len(text)
+        return text
+
+    def _read(
+        self,
+        decoder: TokenDecoder,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+    ) -> str:
+        """The text that tokens complete; they wait to be shown with it."""
+        text = ""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            offset = self._num_decoded + len(text)
+            self._waiting.append(TokenText(token=token, offset=offset, logprob=logprob))
+            text += decoder.read((token,), final=False)
         return text
 
     def _shown(self, *, all_remaining: bool) -> tuple[TokenText, ...]:
@@ -97,19 +169,26 @@ class ChoiceDecoder:
         return tuple(shown)
 
 
+_Open = tuple[int, ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]
+
+
 async def merged_deltas(
     choices: Sequence[tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]],
+    *,
+    max_open: int = MAX_OPEN_CHOICES,
 ) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
     """Yield the index and delta of all choices as they arrive, each choice up to its finish.
 
-    Reads at most one delta per choice ahead of the caller. Closing it ends all choices.
+    At most `max_open` are read at a time. Reads at most one delta per choice ahead of the caller.
+    Closing it ends all choices.
     """
-    pending = {
-        asyncio.ensure_future(anext(parts)): (index, decoder, parts)
-        for index, (decoder, parts) in enumerate(choices)
-    }
+    waiting = deque(enumerate(choices))
+    pending: dict[asyncio.Future[GeneratedTokens], _Open] = {}
     try:
-        while pending:
+        while pending or waiting:
+            while waiting and len(pending) < max_open:
+                index, (decoder, parts) = waiting.popleft()
+                pending[asyncio.ensure_future(anext(parts))] = (index, decoder, parts)
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index, decoder, parts = pending.pop(task)

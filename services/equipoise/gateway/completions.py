@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from equipoise.gateway.choice import ChoiceDecoder, ChoiceDelta, merged_deltas
+from equipoise.gateway.choice import ChoiceDecoder, ChoiceDelta, Echo, merged_deltas
 from equipoise.gateway.client import HttpClient
 from equipoise.gateway.errors import ClientGoneError, RequestError
 from equipoise.gateway.open_requests import OpenRequests
@@ -86,8 +86,7 @@ class CompletionEndpoint:
                 model=self._model,
                 created_s=int(time.time()),
                 tokenizer=self._tokenizer,
-                with_logprobs=request.sampling.logprobs is not None,
-                with_token_ids=request.return_token_ids,
+                request=request,
             )
             respond = self._stream if request.stream else self._whole
             await self._open_requests.run(respond(request, context, client), receive=receive)
@@ -105,35 +104,46 @@ class CompletionEndpoint:
     async def _whole(
         self, request: CompletionRequest, context: ResponseContext, client: HttpClient
     ) -> None:
-        parts: list[list[ChoiceDelta]] = [[] for _ in range(request.num_choices)]
+        parts: list[list[ChoiceDelta]] = [[] for _ in range(request.num_all_choices)]
         async with aclosing(self._deltas(request, context)) as deltas:
             async for index, delta in deltas:
                 parts[index].append(delta)
-        wholes = [_joined(request.echo, choice) for choice in parts]
+        wholes = [_joined(choice) for choice in parts]
         counts = usage(
-            num_prompt=len(request.prompt), num_generated=sum(len(one.tokens) for one in wholes)
+            num_prompt=sum(map(len, request.prompts)),
+            num_generated=sum(len(one.tokens) for one in wholes),
+            num_cached=sum(map(_num_cached, wholes[:: request.num_choices])),
         )
         await client.send_json(self._form.whole(context, dict(enumerate(wholes)), usage=counts))
 
     async def _stream(
         self, request: CompletionRequest, context: ResponseContext, client: HttpClient
     ) -> None:
-        more: dict[str, Any] = {"usage": None} if request.include_usage else {}
-        opened: set[int] = set()
-        num_generated = 0
+        num_generated = [0] * request.num_all_choices
+        num_cached = 0
+
+        def more(index: int) -> dict[str, Any]:
+            """The usage of an event, which vLLM's continuous usage counts for the choice alone."""
+            if not request.continuous_usage:
+                return {"usage": None} if request.include_usage else {}
+            num_prompt = len(request.prompts[index // request.num_choices])
+            return {"usage": usage(num_prompt=num_prompt, num_generated=num_generated[index])}
+
         async with aclosing(self._deltas(request, context)) as deltas:
-            async for index, received in deltas:
-                num_generated += len(received.tokens)
-                delta = received
-                if index not in opened:
-                    opened.add(index)
-                    delta = replace(delta, text=request.echo + delta.text)
+            async for index, delta in deltas:
+                if delta.is_first:
+                    num_cached += _num_cached(delta) if index % request.num_choices == 0 else 0
                     if opening := self._form.opening(context, index):
-                        await client.send_event({**opening, **more})
+                        await client.send_event({**opening, **more(index)})
+                num_generated[index] += len(delta.tokens)
                 if delta.text or delta.shown or delta.finish or request.return_token_ids:
-                    await client.send_event(self._form.part(context, {index: delta}, **more))
+                    await client.send_event(self._form.part(context, {index: delta}, **more(index)))
         if request.include_usage:
-            counts = usage(num_prompt=len(request.prompt), num_generated=num_generated)
+            counts = usage(
+                num_prompt=sum(map(len, request.prompts)),
+                num_generated=sum(num_generated),
+                num_cached=num_cached,
+            )
             await client.send_event(self._form.part(context, {}, usage=counts))
         await client.send_event("[DONE]", is_last=True)
 
@@ -144,31 +154,53 @@ class CompletionEndpoint:
         suspicion = Suspicion()
 
         def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
+            which_prompt, which = divmod(index, request.num_choices)
+            prompt = request.prompts[which_prompt]
+            echo = Echo(
+                tokens=prompt,
+                with_logprobs=request.sampling.logprobs is not None,
+                is_all=request.max_tokens == 0,
+            )
             decoder = ChoiceDecoder(
-                self._tokenizer, stops=request.stops, stop_tokens=request.stop_tokens
+                self._tokenizer,
+                stops=request.stops,
+                stop_tokens=request.stop_tokens,
+                min_tokens=request.min_tokens,
+                with_special=request.with_special,
+                echo=echo if request.echo else None,
             )
             tokens = self._relay.stream(
                 GenerateRequest(
                     request_id=context.response_id + (f"-{index}" if index else ""),
-                    prompt=request.prompt,
-                    max_tokens=request.max_tokens,
+                    prompt=prompt,
+                    max_tokens=max(1, request.max_tokens),
                     stop_tokens=request.stop_tokens,
                     sampling=replace(
-                        request.sampling, seed=(request.sampling.seed + index) % 2**64
+                        request.sampling, seed=(request.sampling.seed + which) % 2**64
                     ),
+                    prompt_logprobs=request.prompt_logprobs,
+                    min_tokens=request.min_tokens,
+                    logit_bias=request.logit_bias,
                 ),
                 suspicion=suspicion,
                 is_complete=lambda: decoder.stopped,
             )
             return decoder, tokens
 
-        return merged_deltas([choice(index) for index in range(request.num_choices)])
+        return merged_deltas([choice(index) for index in range(request.num_all_choices)])
 
 
-def _joined(echo: str, deltas: list[ChoiceDelta]) -> ChoiceDelta:
+def _num_cached(first: ChoiceDelta) -> int:
+    """Tokens of a choice's prompt that its rank had in its cache."""
+    return 0 if first.prompt is None else first.prompt.num_cached
+
+
+def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
-        text=echo + "".join(delta.text for delta in deltas),
+        text="".join(delta.text for delta in deltas),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         shown=tuple(one for delta in deltas for one in delta.shown),
         finish=deltas[-1].finish,
+        is_first=True,
+        prompt=deltas[0].prompt,
     )

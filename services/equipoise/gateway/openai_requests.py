@@ -4,39 +4,33 @@ Both of OpenAI's forms become one `CompletionRequest`. A field that would change
 not supported is rejected by name: no client must believe that it took effect.
 """
 
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from equipoise.gateway.chat_template import ChatTemplate
-from equipoise.gateway.errors import (
-    ContextLengthExceededError,
-    InvalidRequestError,
-    NoRankError,
-    UnknownModelError,
-)
+from equipoise.gateway.errors import ContextLengthExceededError, NoRankError, UnknownModelError
 from equipoise.gateway.fields import Fields, is_whole, shown
-from equipoise.gateway.openai_messages import messages_of
+from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader
+from equipoise.gateway.sampling_fields import (
+    SamplingDefaults,
+    logit_bias_of,
+    sampling_of,
+    stops_of,
+    tokens_of,
+)
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import Sampling
+from equipoise.wire.inference import MAX_LOGPROBS, Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI."""
 
-MAX_STOPS = 256
-"""Stop strings of a request; OpenAI takes 4."""
-
 MAX_CHOICES = 16
 """Choices for one prompt; each is a request of its own to the ranks."""
 
-MAX_LOGPROBS = 20
-"""Maximum `top_logprobs`: OpenAI's limit for chats, and the ranks'."""
-
-MIN_TEMPERATURE = 0.01
-"""A lower temperature other than 0 is raised to this, as vLLM does."""
+MAX_ALL_CHOICES = 1024
+"""Choices for all prompts of a request together."""
 
 _EITHER = frozenset(
     {
@@ -44,22 +38,19 @@ _EITHER = frozenset(
         *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
         # Not OpenAI's, but common among servers of open models.
         *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
-        "return_token_ids",
+        *("return_token_ids", "logit_bias", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
         # These do not affect the answer.
         *("user", "metadata", "safety_identifier", "prompt_cache_key"),
     }
 )
-_OF_COMPLETIONS = _EITHER | {"prompt", "echo"}
-_OF_CHATS = _EITHER | {"messages", "max_completion_tokens", "top_logprobs"}
+_OF_COMPLETIONS = _EITHER | {"prompt", "echo", "best_of"}
+_OF_CHATS = _EITHER | CHAT_PROMPT_FIELDS | {"max_completion_tokens", "top_logprobs"}
 
 # Fields that are not supported, with the values that change nothing and so are accepted.
 _COMPLETIONS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
 }
 _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -80,20 +71,32 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 class CompletionRequest:
     """A checked request for text."""
 
-    prompt: tuple[int, ...]
-    """Token ids."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt."""
 
     max_tokens: int
-    """Maximum number of tokens to generate, per choice."""
+    """Maximum number of tokens to generate, per choice; 0 to only repeat the prompt."""
 
     num_choices: int
-    """Answers to the one prompt."""
+    """Answers to each prompt."""
 
     sampling: Sampling
-    """How tokens are chosen; choice i uses `seed + i`."""
+    """How tokens are chosen; choice i of a prompt uses `seed + i`."""
 
-    echo: str
-    """Text to put before each answer."""
+    logit_bias: tuple[tuple[int, float], ...]
+    """Tokens and what to add to their logits."""
+
+    min_tokens: int
+    """Tokens before which neither stop tokens nor stop strings end a choice."""
+
+    prompt_logprobs: int | None
+    """How many of the most likely tokens to find for each token of the prompts; None for none."""
+
+    show_prompt_logprobs: bool
+    """Whether choices have them in a field of their own, as at vLLM."""
+
+    echo: bool
+    """Whether to put the prompt before each answer."""
 
     stops: tuple[str, ...]
     """Strings that end a choice."""
@@ -107,8 +110,19 @@ class CompletionRequest:
     include_usage: bool
     """Whether a stream ends with token counts."""
 
+    continuous_usage: bool
+    """Whether all other events of a stream have token counts, too."""
+
     return_token_ids: bool
-    """Whether choices have their token ids."""
+    """Whether choices have their token ids and their prompt's."""
+
+    with_special: bool
+    """Whether special tokens have text."""
+
+    @property
+    def num_all_choices(self) -> int:
+        """Answers to all prompts; those to one prompt are consecutive."""
+        return len(self.prompts) * self.num_choices
 
 
 class RequestParser:
@@ -122,14 +136,16 @@ class RequestParser:
         settings: GatewaySettings,
         *,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        prompts: PromptReader,
+        defaults: SamplingDefaults,
         context_length: Callable[[], int],
     ) -> None:
         self._context_length = context_length
         self._settings = settings
         self._model = settings.model_name
         self._tokenizer = tokenizer
-        self._template = template
+        self._prompts = prompts
+        self._defaults = defaults
 
     def completion(self, body: bytes) -> CompletionRequest:
         """Parse the body of `POST /v1/completions`.
@@ -140,20 +156,19 @@ class RequestParser:
         """
         fields = Fields.of_body(body)
         self._check(fields, known=_OF_COMPLETIONS, unsupported=_COMPLETIONS_UNSUPPORTED)
-        prompt = self._prompt(fields)
         most, default = self._settings.max_tokens, DEFAULT_MAX_TOKENS
-        logprobs = None
-        if "logprobs" in fields:
-            logprobs = fields.whole("logprobs", least=0, most=MAX_LOGPROBS, default=0)
         echo = fields.flag("echo")
-        if echo and logprobs is not None:
-            raise fields.reject("echo", "is not supported with logprobs: prompts have no logprobs")
+        best_of, n = fields.get("best_of"), fields.get("n")
+        if best_of is not None and (not is_whole(best_of) or best_of != (1 if n is None else n)):
+            raise fields.reject("best_of", f"{shown(best_of)} is not supported: send n alone")
         return self._request(
             fields,
-            prompt=prompt,
-            max_tokens=fields.whole("max_tokens", least=1, most=most, default=min(default, most)),
-            logprobs=logprobs,
-            echo=self._tokenizer.decode(prompt) if echo else "",
+            prompts=self._prompts.completion(fields),
+            max_tokens=fields.whole(
+                "max_tokens", least=0 if echo else 1, most=most, default=min(default, most)
+            ),
+            logprobs=_num_logprobs(fields, "logprobs"),
+            echo=echo,
         )
 
     def chat(self, body: bytes) -> CompletionRequest:
@@ -165,7 +180,7 @@ class RequestParser:
         """
         fields = Fields.of_body(body)
         self._check(fields, known=_OF_CHATS, unsupported=_CHATS_UNSUPPORTED)
-        prompt = self._chat_prompt(fields)
+        prompt = self._prompts.chat(fields)
         logprobs = None
         if fields.flag("logprobs"):
             logprobs = fields.whole("top_logprobs", least=0, most=MAX_LOGPROBS, default=0)
@@ -173,7 +188,7 @@ class RequestParser:
             raise fields.reject("top_logprobs", "needs logprobs: true")
         return self._request(
             fields,
-            prompt=prompt,
+            prompts=(prompt,),
             max_tokens=self._chat_tokens(fields, num_prompt=len(prompt)),
             logprobs=logprobs,
         )
@@ -185,12 +200,13 @@ class RequestParser:
             InvalidRequestError: the body is invalid; names the field.
         """
         fields = Fields.of_body(body)
-        self._check(fields, known=frozenset({"model", "prompt", "messages", "add_special_tokens"}))
+        known = CHAT_PROMPT_FIELDS | {"model", "prompt", "add_special_tokens"}
+        self._check(fields, known=known)
         begins = "add_special_tokens" not in fields or fields.flag("add_special_tokens")
         if "messages" in fields:
-            tokens = self._chat_prompt(fields)
+            tokens = self._prompts.chat(fields)
         elif isinstance(text := fields.get("prompt"), str):
-            tokens = self._encoded(fields, "prompt", text, begins=begins)
+            tokens = self._prompts.encoded(fields, "prompt", text, begins=begins)
         else:
             raise fields.reject("prompt", "must be a string, unless there are messages")
         return {
@@ -207,17 +223,8 @@ class RequestParser:
         """
         fields = Fields.of_body(body)
         self._check(fields, known=frozenset({"model", "tokens"}))
-        tokens = _tokens(fields, "tokens", self._tokenizer.vocab_size)
+        tokens = tokens_of(fields, "tokens", vocab_size=self._tokenizer.vocab_size)
         return {"prompt": self._tokenizer.decode(tokens)}
-
-    def _chat_prompt(self, fields: Fields) -> tuple[int, ...]:
-        if self._template is None:
-            raise InvalidRequestError(
-                f"{self._model} has no chat template: its checkpoint folder has neither "
-                f"chat_template.jinja nor one in tokenizer_config.json; use /v1/completions"
-            )
-        text = self._template.render(messages_of(fields))
-        return self._encoded(fields, "messages", text, begins=False)
 
     def _check(
         self,
@@ -240,58 +247,50 @@ class RequestParser:
         self,
         fields: Fields,
         *,
-        prompt: tuple[int, ...],
+        prompts: tuple[tuple[int, ...], ...],
         max_tokens: int,
         logprobs: int | None,
-        echo: str = "",
+        echo: bool = False,
     ) -> CompletionRequest:
-        self._check_context(num_prompt=len(prompt), max_tokens=max_tokens)
+        vocab_size = self._tokenizer.vocab_size
+        self._check_context(num_prompt=max(map(len, prompts)), max_tokens=max_tokens)
         stream = fields.flag("stream")
-        stop_tokens = frozenset(_tokens(fields, "stop_token_ids", self._tokenizer.vocab_size))
+        num_choices = fields.whole("n", least=1, most=MAX_CHOICES, default=1)
+        if len(prompts) * num_choices > MAX_ALL_CHOICES:
+            raise fields.reject(
+                "n", f"times {len(prompts)} prompts is more than {MAX_ALL_CHOICES} choices"
+            )
+        prompt_logprobs = _num_logprobs(fields, "prompt_logprobs")
+        shows_prompt_logprobs = prompt_logprobs is not None
+        if shows_prompt_logprobs and stream:
+            raise fields.reject("prompt_logprobs", "is not available in a stream")
+        if prompt_logprobs is None and echo:
+            prompt_logprobs = logprobs
+        stop_tokens = frozenset(tokens_of(fields, "stop_token_ids", vocab_size=vocab_size))
         if not fields.flag("ignore_eos"):
             stop_tokens |= self._tokenizer.end_tokens
+        min_tokens = fields.whole("min_tokens", least=0, most=max_tokens, default=0)
+        if min_tokens and len(stop_tokens) == vocab_size:
+            raise fields.reject("min_tokens", "cannot be reached: every token is a stop token")
+        include_usage, continuous_usage = _usage_options(fields, stream=stream)
         return CompletionRequest(
-            prompt=prompt,
+            prompts=prompts,
             max_tokens=max_tokens,
-            num_choices=fields.whole("n", least=1, most=MAX_CHOICES, default=1),
-            sampling=_sampling(fields, logprobs=logprobs),
+            num_choices=num_choices,
+            sampling=sampling_of(fields, logprobs=logprobs, defaults=self._defaults),
+            logit_bias=logit_bias_of(fields, vocab_size=vocab_size),
+            min_tokens=min_tokens,
+            prompt_logprobs=prompt_logprobs,
+            show_prompt_logprobs=shows_prompt_logprobs,
             echo=echo,
-            stops=_stops(fields),
+            stops=stops_of(fields),
             stop_tokens=stop_tokens,
             stream=stream,
-            include_usage=_include_usage(fields, stream=stream),
+            include_usage=include_usage,
+            continuous_usage=continuous_usage,
             return_token_ids=fields.flag("return_token_ids"),
+            with_special="skip_special_tokens" in fields and not fields.flag("skip_special_tokens"),
         )
-
-    def _prompt(self, fields: Fields) -> tuple[int, ...]:
-        value = fields.get("prompt")
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-            (value,) = value
-        if isinstance(value, str):
-            return self._encoded(fields, "prompt", value, begins=True)
-        if not isinstance(value, list) or not all(is_whole(token) for token in value):
-            raise fields.reject(
-                "prompt", "must be a string or a list of token ids (one prompt per request)"
-            )
-        self._check_length(fields, "prompt", len(value))
-        return _tokens(Fields({"prompt": value}), "prompt", self._tokenizer.vocab_size)
-
-    def _encoded(self, fields: Fields, name: str, text: str, *, begins: bool) -> tuple[int, ...]:
-        try:
-            tokens = self._tokenizer.encode(text, begins=begins)
-        except UnicodeEncodeError:
-            raise fields.reject(name, "contains an unpaired surrogate") from None
-        self._check_length(fields, name, len(tokens))
-        return tokens
-
-    def _check_length(self, fields: Fields, name: str, num_tokens: int) -> None:
-        most = self._settings.max_prompt_tokens
-        if not num_tokens:
-            raise fields.reject(name, f"must have 1 to {most} tokens, not 0")
-        if num_tokens > most:
-            raise ContextLengthExceededError(
-                f"{name} must have 1 to {most} tokens, not {num_tokens}", param=name
-            )
 
     def _check_context(self, *, num_prompt: int, max_tokens: int) -> None:
         most, total = self._context_length(), num_prompt + max_tokens
@@ -319,53 +318,22 @@ class RequestParser:
         return max(1, min(most, context_length - num_prompt))
 
 
-def _sampling(fields: Fields, *, logprobs: int | None) -> Sampling:
-    number: Callable[..., float] = fields.number
-    if "top_p" in fields and fields.get("top_p") == 0:
-        raise fields.reject("top_p", "must be above 0: send temperature: 0 for greedy tokens")
-    seed = fields.whole("seed", least=-(2**63), most=2**64 - 1, default=secrets.randbits(63))
-    temperature = number("temperature", least=0, most=2, default=1)
-    return Sampling(
-        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
-        top_p=number("top_p", least=0, most=1, default=1),
-        # Some clients send -1 for all tokens.
-        top_k=max(0, fields.whole("top_k", least=-1, most=2**31, default=0)),
-        min_p=number("min_p", least=0, most=1, default=0),
-        repetition_penalty=number("repetition_penalty", least=0.01, most=100, default=1),
-        presence_penalty=number("presence_penalty", least=-2, most=2, default=0),
-        frequency_penalty=number("frequency_penalty", least=-2, most=2, default=0),
-        seed=seed % 2**64,
-        logprobs=logprobs,
-    )
+def _num_logprobs(fields: Fields, name: str) -> int | None:
+    if name not in fields:
+        return None
+    return fields.whole(name, least=0, most=MAX_LOGPROBS, default=0)
 
 
-def _tokens(fields: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
-    value = [] if fields.get(name) is None else fields.get(name)
-    if not isinstance(value, list):
-        raise fields.reject(name, "must be a list of token ids")
-    for token in value:
-        if not is_whole(token) or not 0 <= token < vocab_size:
-            raise fields.reject(name, f"must have tokens 0 to {vocab_size - 1}, not {shown(token)}")
-    return tuple(value)
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
-    if not is_list or not all(isinstance(stop, str) and stop for stop in stops):
-        raise fields.reject("stop", f"must be a string or up to {MAX_STOPS} strings, not empty")
-    return tuple(stops)
-
-
-def _include_usage(fields: Fields, *, stream: bool) -> bool:
+def _usage_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
+    """Whether a stream ends with token counts, and whether its other events have them."""
     value = fields.get("stream_options")
     if value is None:
-        return False
+        return False, False
     if not isinstance(value, dict):
         raise fields.reject("stream_options", "must be an object")
     options = Fields(value, path="stream_options.")
-    options.only({"include_usage", "include_obfuscation"})
+    options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
     if not stream:
         raise fields.reject("stream_options", "needs stream: true")
-    return options.flag("include_usage")
+    include_usage = options.flag("include_usage")
+    return include_usage, options.flag("continuous_usage_stats") and include_usage

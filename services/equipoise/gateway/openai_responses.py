@@ -7,7 +7,9 @@ from typing import Any
 
 from equipoise.gateway.choice import ChoiceDelta
 from equipoise.gateway.errors import RequestError
+from equipoise.gateway.openai_requests import CompletionRequest
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.wire.inference import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI's own server sends this for impossible tokens."""
@@ -29,11 +31,31 @@ class ResponseContext:
     tokenizer: Tokenizer
     """Names tokens in logprobs."""
 
-    with_logprobs: bool
-    """Whether the client asked for logprobs."""
+    request: CompletionRequest
+    """What the client asked for."""
 
-    with_token_ids: bool
-    """Whether the client asked for token ids."""
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the client asked for logprobs."""
+        return self.request.sampling.logprobs is not None
+
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        """The prompt of a choice."""
+        return self.request.prompts[index // self.request.num_choices]
+
+    def prompt_fields(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        """What a choice's first delta has about the prompt, in vLLM's form."""
+        fields: dict[str, Any] = {}
+        if self.request.return_token_ids:
+            fields["prompt_token_ids"] = list(self.prompt_of(index))
+        if self.request.show_prompt_logprobs and delta.prompt is not None:
+            tokens = self.prompt_of(index)[1:]
+            logprobs = zip(tokens, delta.prompt.logprobs, strict=True)
+            fields["prompt_logprobs"] = [
+                None,
+                *(_prompt_logprob(self.tokenizer, token, one) for token, one in logprobs),
+            ]
+        return fields
 
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """An object of this response."""
@@ -49,7 +71,7 @@ class ResponseContext:
     def choice(self, index: int, delta: ChoiceDelta, /, **more: Any) -> dict[str, Any]:
         """A choice with what both forms share, and `more`."""
         choice = {"index": index, **more, "finish_reason": delta.finish}
-        if self.with_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = list(delta.tokens)
         return choice
 
@@ -68,7 +90,12 @@ class CompletionForm:
     ) -> dict[str, Any]:
         """All choices at once, or some deltas of a stream: the form is the same."""
         choices = [
-            context.choice(index, delta, text=delta.text, logprobs=self._logprobs(context, delta))
+            {
+                **context.choice(
+                    index, delta, text=delta.text, logprobs=self._logprobs(context, delta)
+                ),
+                **(context.prompt_fields(index, delta) if delta.is_first else {}),
+            }
             for index, delta in deltas.items()
         ]
         return context.object("text_completion", choices, **more)
@@ -81,10 +108,14 @@ class CompletionForm:
         name = partial(_token_name, context.tokenizer)
         return {
             "tokens": [name(one.token) for one in delta.shown],
-            "token_logprobs": [_finite(one.logprob.value) for one in delta.shown],
+            "token_logprobs": [
+                None if one.logprob is None else _finite(one.logprob.value) for one in delta.shown
+            ],
             # As at OpenAI, the token itself is among them, even if it is not one of the likeliest.
             "top_logprobs": [
-                {
+                None
+                if one.logprob is None
+                else {
                     name(token): _finite(value)
                     for token, value in ((one.token, one.logprob.value), *one.logprob.top)
                 }
@@ -103,7 +134,10 @@ class ChatForm:
         """The event before a choice's first delta: its role."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return context.object("chat.completion.chunk", [choice])
+        more = {}
+        if context.request.return_token_ids:
+            more["prompt_token_ids"] = list(context.prompt_of(index))
+        return context.object("chat.completion.chunk", [choice], **more)
 
     def part(
         self, context: ResponseContext, deltas: Mapping[int, ChoiceDelta], **more: Any
@@ -133,16 +167,23 @@ class ChatForm:
             )
             for index, delta in deltas.items()
         ]
+        more |= context.prompt_fields(0, deltas[0])
         return context.object("chat.completion", choices, **more)
 
 
-def usage(*, num_prompt: int, num_generated: int) -> dict[str, int]:
-    """Token counts: the prompt once, and all generated tokens, including those that a stop cut."""
-    return {
+def usage(*, num_prompt: int, num_generated: int, num_cached: int | None = None) -> dict[str, Any]:
+    """Token counts: each prompt once, and all generated tokens, including those that a stop cut.
+
+    `num_cached` are those of the prompts that ranks had in their caches; None leaves them out.
+    """
+    counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
     }
+    if num_cached is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    return counts
 
 
 def model_object(model: str, *, created_s: int, context_length: int) -> dict[str, Any]:
@@ -186,8 +227,27 @@ def _chat_logprobs(context: ResponseContext, delta: ChoiceDelta) -> dict[str, An
             "top_logprobs": [entry(token, value) for token, value in one.logprob.top],
         }
         for one in delta.shown
+        if one.logprob is not None
     ]
     return {"content": content, "refusal": None}
+
+
+def _prompt_logprob(
+    tokenizer: Tokenizer, token: int, logprob: TokenLogprob
+) -> dict[str, dict[str, Any]]:
+    """A prompt's token and the most likely ones at its place, by token id, as vLLM names them.
+
+    The rank of a token that is not among the most likely is not known.
+    """
+    ranks = {one: rank for rank, (one, _) in enumerate(logprob.top, start=1)}
+    return {
+        str(one): {
+            "logprob": _finite(value),
+            "rank": ranks.get(one),
+            "decoded_token": _token_name(tokenizer, one),
+        }
+        for one, value in ((token, logprob.value), *logprob.top)
+    }
 
 
 def _token_name(tokenizer: Tokenizer, token: int) -> str:

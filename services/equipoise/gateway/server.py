@@ -33,16 +33,18 @@ from equipoise.gateway.openai_responses import (
     error_object,
     model_object,
 )
+from equipoise.gateway.prompts import PromptReader
 from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_probe import RankProbe
 from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.routing import RankState
+from equipoise.gateway.sampling_fields import SamplingDefaults
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenization import TokenizationEndpoint
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.watch import follow
-from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.exposition import metrics_at, metrics_route, registry_of
 from equipoise.telemetry.http import address_of, open_listener
 from equipoise.trust.credentials import Credentials
 
@@ -124,7 +126,9 @@ class _Model:
     def __init__(self, settings: GatewaySettings) -> None:
         self.name = settings.model_name
         self.tokenizer = Tokenizer.of_checkpoint(settings.checkpoint)
-        self.template = ChatTemplate.of_checkpoint(settings.checkpoint)
+        self.defaults = SamplingDefaults.of_checkpoint(settings.checkpoint)
+        template = ChatTemplate.of_checkpoint(settings.checkpoint)
+        self.prompts = PromptReader(settings, tokenizer=self.tokenizer, template=template)
         self.keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
 
 
@@ -146,7 +150,8 @@ def _application(
     parser = RequestParser(
         settings,
         tokenizer=model.tokenizer,
-        template=model.template,
+        prompts=model.prompts,
+        defaults=model.defaults,
         context_length=context_length,
     )
     relay = Relay(
@@ -173,6 +178,7 @@ def _application(
             *_tokenizer_routes(settings, model, parser, open_requests),
             *_model_routes(model, context_length),
             *_probes(ranks, open_requests),
+            _metrics_route(GatewayCollector(tally, ranks=ranks), model),
         ],
         exception_handlers={
             RequestError: _answer_request_error,
@@ -214,6 +220,12 @@ def _model_routes(model: _Model, context_length: Callable[[], int]) -> list[Rout
         Route(path, _BehindKey(request_response(answer), model.keys), methods=["GET"])
         for path, answer in (("/v1/models", list_models), ("/v1/models/{name:path}", show_model))
     ]
+
+
+def _metrics_route(collector: GatewayCollector, model: _Model) -> Route:
+    """The metrics on the clients' port, where vLLM has them; behind a key, if there are any."""
+    metrics = metrics_route(registry_of(collector))
+    return Route(metrics.path, _BehindKey(metrics.app, model.keys), methods=["GET"])
 
 
 def _probes(ranks: RankTable, open_requests: OpenRequests) -> list[Route]:

@@ -6,8 +6,8 @@ as UTF-8. If the model's folder has no tokenizer.json, tokens 0 to 255 are the b
 
 import codecs
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from equipoise.gateway.errors import GatewayError
@@ -30,6 +30,9 @@ class Tokenizer:
     encode_text: Callable[[str, bool], Sequence[int]]
     """A text's tokens; the second argument says whether to add those that begin every text."""
 
+    special: Mapping[int, bytes] = field(default_factory=dict)
+    """How special tokens are written, for clients that want to see them."""
+
     @classmethod
     def of_checkpoint(cls, folder: Path) -> "Tokenizer":
         """Load the tokenizer of the model whose config.json is in `folder`.
@@ -39,9 +42,17 @@ class Tokenizer:
         """
         path = folder / "config.json"
         vocab_size, end_tokens = _vocabulary(path)
+        generation = folder / "generation_config.json"
+        if generation.exists():
+            end_tokens |= _end_tokens(generation, vocab_size=vocab_size)
         if (folder / "tokenizer.json").exists():
-            bytes_of, encode_text = read_tokenizer_file(folder, vocab_size=vocab_size)
-            return cls(bytes_of=bytes_of, end_tokens=end_tokens, encode_text=encode_text)
+            read = read_tokenizer_file(folder, vocab_size=vocab_size)
+            return cls(
+                bytes_of=read.bytes_of,
+                end_tokens=end_tokens,
+                encode_text=read.encode_text,
+                special=read.special,
+            )
         if vocab_size not in range(_NUM_BYTES, 2 * _NUM_BYTES):
             raise GatewayError(
                 f"{folder}: there is no tokenizer.json, and the tokens of a model with vocab_size "
@@ -68,9 +79,9 @@ class Tokenizer:
         text.encode()
         return tuple(self.encode_text(text, begins))
 
-    def decoder(self) -> "TokenDecoder":
-        """A new incremental decoder."""
-        return TokenDecoder(self.bytes_of)
+    def decoder(self, *, with_special: bool = False) -> "TokenDecoder":
+        """A new incremental decoder. Special tokens have text if `with_special`."""
+        return TokenDecoder(self.bytes_of, self.special if with_special else {})
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The whole text of tokens."""
@@ -83,13 +94,17 @@ class TokenDecoder:
     The text is the same however the tokens are grouped.
     """
 
-    def __init__(self, bytes_of: Sequence[bytes]) -> None:
+    def __init__(
+        self, bytes_of: Sequence[bytes], special: Mapping[int, bytes] | None = None
+    ) -> None:
         self._bytes_of = bytes_of
+        self._special = special or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, tokens: Sequence[int], *, final: bool) -> str:
         """The text that these tokens complete; with `final` also an incomplete character."""
-        data = b"".join(self._bytes_of[token] for token in tokens)
+        special = self._special
+        data = b"".join(special.get(token) or self._bytes_of[token] for token in tokens)
         return self._decoder.decode(data, final=final)
 
 
@@ -97,15 +112,24 @@ def _vocabulary(path: Path) -> tuple[int, frozenset[int]]:
     """The size of the vocabulary and the tokens that end a text, from config.json."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        vocab_size, end = config["vocab_size"], config.get("eos_token_id")
+        vocab_size = config["vocab_size"]
     except OSError as error:
         raise GatewayError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise GatewayError(f"{path}: not a model's config with a vocab_size") from None
     if not is_whole(vocab_size) or vocab_size < 1:
         raise GatewayError(f"{path}: vocab_size {vocab_size!r} is not a positive whole number")
+    return vocab_size, _end_tokens(path, vocab_size=vocab_size)
+
+
+def _end_tokens(path: Path, *, vocab_size: int) -> frozenset[int]:
+    """The `eos_token_id` of config.json or generation_config.json, which may be a list."""
+    try:
+        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise GatewayError(f"{path}: cannot be read: {error}") from None
     ends = [] if end is None else end if isinstance(end, list) else [end]
     for token in ends:
         if not is_whole(token) or not 0 <= token < vocab_size:
             raise GatewayError(f"{path}: eos_token_id {token!r} is not in the vocabulary")
-    return vocab_size, frozenset(ends)
+    return frozenset(ends)

@@ -6,6 +6,7 @@ The `tokenizers` library encodes. Decoding is our own, because the library decod
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from tokenizers import Tokenizer as HubTokenizer
 from equipoise.gateway.errors import GatewayError
 
 
-def read_tokenizer_file(
-    folder: Path, *, vocab_size: int
-) -> tuple[tuple[bytes, ...], Callable[[str, bool], Sequence[int]]]:
-    """Read tokenizer.json of byte-level BPE, and tokenizer_config.json for the first token.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenizerFile:
+    """The fields of `tokenizer.Tokenizer` that a file determines."""
 
-    Returns `bytes_of` and `encode_text` of `tokenizer.Tokenizer`.
+    bytes_of: tuple[bytes, ...]
+    encode_text: Callable[[str, bool], Sequence[int]]
+    special: dict[int, bytes]
+
+
+def read_tokenizer_file(folder: Path, *, vocab_size: int) -> TokenizerFile:
+    """Read tokenizer.json of byte-level BPE, and tokenizer_config.json for the first token.
 
     Raises:
         GatewayError: a file is damaged or of another kind, or has tokens that the model lacks.
@@ -59,7 +65,11 @@ def read_tokenizer_file(
         ids: list[int] = encoding.ids
         return [begin, *ids] if begins and begin is not None and ids[:1] != [begin] else ids
 
-    return tuple(bytes_of[token] for token in range(vocab_size)), encode
+    return TokenizerFile(
+        bytes_of=tuple(bytes_of[token] for token in range(vocab_size)),
+        encode_text=encode,
+        special={token: one.content.encode() for token, one in added.items() if one.special},
+    )
 
 
 def _is_byte_level(decoder: dict[str, Any]) -> bool:

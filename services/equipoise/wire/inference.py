@@ -19,6 +19,15 @@ ACCEPTED_KEY = "equipoise-accepted"
 BLAME_KEY = "equipoise-blame"
 """Key of the trailing metadata with which a worker ends a stream early."""
 
+MAX_LOGPROBS = 20
+"""Most likely tokens that may be reported with each token: OpenAI's limit for chats."""
+
+MAX_LOGIT_BIAS = 100.0
+"""Largest bias, in either direction, as at OpenAI."""
+
+_LOGPROBS_PER_PART = 2048
+"""At most 0.6 MB, below gRPC's limit."""
+
 
 class Blame(StrEnum):
     """How far a request is the cause of its stream's early end."""
@@ -90,13 +99,32 @@ class GenerateRequest:
     num_replayed: int = 0
     """How many tokens at the prompt's end are output of ranks that failed."""
 
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens to report at each position of the prompt; None for no
+    logprobs of the prompt."""
+
+    min_tokens: int = 0
+    """Stop tokens are not generated before the output, replayed tokens included, is this long."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what to add to their logits."""
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """How many tokens of the prompt have their logprobs reported."""
+        return 0 if self.prompt_logprobs is None else len(self.prompt) - self.num_replayed - 1
+
     def after(self, tokens: tuple[int, ...]) -> "GenerateRequest":
         """The request that remains once these tokens exist; any rank continues it identically."""
+        if not tokens:
+            return self
         return replace(
             self,
             prompt=self.prompt + tokens,
             max_tokens=self.max_tokens - len(tokens),
             num_replayed=self.num_replayed + len(tokens),
+            # They came with the first token.
+            prompt_logprobs=None,
         )
 
 
@@ -112,6 +140,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReport:
+    """What a rank found out about a prompt."""
+
+    num_cached: int
+    """Tokens found in the rank's cache."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of each token after the first, or none if the request did not ask for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTokens:
     """Consecutive tokens of one request."""
 
@@ -124,6 +163,9 @@ class GeneratedTokens:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token, or none if the request did not ask for them."""
 
+    prompt: PromptReport | None = None
+    """Comes with the first tokens."""
+
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """Convert a request."""
@@ -134,6 +176,9 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         stop_tokens=sorted(request.stop_tokens),
         sampling=pb.Sampling(**asdict(request.sampling)),
         num_replayed=request.num_replayed,
+        prompt_logprobs=request.prompt_logprobs,
+        min_tokens=request.min_tokens,
+        logit_bias=dict(request.logit_bias),
     )
 
 
@@ -160,7 +205,16 @@ def request_from_proto(
             f"num_replayed is {message.num_replayed}: it must be less than the {num_prompt} tokens "
             f"of the prompt"
         )
-    for token in chain(message.prompt, message.stop_tokens):
+    most_min = message.max_tokens + message.num_replayed
+    if message.min_tokens > most_min:
+        raise _invalid_request(
+            f"min_tokens is {message.min_tokens}: it must be at most max_tokens, {most_min}"
+        )
+    if message.HasField("prompt_logprobs") and message.prompt_logprobs > MAX_LOGPROBS:
+        raise _invalid_request(
+            f"prompt_logprobs is {message.prompt_logprobs}: it must be at most {MAX_LOGPROBS}"
+        )
+    for token in chain(message.prompt, message.stop_tokens, message.logit_bias):
         if token >= vocab_size:
             raise _invalid_request(
                 f"token {token} is not in the vocabulary: tokens are 0 to {vocab_size - 1}"
@@ -172,28 +226,70 @@ def request_from_proto(
         stop_tokens=frozenset(message.stop_tokens),
         sampling=_sampling_from_proto(message.sampling),
         num_replayed=message.num_replayed,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        min_tokens=message.min_tokens,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+
+
+def _prompt_report_to_proto(report: PromptReport) -> list[pb.PromptReport]:
+    """Convert a report to parts of bounded size, at least one; their logprobs are consecutive."""
+    size = _LOGPROBS_PER_PART
+    return [
+        pb.PromptReport(
+            cached_tokens=report.num_cached,
+            logprobs=map(_logprob_to_proto, report.logprobs[first : first + size]),
+        )
+        for first in range(0, max(1, len(report.logprobs)), size)
+    ]
+
+
+def _prompt_report_from_proto(
+    parts: Sequence[pb.PromptReport], *, request: GenerateRequest, vocab_size: int
+) -> PromptReport | None:
+    """Convert and check the parts of a report; None if there are none and none are due.
+
+    Raises:
+        InvalidMessageError: no worker that serves this request sends them.
+    """
+    logprobs = [one for part in parts for one in part.logprobs]
+    if len(logprobs) != request.num_prompt_logprobs:
+        raise _invalid_response(
+            f"it sent {len(logprobs)} logprobs of the prompt instead of "
+            f"{request.num_prompt_logprobs}"
+        )
+    if not parts:
+        return None
+    num_cached = parts[-1].cached_tokens
+    if num_cached >= len(request.prompt):
+        raise _invalid_response(
+            f"it found {num_cached} cached tokens of a prompt of {len(request.prompt)}"
+        )
+    return PromptReport(
+        num_cached=num_cached,
+        logprobs=tuple(_logprob_from_proto(one, vocab_size) for one in logprobs),
     )
 
 
 def response_to_proto(
     generated: GeneratedTokens, *, generation: int, step: int, epoch: int
-) -> pb.GenerateResponse:
-    """Convert tokens; `generation`, `step` and `epoch` are those of the last one."""
-    return pb.GenerateResponse(
+) -> list[pb.GenerateResponse]:
+    """Convert tokens, and before them the parts of the prompt's report that do not fit with them.
+
+    `generation`, `step` and `epoch` are those of the last token.
+    """
+    parts = [None] if generated.prompt is None else _prompt_report_to_proto(generated.prompt)
+    *earlier, last = parts
+    tokens = pb.GenerateResponse(
         tokens=generated.tokens,
         finish_reason=_FINISH_TO_PROTO[generated.finish],
         generation=generation,
         step=step,
         epoch=epoch,
-        logprobs=[
-            pb.TokenLogprob(
-                logprob=one.value,
-                top_tokens=[token for token, _ in one.top],
-                top_logprobs=[value for _, value in one.top],
-            )
-            for one in generated.logprobs
-        ],
+        logprobs=map(_logprob_to_proto, generated.logprobs),
+        prompt=last,
     )
+    return [*(pb.GenerateResponse(prompt=part) for part in earlier), tokens]
 
 
 def waiting_to_proto(*, epoch: int, step: int) -> pb.GenerateResponse:
@@ -202,10 +298,16 @@ def waiting_to_proto(*, epoch: int, step: int) -> pb.GenerateResponse:
 
 
 def response_from_proto(
-    message: pb.GenerateResponse, *, request: GenerateRequest, num_before: int, vocab_size: int
+    message: pb.GenerateResponse,
+    *,
+    request: GenerateRequest,
+    num_before: int,
+    vocab_size: int,
+    prompt: Sequence[pb.PromptReport] = (),
 ) -> GeneratedTokens:
     """Convert and check tokens that follow `num_before` earlier ones.
 
+    `prompt` has all parts of the prompt's report, if these are the first tokens.
     The end is computed from the request, so that no rank can end a stream early or late.
 
     Raises:
@@ -235,6 +337,9 @@ def response_from_proto(
         tokens=tuple(message.tokens),
         finish=finish,
         logprobs=tuple(_logprob_from_proto(one, vocab_size) for one in message.logprobs),
+        prompt=None
+        if num_before
+        else _prompt_report_from_proto(prompt, request=request, vocab_size=vocab_size),
     )
 
 
@@ -251,6 +356,14 @@ def _sampling_from_proto(message: pb.Sampling) -> Sampling:
     unset = {n for n in ("top_p", "repetition_penalty", "logprobs") if not message.HasField(n)}
     names = [field.name for field in pb.Sampling.DESCRIPTOR.fields]
     return Sampling(**{name: getattr(message, name) for name in names if name not in unset})
+
+
+def _logprob_to_proto(logprob: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        logprob=logprob.value,
+        top_tokens=[token for token, _ in logprob.top],
+        top_logprobs=[value for _, value in logprob.top],
+    )
 
 
 def _logprob_from_proto(message: pb.TokenLogprob, vocab_size: int) -> TokenLogprob:

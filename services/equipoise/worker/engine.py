@@ -33,12 +33,12 @@ from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.placement import HeldSlots
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
-from equipoise.worker.step_inputs import draft_lines, step_batch
+from equipoise.worker.step_inputs import draft_lines, step_batch, wanted_logits
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.drafting import Drafter
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.placement import PlacementTables
-from equipoise_model.sampling import sample
+from equipoise_model.sampling import sample, score
 from equipoise_model.sampling_params import SampledToken
 from equipoise_model.step import StepOutput
 
@@ -315,7 +315,13 @@ class Engine:
         try:
             output = self._model.step(step_batch(plan), self._cache, self._experts)
             num_foreign = 0
-            sampled = sample(output.logits_SV, [row for c in plan.chunks for row in c.sampling])
+            scoring_SV, sampling_SV = wanted_logits(plan, output.logits_SV)
+            scores = score(
+                scoring_SV,
+                [token for c in plan.chunks for token in c.scored],
+                num_top=[c.num_top for c in plan.chunks for _ in c.scored],
+            )
+            sampled = sample(sampling_SV, [row for c in plan.chunks for row in c.sampling])
             drafts = self._draft(plan, sampled, output)
             loads = self._experts.loads()
         # On a device a collective may fail as late as when its result is read.
@@ -328,7 +334,7 @@ class Engine:
             _log.exception("%s", words)
             raise StepError(words, keys=keys, blame=blame) from error
         with self._lock:
-            emissions = self._scheduler.commit(plan, sampled, drafts)
+            emissions = self._scheduler.commit(plan, sampled, drafts, scores=scores)
             if blocks := self._scheduler.take_suspect_blocks():
                 self._cache.clear(blocks)
             self._num_steps += 1

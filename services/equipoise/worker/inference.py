@@ -18,6 +18,7 @@ from equipoise.wire.inference import (
     Blame,
     GeneratedTokens,
     GenerateRequest,
+    PromptReport,
     TokenLogprob,
     request_from_proto,
     response_to_proto,
@@ -28,7 +29,7 @@ from equipoise.worker.errors import QueueFullError, StepError
 from equipoise.worker.sequence import Emission, Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
-from equipoise_model.sampling_params import SamplingError, SamplingParams
+from equipoise_model.sampling_params import SampledToken, SamplingError, SamplingParams
 
 _Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 _LimitsContext = grpc.aio.ServicerContext[pb.GetLimitsRequest, pb.GetLimitsResponse]
@@ -116,8 +117,10 @@ class InferenceService(pb_grpc.InferenceServicer):
                 prompt=request.prompt,
                 max_tokens=request.max_tokens,
                 stop_tokens=request.stop_tokens,
-                sampling=SamplingParams(**asdict(request.sampling)),
+                sampling=SamplingParams(**asdict(request.sampling), logit_bias=request.logit_bias),
                 num_replayed=request.num_replayed,
+                prompt_logprobs=request.prompt_logprobs,
+                min_tokens=request.min_tokens,
             )
         except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -173,7 +176,8 @@ class InferenceService(pb_grpc.InferenceServicer):
                 if last_s:
                     self._itl_s.observe((now - last_s) / len(tokens))
                 last_s = now
-                await context.write(_response(tokens, request))
+                for message in _responses(tokens, request):
+                    await context.write(message)
             if last.sampled.fault:
                 reason = f"the request failed in step {result.step}: {last.sampled.fault}"
                 _log.warning("%s: %s", request.request_id, reason)
@@ -212,19 +216,26 @@ async def _all_queued(stream: _Stream) -> list[_Token]:
     return tokens
 
 
-def _response(tokens: list[_Token], request: GenerateRequest) -> pb.GenerateResponse:
-    result, last = tokens[-1]
+def _responses(tokens: list[_Token], request: GenerateRequest) -> list[pb.GenerateResponse]:
+    (_, first), (result, last) = tokens[0], tokens[-1]
+    report = None
+    if first.prompt is not None:
+        logprobs = tuple(map(_logprob, first.prompt.scores))
+        report = PromptReport(num_cached=first.prompt.num_cached, logprobs=logprobs)
     sampled = [emission.sampled for _, emission in tokens]
     with_logprobs = request.sampling.logprobs is not None
     return response_to_proto(
         GeneratedTokens(
             tokens=tuple(one.token for one in sampled),
             finish=last.finish,
-            logprobs=tuple(
-                TokenLogprob(value=one.logprob, top=one.top) for one in sampled if with_logprobs
-            ),
+            logprobs=tuple(_logprob(one) for one in sampled if with_logprobs),
+            prompt=report,
         ),
         generation=result.generation,
         step=result.step,
         epoch=result.epoch,
     )
+
+
+def _logprob(sampled: SampledToken) -> TokenLogprob:
+    return TokenLogprob(value=sampled.logprob, top=sampled.top)

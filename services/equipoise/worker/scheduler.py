@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan
-from equipoise_model.sampling_params import SampledToken
+from equipoise_model.sampling_params import MAX_SCORED_ROWS, SampledToken
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,15 +157,19 @@ class Scheduler:
         plan: StepPlan,
         sampled: Tokens[SampledToken],
         drafts: Mapping[int, tuple[int, ...]] | None = None,
+        *,
+        scores: Tokens[SampledToken] = (),
     ) -> list[Emission]:
         """Record that a plan has run, and the drafts for the next one.
 
-        `sampled` has the samples of all chunks in order, including those after rejected drafts.
-        `drafts` are by request. Requests that were cancelled during the step are skipped.
+        `sampled` has the samples of all chunks in order, including those after rejected drafts;
+        `scores` those of the prompts' scored tokens. `drafts` are by request. Requests that were
+        cancelled during the step are skipped.
         """
-        tokens = iter(sampled)
+        tokens, scored = iter(sampled), iter(scores)
         emissions = []
         for chunk in plan.chunks:
+            of_prompt = [next(scored) for _ in chunk.scored]
             accepted = chunk.accepted([next(tokens) for _ in chunk.sampling])
             num_accepted = max(0, len(accepted) - 1)
             self.counts.processed += len(chunk.known) + num_accepted
@@ -174,7 +178,7 @@ class Scheduler:
             sequence = self._active.get(chunk.key)
             if sequence is None:
                 continue
-            emitted = sequence.take(chunk, accepted)
+            emitted = sequence.take(chunk, accepted, of_prompt)
             emissions += emitted
             if emitted and emitted[-1].is_last:
                 if emitted[-1].sampled.fault:
@@ -194,7 +198,7 @@ class Scheduler:
         """Activate queued requests in order while there are blocks for all their tokens."""
         while self._queue and len(self._active) < self._max_requests:
             waiting = self._queue[0]
-            found = [block for _, block in found_blocks(self.blocks, waiting.tokens)]
+            found = [block for _, block in found_blocks(self.blocks, waiting.findable)]
             missing = self.blocks.blocks_for(len(waiting.tokens)) - len(found)
             missing += self.blocks.count_idle(found)
             if self._active and missing > self.blocks.num_available - self._num_promised():
@@ -220,10 +224,14 @@ class Scheduler:
                 num_drafts = min(len(sequence.drafts), sequence.num_left - 1, most_drafts)
                 num_tokens[key] = 1 + num_drafts
                 budget -= num_tokens[key]
+        score_budget = MAX_SCORED_ROWS
         for key, sequence in self._active.items():
-            if not sequence.is_generating and budget > 0:
-                num_tokens[key] = min(budget, sequence.num_pending)
-                budget -= num_tokens[key]
+            if not sequence.is_generating:
+                most = min(budget, score_budget) if sequence.num_unscored else budget
+                if most > 0:
+                    num_tokens[key] = min(most, sequence.num_pending)
+                    budget -= num_tokens[key]
+                    score_budget -= num_tokens[key] if sequence.num_unscored else 0
         return {key: num_tokens[key] for key in self._active if key in num_tokens}
 
     def _provide(self, wanted: Mapping[int, int]) -> None:

@@ -35,6 +35,18 @@ class Request:
     num_replayed: int = 0
     """How many tokens at the prompt's end are output of another rank; penalties count them so."""
 
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens to report with each token of the prompt, which is then
+    scored: all but the first and replayed ones. None to not score it."""
+
+    min_tokens: int = 0
+    """Stop tokens are not sampled before the output, replayed tokens included, is this long."""
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens of the prompt to score."""
+        return 0 if self.prompt_logprobs is None else len(self.prompt) - self.num_replayed - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -61,6 +73,15 @@ class Chunk:
     sampling: tuple[SamplingRow, ...] = ()
     """How to sample after the request's last known token, and after each draft as if it were right;
     empty if the chunk ends before that token."""
+
+    scored: tuple[int, ...] = ()
+    """Tokens of the prompt to score, each by the row before it."""
+
+    score_from: int = 0
+    """The row of this chunk that scores the first of them."""
+
+    num_top: int = 0
+    """How many of the most likely tokens to report with each."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -99,6 +120,17 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """What running a prompt showed."""
+
+    num_cached: int
+    """Tokens that were cached when the request began."""
+
+    scores: tuple[SampledToken, ...]
+    """The scored tokens in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
     """One generated token, or the failure of its request: `sampled.fault`."""
 
@@ -110,6 +142,9 @@ class Emission:
 
     finish: FinishReason | None
     """Set on the last token of the request."""
+
+    prompt: PromptResult | None = None
+    """Set on the first token that this worker generates for the request."""
 
     @property
     def token(self) -> int:
@@ -141,6 +176,12 @@ class Sequence:
     table: BlockTable | None = None
     """Its blocks while it is active."""
 
+    scores: list[SampledToken] = field(default_factory=list)
+    """The prompt's tokens that have been scored."""
+
+    num_cached: int | None = None
+    """Tokens that were cached when it first became active."""
+
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
 
@@ -160,14 +201,26 @@ class Sequence:
         return self.request.max_tokens + len(self.request.prompt) - len(self.tokens)
 
     @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt that are still to be scored."""
+        return self.request.num_scored - len(self.scores)
+
+    @property
+    def findable(self) -> Tokens[int]:
+        """The tokens whose blocks may be taken from the cache; rows that score have to run."""
+        return self.tokens[: len(self.scores) + 1] if self.num_unscored else self.tokens
+
+    @property
     def blocks(self) -> tuple[int, ...]:
         """Blocks held, position 0 first."""
         return self.table.blocks if self.table is not None else ()
 
     def begin(self, pool: BlockPool) -> int:
         """Become active with the cached blocks; returns how many tokens those have."""
-        self.table = BlockTable(pool, self.tokens)
+        self.table = BlockTable(pool, self.findable)
         self.num_run = self.table.num_found_tokens
+        if self.num_cached is None:
+            self.num_cached = self.num_run
         return self.num_run
 
     def preempt(self) -> None:
@@ -195,6 +248,9 @@ class Sequence:
         end = start + known
         drafts = self.drafts[: num_tokens - known]
         samples = end == len(self.tokens)
+        # The row of a position scores the token after it.
+        score_from = max(start, len(self.scores))
+        score_end = min(end, self.request.num_scored)
         return Chunk(
             key=self.request.key,
             blocks=self.blocks,
@@ -203,33 +259,59 @@ class Sequence:
             drafts=drafts,
             upcoming=tuple(self.tokens[end : end + num_ahead]),
             sampling=tuple(self._sampling_rows(drafts)) if samples else (),
+            scored=tuple(self.tokens[score_from + 1 : score_end + 1]),
+            score_from=score_from - start,
+            num_top=self.request.prompt_logprobs or 0,
         )
 
     def _sampling_rows(self, drafts: tuple[int, ...]) -> list[SamplingRow]:
         """How to sample after the last known token and after each draft."""
         num_prompt = len(self.request.prompt) - self.request.num_replayed
         prompt, output = self.tokens[:num_prompt], self.tokens[num_prompt:]
+        num_banned = self.request.min_tokens - len(output)
+        banned = tuple(sorted(self.request.stop_tokens)) if num_banned > 0 else ()
         return [
-            SamplingRow(params=self.request.sampling, prompt=prompt, output=[*output, *drafts[:n]])
+            SamplingRow(
+                params=self.request.sampling,
+                prompt=prompt,
+                output=[*output, *drafts[:n]],
+                banned=banned if n < num_banned else (),
+            )
             for n in range(len(drafts) + 1)
         ]
 
-    def take(self, chunk: Chunk, accepted: Tokens[SampledToken]) -> list[Emission]:
-        """Record that a chunk has run, with its accepted samples. Stops at the request's end."""
+    def take(
+        self, chunk: Chunk, accepted: Tokens[SampledToken], scores: Tokens[SampledToken] = ()
+    ) -> list[Emission]:
+        """Record that a chunk has run, with its accepted samples and its scores.
+
+        Stops at the request's end.
+        """
         assert self.table is not None
         self.drafts = ()
         self.num_run += len(chunk.known) + max(0, len(accepted) - 1)
+        self.scores += scores
+        faulty = [one for one in scores if one.fault]
         emissions: list[Emission] = []
-        for sampled in accepted:
+        for sampled in (*faulty, *accepted):
             if sampled.fault:
                 return [*emissions, Emission(key=self.request.key, sampled=sampled, finish=None)]
+            result = self._prompt_result()
             self.tokens.append(sampled.token)
             finish = self._finish(sampled.token)
-            emissions.append(Emission(key=self.request.key, sampled=sampled, finish=finish))
+            emissions.append(
+                Emission(key=self.request.key, sampled=sampled, finish=finish, prompt=result)
+            )
             if finish is not None:
                 break
         self.table.publish(self.tokens, num_run=min(self.num_run, len(self.tokens)))
         return emissions
+
+    def _prompt_result(self) -> PromptResult | None:
+        """What running the prompt showed, before the first generated token."""
+        if len(self.tokens) > len(self.request.prompt):
+            return None
+        return PromptResult(num_cached=self.num_cached or 0, scores=tuple(self.scores))
 
     def _finish(self, token: int) -> FinishReason | None:
         if token in self.request.stop_tokens:

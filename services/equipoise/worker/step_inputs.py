@@ -18,6 +18,8 @@ def step_batch(plan: StepPlan) -> StepBatch:
     sequences: list[int] = []
     samples: list[int] = []
     for index, chunk in enumerate(plan.chunks):
+        first_scored = len(tokens) + chunk.score_from
+        samples += range(first_scored, first_scored + len(chunk.scored))
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.start + len(chunk.tokens))
         sequences += [index] * len(chunk.tokens)
@@ -29,6 +31,19 @@ def step_batch(plan: StepPlan) -> StepBatch:
         block_tables=[chunk.blocks for chunk in plan.chunks],
         sample_rows_S=torch.tensor(samples, dtype=torch.int64),
     )
+
+
+def wanted_logits(plan: StepPlan, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part a step's logits into those that score prompts and those to sample from."""
+    if not any(chunk.scored for chunk in plan.chunks):
+        return logits_SV[:0], logits_SV
+    is_scoring = [
+        scores
+        for chunk in plan.chunks
+        for scores in (*(True for _ in chunk.scored), *(False for _ in chunk.sampling))
+    ]
+    scoring_S = torch.tensor(is_scoring, device=logits_SV.device)
+    return logits_SV[scoring_S], logits_SV[~scoring_S]
 
 
 def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLine]:
