@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.records import EpochMembers, PoolMemory
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, LayoutRejected
+from tests.support.deaths import trouble
 from tests.support.joining_workers import Fleet, memory_of
 
 AN_OUTAGE_S = 30
@@ -34,7 +34,7 @@ def fleet(make_harness):
 def check(fleet):
     """All living workers are the ranks of one epoch, and serve."""
     pool = fleet.harness.pool
-    assert pool.diagnosis().health is Health.SERVING, pool.diagnosis().reason
+    assert trouble(pool) == ""
     assert {worker.epoch for worker in fleet.alive} == {pool.roster.epoch}
     assert all(worker.serves for worker in fleet.alive)
     assert {one.layout.generation for one in fleet.alive} == {pool.layouts.stored_generation}

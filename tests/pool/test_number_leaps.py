@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.wire.checks import MAX_COUNT
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, LayoutRejected
+from tests.support.deaths import trouble
 from tests.support.joining_workers import Fleet, memory_of
 
 TODAY_S = 1.8e9
@@ -41,7 +41,7 @@ def make_fleet(make_harness):
 def check(fleet):
     """All living workers are the ranks of one epoch, and serve."""
     pool = fleet.harness.pool
-    assert pool.diagnosis().health is Health.SERVING, pool.diagnosis().reason
+    assert trouble(pool) == ""
     assert {worker.epoch for worker in fleet.alive} == {pool.roster.epoch}
     assert all(worker.serves for worker in fleet.alive)
 

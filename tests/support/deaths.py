@@ -1,8 +1,10 @@
 """Deaths of a harness's workers, what survivors report, and workers that replace the dead."""
 
+import re
 from dataclasses import replace
 
 from equipoise.pool.effects import WriteMembership
+from equipoise.pool.health import Health
 from equipoise.wire.messages import GroupLost
 
 
@@ -36,6 +38,16 @@ def notice(harness, *workers):
 def serve_all(harness):
     for worker in harness.ranks:
         harness.say(worker, worker.serving())
+
+
+def trouble(pool):
+    """What is wrong with a pool, other than that some of its workers are dead."""
+    diagnosis = pool.diagnosis()
+    if diagnosis.health is Health.DEGRADED and re.fullmatch(
+        r"\d+ of \d+ ranks(: start \d+ more worker\(s\), or restart .*)?", diagnosis.reason
+    ):
+        return ""
+    return diagnosis.reason
 
 
 def names(harness):

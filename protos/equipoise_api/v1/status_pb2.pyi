@@ -30,7 +30,7 @@ class _PoolHealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolHealth
     POOL_HEALTH_WAITING: _PoolHealth.ValueType  # 1
     """Fewer workers than ranks: the pool waits for the rest."""
     POOL_HEALTH_SERVING: _PoolHealth.ValueType  # 2
-    """All ranks serve."""
+    """All intended ranks serve."""
     POOL_HEALTH_DEGRADED: _PoolHealth.ValueType  # 3
     """A rank is missing or silent; the rest may still serve."""
     POOL_HEALTH_DOWN: _PoolHealth.ValueType  # 4
@@ -43,7 +43,7 @@ POOL_HEALTH_UNSPECIFIED: PoolHealth.ValueType  # 0
 POOL_HEALTH_WAITING: PoolHealth.ValueType  # 1
 """Fewer workers than ranks: the pool waits for the rest."""
 POOL_HEALTH_SERVING: PoolHealth.ValueType  # 2
-"""All ranks serve."""
+"""All intended ranks serve."""
 POOL_HEALTH_DEGRADED: PoolHealth.ValueType  # 3
 """A rank is missing or silent; the rest may still serve."""
 POOL_HEALTH_DOWN: PoolHealth.ValueType  # 4
@@ -1021,7 +1021,7 @@ class PoolSummary(_message.Message):
     """Committed generation."""
     ranks_serving: _builtins.int
     num_ranks: _builtins.int
-    """Ranks the pool has when complete."""
+    """Ranks the pool is meant to have."""
     balancedness: _builtins.float
     """Balancedness of the latest window."""
     phase: _builtins.str

@@ -50,11 +50,18 @@ class Seat:
         self._archive = Archive(store=store, policies=policies)
         self._led: Pools | None = None
         self._settled = asyncio.Event()
+        self.store_fault = ""
+        """Why the latest read of the store failed; empty if it did not."""
 
     @property
     def pools(self) -> PoolViews:
         """What to read from: the pools this balancer leads, else those the store remembers."""
         return self._led or self._archive
+
+    @property
+    def policies(self) -> PolicyBook:
+        """The policies in force, and the latest rejected one."""
+        return self._policies
 
     @property
     def led(self) -> Pools | None:
@@ -127,6 +134,7 @@ class Seat:
             except TermOverError as error:
                 tenure.outranked(error.highest_term)
             except StoreError as error:
+                self.store_fault = str(error)
                 _log.error("term %d ends: %s", tenure.term, error)
                 tenure.give_up(str(error))
             except Exception:  # noqa: BLE001
@@ -151,7 +159,9 @@ class Seat:
     async def _refresh(self) -> None:
         try:
             await self._archive.refresh(elsewhere=self.elsewhere)
+            self.store_fault = ""
         except StoreError as error:
+            self.store_fault = str(error)
             _log.warning("the status may be outdated: %s", error)
         except Exception:  # noqa: BLE001 - a bug must not end elections
             _log.exception("the status may be outdated")
@@ -176,6 +186,7 @@ class Seat:
             self._archive.close_streams()
             self._archive = Archive(store=self._store, policies=self._policies)
             self._led = pools
+            self.store_fault = ""
             self._settled.set()
             try:
                 await self._elector.until_over(tenure)

@@ -207,6 +207,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             store=parts.store,
             clock=clock,
             readiness=readiness,
+            credentials=parts.credentials,
             metrics_listen=parts.metrics_listen,
             web_listen=parts.web_listen,
         )

@@ -47,6 +47,7 @@ from equipoise.gateway.watch import follow
 from equipoise.telemetry.exposition import metrics_at, metrics_route, registry_of
 from equipoise.telemetry.http import address_of, open_listener
 from equipoise.trust.credentials import Credentials
+from equipoise.trust.metrics import CertificateCollector
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,11 @@ async def serve(
     if listening is not None:
         listening(address)
     try:
-        async with metrics_at(settings.metrics_listen, GatewayCollector(tally, ranks=ranks)):
+        async with metrics_at(
+            settings.metrics_listen,
+            GatewayCollector(tally, ranks=ranks),
+            CertificateCollector(credentials),
+        ):
             done, _ = await asyncio.wait(
                 {stopped, following, probing, serving}, return_when=asyncio.FIRST_COMPLETED
             )

@@ -16,13 +16,13 @@ class Health(StrEnum):
     """Fewer workers than ranks, or they still load their experts."""
 
     SERVING = "serving"
-    """All ranks serve."""
+    """All intended ranks serve."""
 
     DOWN = "down"
     """The workers that are connected have too few slots for all experts, and do not serve."""
 
     DEGRADED = "degraded"
-    """Something is missing or wrong; the rest may still serve."""
+    """A rank is missing, or something is wrong; the rest may still serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ def diagnose(
         *([opening.reason] if opening.reason else []),
         *silent.values(),
         *odd,
+        *_shortfall(roster),
         *faults,
         *([store_fault] if store_fault else []),
     ]
@@ -80,3 +81,16 @@ def diagnose(
 
 def _absence(member: Member) -> str:
     return f"rank {member.rank} ({member.name}) is gone: {member.gone_reason}"
+
+
+def _shortfall(roster: Roster) -> Sequence[str]:
+    """Why the epoch has fewer ranks than intended; empty if it has not."""
+    intended = roster.intended_ranks
+    if roster.num_ranks >= intended:
+        return ()
+    absent = intended - sum(member.connected for member in roster.members.values())
+    remedy = (
+        f": start {absent} more worker(s), or restart the others with "
+        f"--num-ranks={roster.num_ranks}"
+    )
+    return (f"{roster.num_ranks} of {intended} ranks" + (remedy if absent > 0 else ""),)

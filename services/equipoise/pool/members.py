@@ -218,8 +218,8 @@ class Roster:
         return None if shape is None else shape.phase
 
     @property
-    def wanted_ranks(self) -> int:
-        """Workers that the pool waits for before it first opens: the most that any expects."""
+    def intended_ranks(self) -> int:
+        """Ranks that the pool is meant to have: the most that any connected worker expects."""
         present = [one.hello.num_ranks for one in self._members.values() if one.connected]
         return max(present, default=0)
 

@@ -256,7 +256,7 @@ class Membership:
         is_new = not self._roster.epoch and not self._unheard
         brings_something = hello.running is not None or hello.group_lost is not None
         num_here = len(self._roster.members)
-        if is_new and not brings_something and 1 < num_here < self._roster.wanted_ranks:
+        if is_new and not brings_something and 1 < num_here < self._roster.intended_ranks:
             return ()
         return self._open_if_due(now=now)
 
@@ -285,7 +285,7 @@ class Membership:
             return told
         self.opening = opening = next_epoch(
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
-            num_ranks=self._roster.wanted_ranks,
+            num_ranks=self._roster.intended_ranks,
             slots_per_rank=shape.slots_per_rank,
             num_experts=shape.model.num_experts,
             unheard=self._unheard,

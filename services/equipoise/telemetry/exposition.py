@@ -6,8 +6,9 @@ changes.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import uvicorn
@@ -18,6 +19,7 @@ from prometheus_client import (
     ProcessCollector,
     make_asgi_app,
 )
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,14 +35,26 @@ _log = logging.getLogger(__name__)
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:
-    """A registry with `collectors` and the standard process, platform and GC metrics."""
+    """A registry with `collectors`, the version, and the usual process, platform and GC metrics."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
+    registry.register(_BuildInfo())
     for collector in collectors:
         registry.register(collector)
     return registry
+
+
+class _BuildInfo(Collector):
+    """The version of this process."""
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "equipoise_build_info", "1 for the version of this process.", labels=("version",)
+        )
+        info.add_metric([version("equipoise")], 1.0)
+        yield info
 
 
 def metrics_route(registry: CollectorRegistry) -> Route:

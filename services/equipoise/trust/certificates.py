@@ -1,7 +1,7 @@
 """This process's certificates, checked when they are loaded, and readable handshake errors."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from cryptography import x509
@@ -29,6 +29,9 @@ class Certificates:
 
     key: bytes | None = None
     """Private key of the certificate."""
+
+    expires_s: Mapping[str, float] = field(default_factory=dict)
+    """When the earliest certificate of `tls_ca` and of `tls_cert` expires, in Unix seconds."""
 
 
 class CertificateFiles:
@@ -60,7 +63,14 @@ class CertificateFiles:
         if ca and chain:
             self._check_signed(chain, ca)
         return Certificates(
-            ca=texts.get("tls_ca"), cert=texts.get("tls_cert"), key=texts.get("tls_key")
+            ca=texts.get("tls_ca"),
+            cert=texts.get("tls_cert"),
+            key=texts.get("tls_key"),
+            expires_s={
+                setting: min(one.not_valid_after_utc.timestamp() for one in found)
+                for setting, found in (("tls_ca", ca), ("tls_cert", chain))
+                if found
+            },
         )
 
     def _certificates(self, setting: str, text: bytes | None) -> Sequence[x509.Certificate]:

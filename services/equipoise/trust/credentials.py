@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 import grpc
@@ -74,6 +74,11 @@ class Credentials:
         """A number that grows when certificates are replaced; reopen channels of older versions."""
         self._refresh()
         return self._version
+
+    def expires_s(self) -> Mapping[str, float]:
+        """When the certificates in use expire, in Unix seconds: `tls_ca` and `tls_cert`, if any."""
+        self._refresh()
+        return self._certificates.expires_s
 
     def _channel(self, address: str, options: Options) -> grpc.aio.Channel:
         self.tls.check_dial(address)

@@ -28,6 +28,7 @@ from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Crede
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.identity import Role
+from equipoise.trust.metrics import CertificateCollector
 from equipoise.trust.tokens import worker_audience
 from equipoise.wire.balancer_messages import Abort, BalancerMessage, JoinEpoch, Rejection, Stage
 from equipoise.wire.limits import max_request_bytes
@@ -166,7 +167,10 @@ class Worker:
         try:
             probes = probe_routes(ready=lambda: self._parts.health.takes_requests)
             collector = WorkerCollector(rank=lambda: self._epochs.rank, parts=self._parts)
-            async with metrics_at(self._settings.metrics_listen, collector, routes=probes):
+            certificates = CertificateCollector(self._parts.credentials)
+            async with metrics_at(
+                self._settings.metrics_listen, collector, certificates, routes=probes
+            ):
                 await self._run(stop)
         finally:
             self._rendezvous.close()

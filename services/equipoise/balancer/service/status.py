@@ -95,7 +95,7 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
             member.connected and member.serving and member.rank not in pool.attendance.silent
             for member in pool.roster.seated()
         ),
-        num_ranks=pool.roster.num_ranks or pool.roster.wanted_ranks,
+        num_ranks=max(pool.roster.num_ranks, pool.roster.intended_ranks),
         balancedness=latest.balancedness if latest is not None else 0.0,
         phase=pool.roster.phase or "",
         latent_forms=sorted({one.hello.latent_form for one in pool.roster.seated()} - {""}),

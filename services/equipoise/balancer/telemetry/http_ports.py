@@ -11,6 +11,8 @@ from equipoise.balancer.web.server import serving_page
 from equipoise.balancer.web.state import PageState
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
 from equipoise.telemetry.probes import probe_routes
+from equipoise.trust.credentials import Credentials
+from equipoise.trust.metrics import CertificateCollector
 
 
 async def open_http(
@@ -20,6 +22,7 @@ async def open_http(
     store: Store,
     clock: Clock,
     readiness: Readiness,
+    credentials: Credentials,
     metrics_listen: str,
     web_listen: str,
 ) -> str:
@@ -29,7 +32,9 @@ async def open_http(
         TelemetryError: an address is not available.
     """
     metrics = (
-        metrics_route(registry_of(BalancerCollector(seat, clock=clock))),
+        metrics_route(
+            registry_of(BalancerCollector(seat, clock=clock), CertificateCollector(credentials))
+        ),
         *probe_routes(ready=lambda: not readiness.missing),
     )
     is_one = metrics_listen == web_listen

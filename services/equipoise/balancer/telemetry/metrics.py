@@ -33,12 +33,29 @@ class BalancerCollector(Collector):
             "1 if this balancer could accept workers if it led, else 0.",
             value=float(not self._seat.not_ready),
         )
+        yield GaugeMetricFamily(
+            "equipoise_store_readable",
+            "0 if this balancer's latest read of the store failed, else 1.",
+            value=float(not self._seat.store_fault),
+        )
+        yield from self._policy()
         yield from self._election()
         metrics = PoolMetrics(now=self._clock())
         if pools is not None:
             for name in pools.names():
                 metrics.add(pools.find(name).pool)
         yield from metrics.families()
+
+    def _policy(self) -> Iterator[Metric]:
+        book = self._seat.policies
+        yield GaugeMetricFamily(
+            "equipoise_policy_rejected",
+            "1 while the policy file is rejected and an earlier policy is in force, else 0.",
+            value=float(book.latest_rejection is not None),
+        )
+        yield CounterMetricFamily(
+            "equipoise_policy_rejections", "Policy files rejected.", value=float(book.num_rejected)
+        )
 
     def _election(self) -> Iterator[Metric]:
         longest = GaugeMetricFamily(

@@ -33,12 +33,15 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("pool", "state"),
         "Ranks of the current epoch by state: serving, loading, silent or gone.",
     ),
+    "intended_ranks": (_P, "Ranks that the pool is meant to have, by its workers' --num-ranks."),
     "idle_ranks": (_P, "Ranks whose engine takes no forward passes."),
     "engine_info": (
         ("pool", "engine"),
         "1 for each engine that ranks are part of, by name and version; equipoise for its own.",
     ),
     "policy_info": (("pool", "hash"), "1 for the hash of the policy in force."),
+    "pool_paused": (_P, "1 while an operator or the policy has planning paused, else 0."),
+    "pool_pinned": (_P, "1 while an operator has the layout pinned, else 0."),
     "epoch": (_P, "Current epoch."),
     "generation": (_P, "Committed generation."),
     "rollout_generation": (_P, "Generation being rolled out; 0 if none."),
@@ -145,6 +148,9 @@ class PoolMetrics:
         for one in Health:
             self._gauge("pool_health", pool, one is health, one.value)
         rollout = pool.rollouts.current
+        hold = pool.journal.hold
+        self._gauge("pool_paused", pool, bool(hold.paused) or pool.policy.values.pause)
+        self._gauge("pool_pinned", pool, bool(hold.pinned))
         self._gauge("policy_info", pool, 1, pool.policy.in_force.digest)
         self._gauge("epoch", pool, pool.roster.epoch)
         self._gauge("generation", pool, pool.layouts.stored_generation or 0)
@@ -176,6 +182,7 @@ class PoolMetrics:
         for state, count in states.items():
             self._gauge("ranks", pool, count, state)
         self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
+        self._gauge("intended_ranks", pool, pool.roster.intended_ranks)
         self._gauge("idle_ranks", pool, sum(member.idle for member in seated))
         for engine in sorted(engines):
             self._gauge("engine_info", pool, 1, engine)

@@ -24,7 +24,7 @@ EXIT_NOT_ALL_SERVE = 3
 
 
 def run(settings: StatusSettings) -> int:
-    """Show the pool; return 0 if every rank serves, else 3.
+    """Show the pool; return 0 if every intended rank serves, else 3.
 
     Raises:
         BalancerRejectedError: the balancer is unreachable or does not know the pool.
