@@ -36,6 +36,10 @@ class Options:
     pause_at: int = -1
     pause_s: float = 0.0
     """A pause in which the engine takes no pass."""
+    update_at: int = -1
+    """The pass after which all weights are updated in place, as a trainer does."""
+    announced: bool = True
+    """Whether by the engine's own method, or behind its back."""
     equal: bool = False
     """Compare each switch with the engine's own mover."""
 
@@ -118,6 +122,8 @@ def drive(one, options: Options) -> Record:
         window += one.route(int(number >= options.passes // 2))
         hook = time.perf_counter()
         one.step()
+        if number == options.update_at:
+            one.update()
         hook_us.append(1e6 * (time.perf_counter() - hook))
         if fault := one.fault():
             record.faults.append(f"pass {number}: {fault}")

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from equipoise.engines.lockstep import LockstepError
-from equipoise.engines.seat import EngineModel, EngineSeat
+from equipoise.engines.model import EngineModel
+from equipoise.engines.seat import EngineSeat
 from equipoise.engines.slots import EngineSlots
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.topology import ModelShape
@@ -56,13 +57,24 @@ class MemoryLockstep:
 class Ranks:
     """Ranks of an engine that count one assignment for each slot and pass."""
 
-    def __init__(self, table, *, num_experts, num_ranks=2, seed_of=lambda layer, expert: 0):
+    def __init__(
+        self,
+        table,
+        *,
+        num_experts,
+        num_ranks=2,
+        seed_of=lambda layer, expert: 0,
+        names="w",
+        on_ready=None,
+    ):
         self.table = np.asarray(table, dtype=np.int32)
         self.num_ranks = num_ranks
         self.rendezvous = Rendezvous(num_ranks)
+        self.names = names
         self.ready, self.committed = [], {rank: [] for rank in range(num_ranks)}
-        self.switched, self.stopped, self.rejected = [], [], []
+        self.switched, self.stopped, self.rejected, self.based = [], [], [], []
         self.tensors = {rank: self._tensors(rank, seed_of) for rank in range(num_ranks)}
+        self.on_ready = on_ready or self.ready.append
         self.seats = [self._seat(rank, num_experts) for rank in range(num_ranks)]
 
     def _own(self, rank):
@@ -93,14 +105,17 @@ class Ranks:
                 slots=slots,
                 tables=lambda layout: replica_tables(layout, max_replicas=8),
                 commit=self.committed[rank].append,
+                max_replicas=8,
             ),
             MemoryLockstep(self.rendezvous, rank),
-            worker=f"w-{rank}",
-            on_ready=self.ready.append,
+            worker=f"{self.names}-{rank}",
+            on_ready=self.on_ready,
             round_passes=1,
             load_rounds=2,
+            first_pause_s=0.02,
         )
         seat.on_switch = lambda switch: self.switched.append((rank, switch))
+        seat.on_baseline = lambda: self.based.append(rank)
         seat.on_stop = lambda reason: self.stopped.append((rank, reason))
         seat.on_reject = lambda rejected: self.rejected.append((rank, rejected))
         return seat

@@ -15,6 +15,7 @@ from sglang.srt.eplb.expert_location_dispatch import (
     ExpertLocationDispatchInfo,
     topk_ids_logical_to_physical,
 )
+from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
 
@@ -143,6 +144,34 @@ class Rank:
         if seat is not None and not self._watched and seat.is_ready:
             self._watched = True
             prepare(self, seat)
+
+    def update(self):
+        """New weights for all experts, by SGLang's scheduler or behind its back."""
+
+        def write(*_args, **_named):
+            for layer in self.layers:
+                self.weights[layer][0].add_(1.0)
+            return True, "done"
+
+        if not self.options.announced:
+            write()
+            return
+        runner = SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_disk=write))
+        manager = object.__new__(weight_updater.SchedulerWeightUpdaterManager)
+        manager.tp_worker = SimpleNamespace(weight_update_runners=lambda: [("target", runner)])
+        manager.draft_worker = manager.metrics_collector = None
+        manager.scheduler = SimpleNamespace(record_weight_version_change=lambda **_named: None)
+        manager.flush_cache = lambda **_named: True
+        manager.update_weights_from_disk(
+            SimpleNamespace(
+                model_path="",
+                load_format="",
+                recapture_cuda_graph=False,
+                weight_version=None,
+                flush_cache=True,
+                torch_empty_cache=False,
+            )
+        )
 
     def fault(self):
         own = slice(self.rank * self.num_own, (self.rank + 1) * self.num_own)

@@ -52,6 +52,7 @@ def _made(name):
         (),
         {
             "__init__": lambda self, *args, **named: None,
+            "__get_pydantic_core_schema__": classmethod(lambda cls, *_: {"type": "any"}),
             "__class_getitem__": classmethod(lambda cls, item: cls),
             "__call__": lambda self, *args, **named: (
                 args[0] if args and callable(args[0]) else self

@@ -187,6 +187,21 @@ def test_an_idle_engine_is_not_switched_behind_its_back(tmp_path, balancer, engi
     assert [one["stopped"] for one in found] == [""] * 4
 
 
+@pytest.mark.parametrize("announced", [True, False])
+@BOTH
+def test_updated_weights_are_hashed_again_and_balanced_on(tmp_path, balancer, engine, announced):
+    options = {"engine": engine, "passes": 1600, "update_at": 500, "announced": announced}
+    with engine_ranks(tmp_path, balancer.port, **options, equal=True) as process:
+        found = records(tmp_path, process)
+    log = (tmp_path / "ranks.log").read_text()
+    assert log.count("all ranks have hashed the updated weights") >= 4
+    for one in found:
+        assert one["stopped"] == ""
+        assert max(step for _, step, _ in one["switches"]) > 500
+        assert {tuple(same.values()) for same in one["equal"]} == {(True, True, True)}
+        assert one["imbalance"][-1] < 1.15
+
+
 @BOTH
 def test_an_observer_reports_loads_and_moves_nothing(tmp_path, balancer, engine):
     environment = {"EQUIPOISE_MODE": "observe"}

@@ -1,10 +1,15 @@
 """A seat inside an engine: ranks switch after the same pass or stop together, and never wait."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from equipoise.engines.lockstep import LockstepError
+from equipoise.engines import sglang, vllm
+from equipoise.engines.lockstep import LockstepError, MixedLayoutsError
 from tests.engines.seats import Ranks
 
 FIRST = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 2, 0]]
@@ -170,3 +175,194 @@ def test_a_broken_exchange_that_may_have_agreed_is_fatal(ranks):
     ranks.rendezvous.broken = {0}
     with pytest.raises(LockstepError):
         ranks.seats[0].on_step(None)
+
+
+def update(ranks, *, only=(0, 1), announced=True, experts=range(4)):
+    """New weights in place, as a trainer sends them."""
+    for rank in only:
+        for first, marks in ranks.tensors[rank]:
+            for slot, expert in enumerate(marks[:, 0].int().tolist()):
+                if expert in experts:
+                    first[slot, 2] += 1
+        if announced:
+            ranks.seats[rank].note_update()
+
+
+def step_until(ranks, condition, *, bound_s=20.0):
+    end_s = time.monotonic() + bound_s
+    while not condition():
+        assert time.monotonic() < end_s
+        ranks.step()
+        time.sleep(0.001)
+
+
+def has_baseline(ranks, version):
+    return lambda: {seat.hashed_weights for seat in ranks.seats} == {version}
+
+
+def test_updated_weights_are_hashed_again_and_begin_an_epoch_on_all_ranks(ranks):
+    before, epoch = ranks.seats[0].table, ranks.seats[0].epoch
+    update(ranks)
+    assert {seat.weights_version for seat in ranks.seats} == {2}
+    assert {seat.hashed_weights for seat in ranks.seats} == {1}
+    step_until(ranks, has_baseline(ranks, 2))
+    first, second = ranks.seats
+    assert first.epoch == second.epoch > epoch
+    assert first.generation == second.generation == first.epoch
+    assert (first.table != before).any(axis=2).all()
+    assert np.array_equal(first.table, second.table)
+    assert ranks.based == [0, 1]
+    assert len(ranks.ready) == 2, "each seat is ready once"
+    stage(ranks, SECOND)
+    ranks.step(3)
+    assert [rank for rank, _ in ranks.switched] == [0, 1]
+
+
+def test_nothing_staged_from_old_weights_is_switched_to(ranks):
+    stage(ranks, SECOND)
+    ranks.step()  # Its header advertises what is staged.
+    late = ranks.staged(0, ranks.layout(THIRD, after=2))
+    update(ranks)
+    assert not ranks.seats[0].offer(late)
+    step_until(ranks, has_baseline(ranks, 2))
+    ranks.step(5)
+    assert ranks.switched == []
+    assert ranks.experts(0) == np.asarray(FIRST)[:, :3].tolist()
+    assert not any(seat.stopped for seat in ranks.seats)
+
+
+def test_what_one_rank_notices_all_hash_again(ranks):
+    update(ranks, announced=False)
+    ranks.seats[1].note_changed_slots()
+    step_until(ranks, has_baseline(ranks, 2))
+    assert ranks.based == [0, 1]
+
+
+def test_few_changed_slots_are_damage_unless_the_engine_announced_them(ranks):
+    update(ranks, experts=[3], announced=False)
+    ranks.seats[1].note_changed_slots()
+    step_until(ranks, lambda: ranks.stopped)
+    assert {reason for _, reason in ranks.stopped} == {ranks.seats[0].stopped}
+    assert "memory of a machine is damaged" in ranks.seats[0].stopped
+
+
+def test_a_few_updated_experts_are_taken_if_the_engine_announced_them(ranks):
+    update(ranks, experts=[3])
+    step_until(ranks, has_baseline(ranks, 2))
+    assert not any(seat.stopped for seat in ranks.seats)
+
+
+def test_an_update_that_reaches_the_ranks_one_by_one_is_waited_for(ranks):
+    update(ranks, only=[0], announced=False)
+    ranks.seats[0].note_changed_slots()
+    step_until(ranks, lambda: ranks.seats[0].weights_version > 2)
+    assert ranks.based == []
+    update(ranks, only=[1], announced=False)
+    step_until(ranks, lambda: ranks.based == [0, 1])
+    assert np.array_equal(ranks.seats[0].table, ranks.seats[1].table)
+    assert not any(seat.stopped for seat in ranks.seats)
+
+
+def test_replicas_that_differ_for_good_after_an_update_stop_all_ranks(ranks):
+    update(ranks, only=[0])
+    step_until(ranks, lambda: len(ranks.stopped) == 2)
+    assert {reason for _, reason in ranks.stopped} == {ranks.seats[0].stopped}
+    assert "differ" in ranks.seats[0].stopped
+
+
+def test_an_update_between_the_rounds_of_one_rank_only_ends_the_engine(ranks):
+    """Else ranks would serve with different layouts: another one has switched meanwhile."""
+    stage(ranks, SECOND)
+    ranks.step()
+    update(ranks, only=[0])
+    ranks.step()
+    with pytest.raises(MixedLayoutsError):
+        ranks.step(2)
+
+
+def test_a_rank_that_cannot_count_stops_all_and_the_engine_serves_on(ranks):
+    ranks.seats[1].on_step(torch.zeros(1, 1, 7))
+    ranks.seats[0].on_step(None)
+    ranks.step(4)
+    assert [rank for rank, _ in ranks.stopped] == [0, 1]
+    assert "rank 1 cannot count its loads" in ranks.seats[1].stopped
+
+
+def test_aborts_at_any_point_of_a_round_never_part_the_ranks(ranks):
+    """Abort reaches ranks at different moments, before, within and after a round."""
+    draw = np.random.default_rng(7)
+    tables = [FIRST, SECOND, THIRD]
+    for after in range(1, 401):
+        layout = ranks.layout(tables[draw.integers(3)], after=after)
+        if layout.generation <= ranks.seats[0].generation:
+            continue
+        staged = [ranks.staged(rank, layout) for rank in (0, 1)]
+        moments = draw.integers(0, 4, size=(2, 2))
+        for moment in range(4):
+            for rank, seat in enumerate(ranks.seats):
+                if moments[rank, 0] == moment:
+                    seat.offer(staged[rank])
+                if moments[rank, 1] == moment:
+                    seat.drop(layout.generation)
+                seat.on_step(None)
+            assert len({seat.generation for seat in ranks.seats}) == 1
+    steps = {}
+    for _, switch in ranks.switched:
+        steps.setdefault(switch.generation, []).append(switch.step)
+    assert len(steps) > 20
+    assert all(len(both) == 2 and len(set(both)) == 1 for both in steps.values())
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+COPIES = {"copy_", "index_copy_", "fill_", "slice", "view", "select", "detach", "as_strided"}
+"""Operations that need no memory, and whose shapes are checked when a layout is staged."""
+
+
+def vllm_tables(experts, slots):
+    return vllm._tables_of(
+        SimpleNamespace(
+            physical_to_logical_map=torch.zeros(2, slots, dtype=torch.int64),
+            logical_to_physical_map=torch.full((2, experts, 8), -1),
+            logical_replica_count=torch.ones(2, experts, dtype=torch.int64),
+        )
+    )
+
+
+def sglang_tables(experts, slots):
+    one = lambda *shape: torch.zeros(2, *shape, dtype=torch.int64)  # noqa: E731
+    return sglang._tables_of(
+        SimpleNamespace(
+            physical_to_logical_map=one(slots),
+            physical_to_logical_map_cpu=one(slots),
+            logical_to_all_physical_map=one(experts, slots),
+            logical_to_all_physical_map_cpu=one(experts, slots),
+            logical_to_all_physical_map_num_valid=one(experts),
+            logical_to_rank_dispatch_physical_map=None,
+        ),
+        [0, 1],
+        rank=0,
+    )
+
+
+@pytest.mark.parametrize("tables_of", [vllm_tables, sglang_tables])
+def test_a_switch_only_copies_within_memory_that_is_there(ranks, tables_of):
+    tables, commit = tables_of(4, 6)
+    layout = ranks.layout(SECOND)
+    made, seat = tables(layout), ranks.seats[0]
+    staged = ranks.staged(0, layout)
+    with Operations() as operations:
+        seat.held.switch(staged)
+        commit(made)
+    assert operations.names <= COPIES
+    assert ranks.experts(0) == np.asarray(SECOND)[:, :3].tolist()

@@ -12,6 +12,7 @@ from vllm.distributed.eplb import eplb_communicator, eplb_state
 from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.model_executor.models.interfaces import MixtureOfExperts
+from vllm.v1.worker import gpu_worker
 
 from equipoise.engines import vllm
 from tests.engines.rank_main import prepare
@@ -160,6 +161,23 @@ class Rank:
         if seat is not None and not self._watched and seat.is_ready:
             self._watched = True
             prepare(self, seat)
+
+    def update(self):
+        """New weights for all experts, by vLLM's worker or behind its back."""
+
+        def write():
+            for layer in self.model.moe_layers:
+                layer.w13.add_(1.0)
+
+        if not self.options.announced:
+            write()
+            return
+        worker = object.__new__(gpu_worker.Worker)
+        worker.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(mode=None, enabled_custom_ops={}), model_config=None
+        )
+        worker.model_runner = SimpleNamespace(reload_weights=write)
+        worker.reload_weights()
 
     def fault(self):
         num = self.model.num_local_physical_experts

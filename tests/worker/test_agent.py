@@ -127,6 +127,15 @@ async def test_a_stream_that_ends_is_reopened_with_a_new_hello(balancer):
             link.hang_up()
 
 
+async def test_a_stream_is_reopened_on_request_with_a_new_hello(balancer):
+    rig = Rig(balancer.address, backoff_s=60.0)
+    async with running(rig):
+        for number in range(1, 4):
+            link = await balancer.link()
+            assert link.hello.boot_id == f"boot-{number}"
+            rig.agent.reopen()
+
+
 async def test_a_balancer_that_goes_away_and_returns_is_found_and_each_change_is_logged_once(
     balancer, caplog
 ):

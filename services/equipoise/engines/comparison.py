@@ -1,5 +1,7 @@
 """What ranks tell each other before the first move: their names, and checksums of their slots."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,10 +9,27 @@ from torch import Tensor
 from equipoise.planning.arrays import Checksums
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
-from equipoise.rank.errors import GroupError
 
 NAME_BYTES = 256
 """Room for a worker's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """What all ranks hold."""
+
+    workers: tuple[str, ...]
+    """The workers of all ranks."""
+
+    table: Checksums
+    """Checksums by expert, uint8 [layers, experts, 16]."""
+
+    conflict: str
+    """Which replicas of an expert hold different bytes; empty if there are none."""
+
+    def share_changed(self, before: Checksums | None) -> float:
+        """Return the share of the experts whose bytes are not those in `before`."""
+        return 0.0 if before is None else float((self.table != before).any(axis=2).mean())
 
 
 def held_row(worker: str, checksums: Checksums) -> Tensor:
@@ -19,12 +38,8 @@ def held_row(worker: str, checksums: Checksums) -> Tensor:
     return torch.frombuffer(bytearray(row), dtype=torch.uint8)
 
 
-def compare(rows: Tensor, layout: Layout) -> tuple[tuple[str, ...], Checksums]:
-    """Return the workers of all ranks, and checksums by expert, uint8 [layers, experts, 16].
-
-    Raises:
-        GroupError: two slots hold different bytes as the same expert.
-    """
+def compare(rows: Tensor, layout: Layout) -> Comparison:
+    """Compare what the ranks hold as `layout`; `rows` are those of all ranks, in order."""
     held = rows.numpy()
     workers = tuple(row.tobytes().decode("ascii").rstrip() for row in held[:, :NAME_BYTES])
     num_layers, num_slots = layout.expert_of_slot.shape
@@ -33,13 +48,14 @@ def compare(rows: Tensor, layout: Layout) -> tuple[tuple[str, ...], Checksums]:
     layers = np.arange(num_layers)[:, None]
     table = np.zeros((num_layers, layout.num_experts, CHECKSUM_BYTES), dtype=np.uint8)
     table[layers, layout.expert_of_slot] = of_slot
+    table.flags.writeable = False
     differs = (table[layers, layout.expert_of_slot] != of_slot).any(axis=2)
+    conflict = ""
     if differs.any():
         layer, slot = (int(index) for index in np.argwhere(differs)[0])
-        raise GroupError(
+        conflict = (
             f"replicas of expert {int(layout.expert_of_slot[layer, slot])} of layer {layer} differ "
             f"(slot {slot}, {workers[slot // layout.slots_per_rank]}): ranks loaded different "
             "weights; restart the engine"
         )
-    table.flags.writeable = False
-    return workers, table
+    return Comparison(workers=workers, table=table, conflict=conflict)

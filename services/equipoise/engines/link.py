@@ -48,6 +48,9 @@ from equipoise_api.v1 import worker_link_pb2, worker_pb2_grpc
 SCRUB_BYTES_PER_S = 64 * 2**20
 """How fast held slots are hashed again, to notice weights that something else changed."""
 
+IDLE_AFTER_S = 5.0
+"""Seconds without a forward pass after which an engine is idle; a long prompt takes a second."""
+
 _LEAVE_TIMEOUT_S = 2.0
 
 _RIGHTS: Rights = {"equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER})}
@@ -78,7 +81,10 @@ class EngineLink:
         self._address = ""
         self._joined: JoinEpoch | None = None
         self._stager: Stager | None = None
+        self._puller: ExpertPuller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        # Tasks of the epoch, which end with it.
+        self._epoch_tasks: list[asyncio.Task[None]] = []
 
     def start(self, seat: EngineSeat) -> None:
         """Start the thread: the seat is ready. For the engine's thread; must not fail."""
@@ -86,6 +92,8 @@ class EngineLink:
         self._hashed = seat.held.contents
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
+        note_baseline = self._calling(self._note_baseline)
+        seat.on_baseline = lambda: note_baseline(None)
         seat.on_switch = self._calling(self._note_switch)
         seat.on_reject = self._calling(self._note_reject)
         seat.on_stop = self._calling(self._note_stop)
@@ -116,7 +124,7 @@ class EngineLink:
         options = (("grpc.so_reuseport", 0), *KEEPALIVE_OPTIONS, *ACCEPTED_PINGS)
         server = grpc.aio.server(options=options, interceptors=[guard])
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self._transfer, server)
-        self._transfer.open(seat.held, epoch=seat.epoch)
+        self._begin_epoch()
         port = self._credentials.bind(server, settings.listen)
         await server.start()
         self._address = f"{settings.advertise_host}:{port}"
@@ -129,14 +137,30 @@ class EngineLink:
         )
         _log.info("rank %d of pool %s listens on %s", seat.rank, settings.pool, self._address)
         self._spawn(self._agent.run())
-        self._spawn(self._scrub())
         await self._ended.wait()
         await self._agent.leave(seat.stopped)
         for task in self._tasks:
             task.cancel()
-        if self._stager is not None:
-            await self._stager.close()
+        await self._end_epoch()
         await server.stop(None)
+
+    def _begin_epoch(self) -> None:
+        """Serve peers, and hash slots again, by the baseline that the ranks have agreed on."""
+        seat = self._seat
+        self._hashed = seat.held.contents
+        self._transfer.open(seat.held, epoch=seat.epoch)
+        self._epoch_tasks = [self._spawn(self._scrub())]
+
+    async def _end_epoch(self) -> None:
+        """Forget the peers of the epoch, and what is staged in it."""
+        stager, self._stager, self._joined = self._stager, None, None
+        puller, self._puller = self._puller, None
+        for task in self._epoch_tasks:
+            task.cancel()
+        if stager is not None:
+            await stager.close()
+        if puller is not None:
+            await puller.close()
 
     def _leave_at_exit(self) -> None:
         """Announce a shutdown of the engine to the balancer, if there is time."""
@@ -180,6 +204,16 @@ class EngineLink:
         if self._stager is not None:
             self._stager.reject(rejected)
 
+    def _note_baseline(self, _: None) -> None:
+        """The weights were updated and hashed again: introduce this rank in its new epoch."""
+        _log.info("all ranks have hashed the updated weights: epoch %d begins", self._seat.epoch)
+        self._spawn(self._follow_baseline())
+
+    async def _follow_baseline(self) -> None:
+        await self._end_epoch()
+        self._begin_epoch()
+        self._agent.reopen()
+
     def _note_stop(self, _reason: str) -> None:
         self._ended.set()
 
@@ -202,6 +236,8 @@ class EngineLink:
             host=self._settings.node,
             device=str(model.slots[0].device),
             engine=model.engine,
+            max_replicas=model.max_replicas,
+            weights_version=seat.hashed_weights,
             kernels=model.engine,
             address=self._address,
             rendezvous_address=self._address,
@@ -233,6 +269,8 @@ class EngineLink:
             layout_digest=layout.digest(),
             staged_generation=self._seat.staged_generation,
             sequence=sequence,
+            idle=self._seat.idle_s > IDLE_AFTER_S,
+            weights_version=self._seat.weights_version,
         )
 
     def running(self) -> Layout:
@@ -246,6 +284,9 @@ class EngineLink:
                 self._join(message)
             case Stage() if self._settings.mode is Mode.OBSERVE:
                 self._reject(message.layout.generation, "it only observes: EQUIPOISE_MODE")
+            case Stage() if self._seat.weights_version != self._seat.hashed_weights:
+                reason = "its weights were updated: they are being hashed"
+                self._reject(message.layout.generation, reason)
             case Stage() if self._stager:
                 self._stager.stage(message)
             case Abort() if self._stager:
@@ -286,7 +327,7 @@ class EngineLink:
         if self._joined is not None:
             return
         self._joined = join_epoch
-        puller = ExpertPuller(
+        puller = self._puller = ExpertPuller(
             join_epoch,
             pool=self._settings.pool,
             held=seat.held,
@@ -312,10 +353,10 @@ class EngineLink:
             send=self._outbox.send,
             waits=self._waits,
         )
-        self._spawn(reporter.run())
+        self._epoch_tasks.append(self._spawn(reporter.run()))
 
     async def _scrub(self) -> None:
-        """Stop balancing once a slot holds other bytes than it was filled with."""
+        """Look for slots that hold other bytes than they were filled with, until one does."""
         seat = self._seat
         scrubber = Scrubber(
             seat.held,
@@ -326,14 +367,14 @@ class EngineLink:
         try:
             await scrubber.run()
         except DamagedSlotError as error:
-            seat.leave(
-                f"the weights of rank {seat.rank} have changed (were they updated?): {error}"
-            )
+            _log.warning("hashing all slots again, on all ranks: %s", error)
+            seat.note_changed_slots()
 
-    def _spawn(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class _NoSpans:

@@ -17,6 +17,10 @@ class LockstepError(GroupError):
     """A collective failed or timed out: this rank cannot know what the others decided."""
 
 
+class MixedLayoutsError(LockstepError):
+    """Ranks use different layouts: another pass could give wrong tokens."""
+
+
 class Pending:
     """A collective in flight."""
 

@@ -10,23 +10,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from equipoise.engines.comparison import compare, held_row
+from equipoise.engines.baseline import FIRST_PAUSE_S, Baseline, WeightsRow
 from equipoise.engines.loads import SeatLoads
-from equipoise.engines.lockstep import Lockstep, LockstepError, Pending
-from equipoise.engines.slots import EngineSlots
+from equipoise.engines.lockstep import Lockstep, LockstepError, MixedLayoutsError, Pending
+from equipoise.engines.model import EngineModel
 from equipoise.planning.arrays import Checksums
 from equipoise.planning.layout import Layout
-from equipoise.planning.topology import ModelShape
 from equipoise.rank.engine import EngineProgress
 from equipoise.rank.errors import GroupError
 from equipoise.rank.header import (
@@ -51,44 +47,8 @@ LOAD_ROUNDS = 8
 _MEDIAN_PASSES = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EngineModel:
-    """What a plugin knows of the model in its engine."""
-
-    engine: str
-    """Name and version of the engine, for display."""
-
-    shape: ModelShape
-    """Shape of the model."""
-
-    expert_of_slot: npt.NDArray[np.int32]
-    """The layout that the engine started with, [layers, slots]."""
-
-    slots: Sequence[EngineSlots]
-    """This rank's slots, by MoE layer."""
-
-    tables: Callable[[Layout], Any]
-    """Makes the engine's tables of a layout, on any thread. Raises StageRejectedError if the engine
-    cannot serve it; whatever may fail, fails here."""
-
-    commit: Callable[[Any], None]
-    """Puts tables in force between two passes, by copies that cannot fail."""
-
-
-class _Row(NamedTuple):
-    """What a rank sends in a round, beside its header."""
-
-    is_hashed: int
-    """1 once the rank has hashed its slots."""
-    clock_s: int
-    """Unix seconds at the seat's start; those of rank 0 number the epoch."""
-
-
 class EngineSeat:
-    """One rank's part in the agreement; `on_step` is for the engine's thread, the rest for any.
-
-    The clock numbers the epoch and the first generation, so that no restart reuses a number.
-    """
+    """One rank's part in the agreement; `on_step` is for the engine's thread, the rest for any."""
 
     def __init__(
         self,
@@ -99,6 +59,7 @@ class EngineSeat:
         on_ready: Callable[["EngineSeat"], None],
         round_passes: int = ROUND_PASSES,
         load_rounds: int = LOAD_ROUNDS,
+        first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
         """`worker` is the name of this rank's worker, ASCII.
 
@@ -107,6 +68,8 @@ class EngineSeat:
         self.model = model
         self.rank = lockstep.rank
         self.num_ranks = lockstep.num_ranks
+        self.on_baseline: Callable[[], None] = lambda: None
+        """Called on the engine's thread when an epoch begins because the weights were updated."""
         self.on_switch: Callable[[Switched], None] = lambda _switched: None
         """Called on the engine's thread after each switch; must not block."""
         self.on_reject: Callable[[LayoutRejected], None] = lambda _rejected: None
@@ -125,11 +88,22 @@ class EngineSeat:
         self._on_ready = on_ready
         self._round_passes = round_passes
         self._load_rounds = load_rounds
-        self._clock_s = int(time.time())
-        self._layout = _first_layout(model, num_ranks=self.num_ranks, generation=0)
-        self._held: HeldExperts[Any] | None = None
-        self._first_tables: Any = None
-        self._table: Checksums | None = None
+        layout = Layout(
+            generation=1,
+            num_experts=model.shape.num_experts,
+            num_ranks=self.num_ranks,
+            expert_of_slot=model.expert_of_slot,
+        )
+        self._first_digest = digest_word(layout.digest())
+        self._baseline = Baseline(
+            model.slots,
+            layout=layout,
+            rank=self.rank,
+            worker=worker,
+            tables=model.tables,
+            on_failure=self.leave,
+            first_pause_s=first_pause_s,
+        )
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
         self._staged: StagedGeneration[Any] | None = None
@@ -139,8 +113,7 @@ class EngineSeat:
         self._passes = 0
         self._rounds = 0
         self._headers: Pending | None = None
-        self._checksums: Pending | None = None
-        self._loads = SeatLoads(self._layout, rank=self.rank)
+        self._loads = SeatLoads(layout, rank=self.rank)
         self._recent_us: deque[int] = deque(maxlen=_MEDIAN_PASSES)
         self._last_s = time.perf_counter()
 
@@ -149,19 +122,34 @@ class EngineSeat:
     @property
     def is_ready(self) -> bool:
         """Whether all ranks hold verified experts."""
-        return self._table is not None
+        return self._baseline.taken > 0
 
     @property
     def held(self) -> HeldExperts[Any]:
         """The experts of this rank; only once the seat is ready."""
-        assert self._held is not None, "the slots are not hashed yet"
-        return self._held
+        assert self._baseline.held is not None, "the slots are not hashed yet"
+        return self._baseline.held
 
     @property
     def table(self) -> Checksums:
         """Checksums of all experts, uint8 [layers, experts, 16]; only once the seat is ready."""
-        assert self._table is not None, "the ranks have not compared their slots yet"
-        return self._table
+        assert self._baseline.table is not None, "the ranks have not compared their slots yet"
+        return self._baseline.table
+
+    @property
+    def weights_version(self) -> int:
+        """Number of the weights in the slots; above `hashed_weights` until they are hashed."""
+        return self._baseline.version
+
+    @property
+    def hashed_weights(self) -> int:
+        """Number of the weights that `table` is of."""
+        return self._baseline.taken
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the engine's latest pass."""
+        return time.perf_counter() - self._last_s
 
     @property
     def generation(self) -> int:
@@ -177,11 +165,12 @@ class EngineSeat:
     def offer(self, staged: StagedGeneration[Any]) -> bool:
         """Make a generation ready for the switch, in place of any other.
 
-        Returns False, and changes nothing, if the ranks have left its base generation.
+        Returns False, and changes nothing, if the ranks have left its base generation, or the
+        weights have been updated.
         """
         staged.contents.layout.digest()  # Computed here, so that no pass waits for it.
         with self._lock:
-            if staged.base_generation != self.generation:
+            if staged.base_generation != self.generation or not self._baseline.is_valid:
                 return False
             self._staged = staged
         return True
@@ -194,6 +183,10 @@ class EngineSeat:
         with self._lock:
             if self.staged_generation == generation:
                 self._staged = None
+
+    def note_changed_slots(self) -> None:
+        """Slots hold other bytes than they were filled with: hash all, on all ranks."""
+        self._baseline.note_update(is_announced=False)
 
     def leave(self, reason: str) -> None:
         """Stop balancing, on all ranks together; the engine serves on in the present layout."""
@@ -223,7 +216,8 @@ class EngineSeat:
 
         Raises:
             LockstepError: this rank advertised a generation and cannot know whether the others
-                switch to it. To serve on could give wrong tokens.
+                switch to it, or the ranks use different layouts. To serve on could give wrong
+                tokens.
         """
         if self.stopped:
             return
@@ -231,18 +225,27 @@ class EngineSeat:
         self._recent_us.append(round((now_s - self._last_s) * 1e6))
         self._last_s = now_s
         if load_LP is not None:
-            self._loads.add(load_LP)
+            self._counting(lambda: self._loads.add(load_LP))
         self._passes += 1
         if self._passes % self._round_passes:
             return
         try:
             self._round()
         except LockstepError as error:
-            if self._advertised is not None:
+            if self._advertised is not None or isinstance(error, MixedLayoutsError):
                 raise
             self._stop(str(error))
         except GroupError as error:
             self._stop(str(error))
+
+    def note_update(self) -> None:
+        """The engine has updated its weights, on all ranks between the same two passes.
+
+        What was staged has the old weights, so no rank switches to it, advertised or not.
+        """
+        with self._lock:
+            self._staged = self._advertised = None
+        self._baseline.note_update(is_announced=True)
 
     def _round(self) -> None:
         """Act on the previous round's exchanges, then start this round's."""
@@ -251,78 +254,73 @@ class EngineSeat:
         if self._headers is not None:
             rows = self._headers.result().tolist()
             self._loads.read_sum()
-            self._read_checksums()
+            self._begin_epoch()
         self._loads.begin_sum(self._lockstep)
         if rows:
             headers = tuple(StepHeader(*row[:HEADER_WIDTH]) for row in rows)
-            check_group(headers, names=self.workers)
-            self._act(headers, [_Row(*row[HEADER_WIDTH:]) for row in rows])
-        if self._table is not None and self._rounds % self._load_rounds == 0:
-            self._loads.take(self._passes)
+            self._check(headers)
+            self._act(headers)
+            weights = [WeightsRow(*row[HEADER_WIDTH:]) for row in rows]
+            self._baseline.act(weights, self._lockstep)
+        if self.is_ready and self._rounds % self._load_rounds == 0:
+            self._counting(lambda: self._loads.take(self._passes))
         self._headers = self._lockstep.gather(self._header())
 
-    def _act(self, headers: tuple[StepHeader, ...], rows: Sequence[_Row]) -> None:
+    def _check(self, headers: tuple[StepHeader, ...]) -> None:
+        try:
+            check_group(headers, names=self.workers)
+        except GroupError as error:
+            if len({header.layout_digest for header in headers}) > 1:
+                raise MixedLayoutsError(str(error)) from error
+            raise
+
+    def _act(self, headers: tuple[StepHeader, ...]) -> None:
         staged, self._advertised = self._advertised, None
-        if not self.epoch:
-            self._begin(rows[0].clock_s)
-        elif self._table is None:
-            if self._checksums is None and all(row.is_hashed for row in rows):
-                row = held_row(self.worker, self.held.contents.checksums)
-                self._checksums = self._lockstep.gather(row)
-        elif staged is not None:
-            if agreed_generation(headers) is not None:
-                self._switch(staged)
-            elif reason := staged_conflict(headers, names=self.workers):
-                self._reject(staged, reason)
+        if staged is None:
+            return
+        if agreed_generation(headers) is not None:
+            self._switch(staged)
+        elif reason := staged_conflict(headers, names=self.workers):
+            self._reject(staged, reason)
 
     def _header(self) -> Tensor:
         with self._lock:
-            staged, leaving = self._staged, self._leaving
+            staged = self._staged if self._baseline.is_valid else None
+            self._staged, leaving = staged, self._leaving
         self._advertised = staged
-        layout = self._held.contents.layout if self._held is not None else self._layout
+        layout = self.held.contents.layout if self.is_ready else None
         header = StepHeader(
             epoch=self.epoch,
             step=self._passes,
             num_tokens=0,
-            generation=layout.generation if self._table is not None else 0,
+            generation=layout.generation if layout else 0,
             staged_generation=staged.generation if staged else 0,
             leaving=int(bool(leaving)),
             peers_digest=0,
-            layout_digest=digest_word(layout.digest()),
+            layout_digest=digest_word(layout.digest()) if layout else self._first_digest,
             staged_digest=digest_word(staged.contents.layout.digest()) if staged else 0,
         )
-        row = _Row(is_hashed=int(self._held is not None), clock_s=self._clock_s)
-        return torch.tensor([*header, *row], dtype=torch.int64)
+        return torch.tensor([*header, *self._baseline.row()], dtype=torch.int64)
 
-    def _begin(self, clock_s: int) -> None:
-        """The ranks have met: take the epoch's number, and hash the slots in the background."""
-        self.epoch = clock_s
-        self._layout = _first_layout(self.model, num_ranks=self.num_ranks, generation=clock_s)
-        threading.Thread(target=self._hash, name="equipoise-hash", daemon=True).start()
-
-    def _hash(self) -> None:
-        try:
-            self._first_tables = self.model.tables(self._layout)
-            self._held = HeldExperts(
-                self.model.slots, layout=self._layout, rank=self.rank, tables=self.model.tables
-            )
-        except Exception as error:  # noqa: BLE001 - the engine serves on
-            _log.exception("cannot read this rank's experts")
-            self.leave(f"rank {self.rank} cannot read its experts: {error}")
-
-    def _read_checksums(self) -> None:
-        """Compare what the ranks hold; every rank finds the same."""
-        if self._checksums is None or self._table is not None:
+    def _begin_epoch(self) -> None:
+        """Begin an epoch if the ranks have agreed on a baseline; every rank does in this round."""
+        agreed = self._baseline.read()
+        if agreed is None:
             return
-        self.workers, self._table = compare(self._checksums.result(), self._layout)
-        # Some engines start with tables that differ by rank.
-        self.model.commit(self._first_tables)
-        self._loads.begin(self._layout.generation)
-        self._on_ready(self)
+        if not agreed.is_first:
+            self._counting(lambda: self._loads.take(self._passes))
+        self.workers, self.epoch = agreed.workers, agreed.number
+        self._loads.begin(agreed.number)
+        if agreed.is_first:
+            # Some engines start with tables that differ by rank.
+            self.model.commit(self._baseline.first_tables)
+            self._on_ready(self)
+        else:
+            self.on_baseline()
 
     def _switch(self, staged: StagedGeneration[Any]) -> None:
         """Use a staged generation from the coming pass on."""
-        self._loads.take(self._passes)
+        self._counting(lambda: self._loads.take(self._passes))
         began_s = time.perf_counter()
         self.held.switch(staged)
         self.model.commit(staged.tables)
@@ -331,6 +329,7 @@ class EngineSeat:
             # Whatever is staged by now starts from the generation that has just ended.
             self._staged = None
             median_us = self._median_us()
+        self._baseline.note_switch()
         self._loads.begin(staged.generation)
         self.on_switch(
             Switched(
@@ -364,14 +363,13 @@ class EngineSeat:
         )
         self.on_stop(self.stopped)
 
+    def _counting(self, count: Callable[[], None]) -> None:
+        """Count, or stop balancing on all ranks together if this one cannot."""
+        try:
+            count()
+        except Exception as error:  # noqa: BLE001 - the engine serves on
+            _log.exception("cannot count this rank's loads")
+            self.leave(f"rank {self.rank} cannot count its loads: {error}")
+
     def _median_us(self) -> int:
         return round(median(self._recent_us)) if self._recent_us else 0
-
-
-def _first_layout(model: EngineModel, *, num_ranks: int, generation: int) -> Layout:
-    return Layout(
-        generation=generation or 1,
-        num_experts=model.shape.num_experts,
-        num_ranks=num_ranks,
-        expert_of_slot=model.expert_of_slot,
-    )

@@ -5,6 +5,7 @@ options (`SILENT_PLANNER`) make the recorder count every pass.
 """
 
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,7 +20,8 @@ from torch import Tensor
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
-from equipoise.engines.seat import EngineModel, EngineSeat
+from equipoise.engines.model import EngineModel
+from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, settings_from
 from equipoise.engines.slots import EngineSlots
 from equipoise.engines.tables import replica_tables
@@ -39,6 +41,18 @@ MIN_VERSION = (0, 5, 16)
 
 _MANAGER = "sglang.srt.eplb.eplb_manager.EPLBManager"
 _ACCUMULATOR = "sglang.srt.eplb.expert_distribution._StatAccumulator"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
+_UPDATES = tuple(
+    f"{_UPDATER}.SchedulerWeightUpdaterManager.{name}"
+    for name in (
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "end_weight_update",
+    )
+)
+"""What writes weights in place, where a release has it."""
 _SILENT_ITERATIONS = 10**8
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -94,11 +108,22 @@ class Hooks:
         around, after = registry.HookType.AROUND, registry.HookType.AFTER
         registry.HookRegistry.register(f"{_MANAGER}.on_forward_pass_end", self.end_pass, around)
         registry.HookRegistry.register(f"{_ACCUMULATOR}.append", self.take_counts, after)
+        if _exists(_UPDATER):
+            for update in _UPDATES:
+                registry.HookRegistry.register(update, self.note_update, around)
 
     def take_counts(self, _result: None, _accumulator: Any, *args: Any, **named: Any) -> None:
         """Keep what the recorder counted in this pass, by physical expert."""
         data = named["single_pass_data"] if "single_pass_data" in named else args[2]
         self._load_LP = data["global_physical_count"].to(torch.int64)
+
+    def note_update(self, original: Callable[..., object], *args: Any, **named: Any) -> object:
+        """Notice an update of the weights; those by other ways are found by hashing."""
+        try:
+            return original(*args, **named)
+        finally:  # A failed update may have written some weights.
+            if self._seat is not None:
+                self._seat.note_update()
 
     def end_pass(self, original: Callable[[Any], None], manager: Any) -> None:
         """Take part after a pass, in place of SGLang's planner."""
@@ -156,11 +181,19 @@ class Hooks:
                 slots=slots,
                 tables=tables,
                 commit=commit,
+                max_replicas=int(metadata.physical_to_logical_map.shape[1]),
             ),
             Lockstep(group, rank=rank, num_ranks=ranks),
             worker=self._settings.worker_of(rank),
             on_ready=link.start,
         )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def _check(moe: Any, parallel: Any, manager: Any) -> None:
@@ -194,7 +227,6 @@ def _tables_of(
     Each logical expert keeps all its replicas as candidates. SGLang makes these tables in Python,
     with a device read for each entry; the static dispatch table is made by its own function.
     """
-    location = importlib.import_module("sglang.srt.eplb.expert_location")
     rows = torch.tensor(list(layers))
 
     def tables(layout: Layout) -> list[tuple[Tensor, Tensor]]:
@@ -215,6 +247,7 @@ def _tables_of(
             ),
         ]
         if metadata.logical_to_rank_dispatch_physical_map is not None:
+            location = importlib.import_module("sglang.srt.eplb.expert_location")
             static = location.compute_logical_to_rank_dispatch_physical_map(
                 logical_to_all_physical_map=slots,
                 ep_size=layout.num_ranks,

@@ -8,7 +8,8 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
-from equipoise.engines.seat import EngineModel, EngineSeat
+from equipoise.engines.model import EngineModel
+from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, settings_from
 from equipoise.engines.slots import EngineSlots
 from equipoise.engines.tables import replica_tables
@@ -38,6 +40,8 @@ MIN_VERSION = (0, 20)
 
 _STEP = ("self", "is_dummy", "is_profile", "log_stats")
 _SILENT_INTERVAL = 10**8
+_UPDATES = ("reload_weights", "update_weights", "finish_weight_update")
+"""Methods of vLLM's worker that write weights in place; older releases have the first only."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ def install(settings: EngineSettings) -> None:
             return
         if id(self) not in seats:
             seats[id(self)] = _take_seat(self, settings)
+            _watch_updates(seats)
         seat = seats[id(self)]
         load_LP = None
         if seat is not None and not is_dummy:
@@ -91,6 +96,31 @@ def install(settings: EngineSettings) -> None:
     vars(step)["equipoise"] = seats
     state.step = step
     state._should_record_current_step = should_record  # noqa: SLF001 - no public name
+
+
+def _watch_updates(seats: Mapping[int, EngineSeat | None]) -> None:
+    """Notice updates of the weights at once; those by other ways are found by hashing."""
+    worker = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    for name in _UPDATES:
+        original = getattr(worker, name, None)
+        if original is not None and not hasattr(original, "equipoise"):
+            setattr(worker, name, _noticed(original, seats))
+
+
+def _noticed(
+    original: Callable[..., object], seats: Mapping[int, EngineSeat | None]
+) -> Callable[..., object]:
+    @functools.wraps(original)
+    def update(*args: Any, **named: Any) -> object:
+        try:
+            return original(*args, **named)
+        finally:  # A failed update may have written some weights.
+            for seat in seats.values():
+                if seat is not None:
+                    seat.note_update()
+
+    vars(update)["equipoise"] = seats
+    return update
 
 
 def check_seam(state: type) -> None:
@@ -160,6 +190,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
             slots=slots,
             tables=tables,
             commit=commit,
+            max_replicas=int(model_state.logical_to_physical_map.shape[2]),
         ),
         lockstep,
         worker=settings.worker_of(group.rank_in_group),

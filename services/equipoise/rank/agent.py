@@ -148,6 +148,7 @@ class Agent:
         self._highest_term = 0
         self._logged: dict[str, str] = {}
         self._leaving = False
+        self._reopening = asyncio.Event()
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -156,6 +157,7 @@ class Agent:
             longest_s, leader = self._max_backoff_s, None
             try:
                 await self._connect()
+                continue  # `reopen` ended it.
             except NotLeadingError as error:
                 longest_s, leader = min(longest_s, _NOT_LEADING_BACKOFF_S), error.leader_address
                 self._log_change(logging.INFO, f"redirected by {self._address}: {error}")
@@ -169,6 +171,10 @@ class Agent:
             rounds = min(16, -(-self._num_failures // len(self._addresses)))
             bound_s = min(longest_s, self._backoff_s * 2**rounds)
             await asyncio.sleep(self._uniform(0, bound_s))
+
+    def reopen(self) -> None:
+        """End the stream, if one is open, and open another: its Hello has changed."""
+        self._reopening.set()
 
     async def leave(self, reason: str, *, timeout_s: float = 2.0) -> None:
         """Announce a graceful shutdown if a stream is open, and stop connecting.
@@ -185,7 +191,7 @@ class Agent:
             _log.warning("the balancer did not close the stream within %g s", timeout_s)
 
     async def _connect(self) -> None:
-        """Run one stream from its Hello to its end."""
+        """Run one stream from its Hello to its end; returns if `reopen` ended it."""
         try:
             opened = self._credentials.balancer_channel(self._address, options=_CHANNEL_OPTIONS)
         except TrustError as error:
@@ -194,6 +200,7 @@ class Agent:
             call: Call = pb_grpc.WorkerLinkStub(channel).Connect(
                 None, metadata=self._credentials.metadata(audience=BALANCER)
             )
+            self._reopening.clear()
             hello = replace(self._handler.hello(), highest_term=self._highest_term)
             queue = self._outbox.open(hello)
             self._ended.clear()
@@ -202,6 +209,7 @@ class Agent:
                 asyncio.create_task(self._read(call, hello)),
                 asyncio.create_task(self._write(call, queue)),
                 asyncio.create_task(self._watch()),
+                asyncio.create_task(self._reopening.wait()),
             ]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -139,6 +139,10 @@ class HeldExperts(Generic[_Tables]):
         self._contents, self.rank = contents, rank
         self._version += 1
 
+    def rebase(self, contents: Contents) -> None:
+        """Hold the same experts under other numbers or with other bytes; the slots stay."""
+        self.replace(contents, rank=self.rank, fill=lambda: None)
+
     def read(self, *, layer: int, expert: int) -> Tensor:
         """Return the payload of a logical expert held here, uint8 [expert_bytes].
 
@@ -187,6 +191,21 @@ class HeldExperts(Generic[_Tables]):
                 raise NotHeldError(f"rank {self.rank} has switched again")
             found[layer, slot] = hashed.found
         return since.changed(layout, found)
+
+    def hash_all(self) -> Contents:
+        """Hash all own slots, on any thread.
+
+        Raises:
+            NotHeldError: the rank switched meanwhile.
+        """
+        layout = self._contents.layout
+        found: dict[SlotIndex, bytes] = {}
+        for layer, slot in np.ndindex(self.expert_of_slot.shape):
+            hashed = self.hash_slot(layer, slot)
+            if hashed.contents.layout is not layout:
+                raise NotHeldError(f"rank {self.rank} has switched")
+            found[layer, slot] = hashed.found
+        return self._contents.changed(layout, found)
 
     def _consistent(self, read: Callable[[], _T]) -> _T:
         """Return what `read` returns while no switch is in progress."""

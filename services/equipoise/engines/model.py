@@ -1,0 +1,39 @@
+"""`EngineModel`: the model in an engine, as its plugin describes it to the seat."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.engines.slots import EngineSlots
+from equipoise.planning.layout import Layout
+from equipoise.planning.topology import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineModel:
+    """What a plugin knows of the model in its engine."""
+
+    engine: str
+    """Name and version of the engine, for display."""
+
+    shape: ModelShape
+    """Shape of the model."""
+
+    expert_of_slot: npt.NDArray[np.int32]
+    """The layout that the engine started with, [layers, slots]."""
+
+    slots: Sequence[EngineSlots]
+    """This rank's slots, by MoE layer."""
+
+    tables: Callable[[Layout], Any]
+    """Makes the engine's tables of a layout, on any thread. Raises StageRejectedError if the engine
+    cannot serve it; whatever may fail, fails here."""
+
+    commit: Callable[[Any], None]
+    """Puts tables in force between two passes, by copies that cannot fail."""
+
+    max_replicas: int
+    """Most replicas of an expert that its tables have room for."""
