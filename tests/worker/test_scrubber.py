@@ -43,6 +43,24 @@ async def test_good_slots_are_verified_over_and_over(rank_of_one):
     task.cancel()
 
 
+async def test_every_slot_has_its_turn_although_epochs_are_shorter_than_a_pass(rank_of_one):
+    core, held = rank_of_one()
+    scrubber = scrubber_of(core, held)
+    last = tuple(size - 1 for size in held.expert_of_slot.shape)
+    rot(core, layer=last[0], slot=last[1])
+    with pytest.raises(DamagedSlotError, match=f"slot {last[1]} of layer {last[0]}"):
+        async with asyncio.timeout(60):
+            while True:
+                verified = scrubber.num_verified
+                epoch = asyncio.create_task(scrubber.run())
+                while scrubber.num_verified < verified + 3 and not epoch.done():
+                    await asyncio.wait([epoch], timeout=0.0)
+                epoch.cancel()
+                await asyncio.wait([epoch])
+                if not epoch.cancelled():
+                    await epoch
+
+
 async def test_one_flipped_bit_in_memory_is_found_with_the_checksums_as_they_are(rank_of_one):
     core, held = rank_of_one()
     rot(core)

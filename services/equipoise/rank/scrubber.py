@@ -5,10 +5,7 @@ this reads slot after slot at a bounded rate, off the engine's thread.
 """
 
 import asyncio
-from itertools import cycle
 from typing import Any
-
-import numpy as np
 
 from equipoise.planning.arrays import Checksums
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
@@ -35,21 +32,27 @@ class Scrubber:
         self._held = held
         self._checksums = checksums
         self._pause_s = max(expert_bytes / bytes_per_s, min_pause_s)
+        self._turn = 0
         self.num_verified = 0
         """Slots whose bytes were those of the checkpoint."""
 
     async def run(self) -> None:
         """Verify slot after slot, layer by layer and then from the start, until cancelled.
 
+        The next call continues with the slot whose turn it was. Starting over would leave the last
+        slots unverified for as long as epochs are shorter than a pass through all slots.
+
         Raises:
             DamagedSlotError: a slot no longer holds its expert's bytes, in two reads.
         """
-        for layer, slot in cycle(np.ndindex(self._held.expert_of_slot.shape)):
+        num_layers, num_slots = self._held.expert_of_slot.shape
+        while True:
             await asyncio.sleep(self._pause_s)
+            layer, slot = divmod(self._turn, num_slots)
             # A transfer from the device may fail once; memory that changed stays changed.
-            if await self._is_good(layer, slot) or await self._is_good(layer, slot):
-                continue
-            raise await asyncio.to_thread(self._damage, layer, slot)
+            if not (await self._is_good(layer, slot) or await self._is_good(layer, slot)):
+                raise await asyncio.to_thread(self._damage, layer, slot)
+            self._turn = (self._turn + 1) % (num_layers * num_slots)
 
     async def _is_good(self, layer: int, slot: int) -> bool:
         try:

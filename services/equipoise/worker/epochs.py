@@ -9,6 +9,7 @@ import logging
 import threading
 
 from equipoise.rank.errors import GroupError, TransferError, WorkerError
+from equipoise.rank.scrubber import Scrubber
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
 from equipoise.wire.balancer_messages import JoinEpoch
@@ -17,6 +18,7 @@ from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.errors import StepTimeoutError
 from equipoise.worker.joining import EpochGroup, WorkerSlots, join
 from equipoise.worker.parts import WorkerParts
+from equipoise.worker.placement import HeldSlots
 from equipoise.worker.rank import Rank
 
 _log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ class Epochs:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._slots = WorkerSlots(parts, loading=Loading(log_format=parts.settings.log_format))
+        self._scrubber: Scrubber | None = None
         self.state = EpochState()
         self._next: asyncio.Queue[JoinEpoch] = asyncio.Queue()
         self._abandoned = threading.Event()
@@ -99,7 +102,8 @@ class Epochs:
             self._lose(join_epoch, str(error))
 
     async def _serve(self, joined: EpochGroup) -> None:
-        rank = Rank(joined, self._parts)
+        scrubber = self._scrubber_of(joined.held)
+        rank = Rank(joined, self._parts, scrubber=scrubber)
         self.rank = rank
         self.state.lost = None
         if self._abandoned.is_set():
@@ -117,8 +121,20 @@ class Epochs:
             self._count_generations()
             self.rank = None
             self._parts.timings.num_corrupted += rank.puller.num_corrupted
-            if rank.scrubber is not None:
-                self._parts.timings.num_scrubbed += rank.scrubber.num_verified
+            if scrubber is not None:
+                self._parts.timings.num_scrubbed = scrubber.num_verified
+
+    def _scrubber_of(self, held: HeldSlots) -> Scrubber | None:
+        """Return the one of all epochs, which resumes where the epoch before interrupted it."""
+        settings, core = self._parts.settings, self._parts.core
+        if self._scrubber is None and settings.scrub_mib_per_s:
+            self._scrubber = Scrubber(
+                held,
+                checksums=core.payload_checksums,
+                expert_bytes=core.shape.expert_bytes,
+                bytes_per_s=settings.scrub_mib_per_s * 2**20,
+            )
+        return self._scrubber
 
     def _count_generations(self) -> None:
         if self.rank is not None:

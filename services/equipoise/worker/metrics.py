@@ -51,7 +51,7 @@ class WorkerCollector(Collector):
         corrupted = self._timings.num_corrupted + (rank.puller.num_corrupted if rank else 0)
         scrubbed = self._timings.num_scrubbed
         if rank is not None and rank.scrubber is not None:
-            scrubbed += rank.scrubber.num_verified
+            scrubbed = rank.scrubber.num_verified
         yield _labelled("timeouts", "Times that a wait timed out.", "wait", timeouts)
         yield _labelled(
             "tokens",

@@ -28,7 +28,10 @@ _log = logging.getLogger(__name__)
 class Rank:
     """A rank that serves. Used from the event loop; the engine has a thread of its own."""
 
-    def __init__(self, joined: EpochGroup, parts: WorkerParts) -> None:
+    def __init__(
+        self, joined: EpochGroup, parts: WorkerParts, *, scrubber: Scrubber | None
+    ) -> None:
+        """`scrubber` re-verifies the held slots; None if that is turned off."""
         join_epoch, core, settings = joined.join_epoch, parts.core, parts.settings
         self._loop = asyncio.get_running_loop()
         self.join_epoch = join_epoch
@@ -62,14 +65,7 @@ class Rank:
             send=parts.send,
             spans=parts.spans,
         )
-        self.scrubber = None
-        if settings.scrub_mib_per_s:
-            self.scrubber = Scrubber(
-                self.held,
-                checksums=core.payload_checksums,
-                expert_bytes=core.shape.expert_bytes,
-                bytes_per_s=settings.scrub_mib_per_s * 2**20,
-            )
+        self.scrubber = scrubber
         self.reporter = Reporter(
             join_epoch,
             engine=self.engine,
