@@ -71,6 +71,23 @@ def test_a_worker_that_ends_every_epoch_is_left_out_by_name_and_the_others_serve
     assert any(f"worker {name} is left out" in line for line in harness.logs)
 
 
+def test_a_worker_that_ends_every_epoch_while_the_others_wait_for_it_is_left_out(harness):
+    culprit = harness.ranks[2]
+    name = culprit.hello.worker
+    end_epoch(harness, culprit)
+    for _ in range(20):
+        live(harness, seconds=1, serves=False)
+        if name not in seated(harness):
+            break
+        notice(harness, culprit)  # The others are in the rendezvous, for a minute by default.
+        live(harness, seconds=7, serves=False)
+    live(harness, seconds=1)
+    assert harness.pool.roster.epoch <= 5
+    assert seated(harness) == sorted(set(harness.workers) - {name})
+    assert harness.pool.roster.complete
+    assert harness.pool.diagnosis().reason.startswith(f"{name} is left out: it ended 3 epochs")
+
+
 def test_it_may_return_and_is_left_out_twice_as_long_if_it_does_the_same_again(harness):
     culprit = harness.ranks[1]
     interrupt(harness, culprit, epochs=3)

@@ -57,7 +57,7 @@ def claim_terms(world: Any, how: str) -> None:
         while True:
             for address in world.balancer_addresses:
                 message = to_balancer(hello(world, highest_term=min(2**53, term())))
-                await _say(world, process, address, [message.SerializeToString()])
+                await say(world, process, address, [message.SerializeToString()], identity=IDENTITY)
             await asyncio.sleep(EVERY_S)
 
     process.spawn(claim())
@@ -84,15 +84,18 @@ def make_noise(world: Any, seed: int) -> None:
                 if (mutated := mutator.mutated(message) if rng.random() < 0.7 else message)
             ]
             address = rng.choice(world.balancer_addresses)
-            await _say(world, process, address, messages)
+            await say(world, process, address, messages, identity=IDENTITY)
             await asyncio.sleep(0.3)
 
     process.spawn(noise())
 
 
-async def _say(world: Any, process: Process, address: str, messages: list[bytes]) -> None:
+async def say(
+    world: Any, process: Process, address: str, messages: list[bytes], *, identity: Any
+) -> None:
+    """Open a stream, send messages, wait for an answer, and hang up."""
     connection = world.network.connect(process, address, "Connect")
-    connection.identity = IDENTITY
+    connection.identity = identity
     try:
         for message in messages:
             connection.send(message)

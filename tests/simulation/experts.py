@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -87,8 +88,9 @@ class SimSlots:
 
     device = CPU
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, on_fill: Callable[[bytes], None]) -> None:
         self.num_slots = num_slots
+        self._on_fill = on_fill
         self.contents: list[bytes] = [bytes(EXPERT_BYTES)] * num_slots
 
     def read(self, slot: int) -> torch.Tensor:
@@ -96,9 +98,12 @@ class SimSlots:
 
     def write(self, slot: int, payload: torch.Tensor) -> None:
         self.contents[slot] = payload.numpy().tobytes()
+        self._on_fill(self.contents[slot])
 
     def stage(self, payloads):
         staged = {slot: payload.numpy().tobytes() for slot, payload in payloads.items()}
+        for data in staged.values():
+            self._on_fill(data)
 
         def settle(_arrive: Any) -> None:
             for slot, data in staged.items():

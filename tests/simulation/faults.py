@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from equipoise.wire.balancer_messages import BalancerMessage
-from tests.simulation import byzantine
+from tests.simulation import byzantine, liars
+from tests.simulation.gaps import AFTER_S
 from tests.simulation.loop import Process, outside
 from tests.simulation.schedule import BALANCERS, WORKERS
 from tests.simulation.store import NAME
@@ -175,6 +176,13 @@ class Faults:
             self.disks[name].damaged.add((layer, expert))
             self._kill(name, self.start_worker, 0.5)
 
+    def do_bit_rot(self, name: str, layer: int, slot: int) -> None:
+        self.rot.begin(name, layer, slot)
+
+    def do_report_gap(self, name: str, for_s: float) -> None:
+        self.gaps.begin(name, for_s)
+        self._until(for_s + (AFTER_S if self.gaps.is_alone else 0.0), lambda: None)
+
     def do_slow_worker(self, name: str, for_s: float) -> None:
         self.slowness[name] = 4.0
         self._until(for_s, self.slowness.pop, name, None)
@@ -204,6 +212,14 @@ class Faults:
 
     def do_byzantine_noise(self, seed: int) -> None:
         byzantine.make_noise(self, seed)
+
+    def do_lie(self, how: str, for_s: float, stays: bool) -> None:
+        """A worker of the pool itself lies, for a while or for ever."""
+        if self.liar is not None:
+            self.liar.kill()
+        self.liar = liars.start(self, how)
+        if not stays:
+            self._until(for_s, self.liar.kill)
 
     def do_join_worker(self, for_s: float) -> None:
         self.wanted.add("w4")

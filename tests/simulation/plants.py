@@ -14,17 +14,24 @@ from equipoise.balancer import persistence, pools
 from equipoise.balancer.leadership import leader_state
 from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
+from equipoise.planning.load import WindowLoad
 from equipoise.planning.rollout import DeadlineCheck, Persisted, Wave
+from equipoise.pool import quarantine
 from equipoise.pool.attendance import Attendance
+from equipoise.pool.hello_checks import UsedNumbers
+from equipoise.pool.interruptions import Interruptions
+from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
 from equipoise.pool.records import Hold
 from equipoise.pool.rollouts import Rollouts
 from equipoise.rank.agent import Agent
+from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.transfer import ExpertPuller
 from equipoise.worker import engine, group
 from equipoise.worker.epoch_state import EpochState
 from equipoise.worker.lifecycle import Worker
+from equipoise.worker.rank import Rank
 from tests.simulation.experts import SimCheckpoint
 from tests.simulation.schedule import USUAL
 from tests.simulation.store import SimStore
@@ -152,6 +159,14 @@ def _fence_ignored() -> list[tuple[Any, str, Any]]:
     return [(SimStore, "_fenced", unfenced)]
 
 
+async def _good(_self: Any, _layer: int, _slot: int) -> bool:
+    return True
+
+
+async def _scrub_in_silence(self: Any) -> None:
+    await self.scrubber.run()
+
+
 async def _for_ever(_self: Any) -> None:
     await asyncio.get_running_loop().create_future()
 
@@ -261,6 +276,44 @@ PLANTS = {
         breaks="pulled bytes are not compared with their checksum",
         patches=lambda: [(ExpertPuller, "_verify", _verified)],
         kinds=("corrupt_transfers", "shift", "kill_worker"),
+    ),
+    "rot-unnoticed": Plant(
+        breaks="slots in use are not verified again",
+        patches=lambda: [(Scrubber, "_is_good", _good)],
+        kinds=("bit_rot", "shift"),
+    ),
+    "rot-unreported": Plant(
+        breaks="a worker whose memory is damaged stops without sending what it holds",
+        patches=lambda: [(Rank, "_scrub", _scrub_in_silence)],
+        kinds=("bit_rot", "shift"),
+    ),
+    "rot-pulled": Plant(
+        breaks="experts are pulled from damaged slots without being verified",
+        patches=lambda: [(ExpertPuller, "_verify", _verified)],
+        kinds=("bit_rot", "shift", "kill_worker"),
+    ),
+    "gap-counted": Plant(
+        breaks="loads of a gap in reports count as those of the window in which they arrive",
+        patches=lambda: [
+            (ClosedWindow, "doubt", property(_always(""))),
+            (WindowLoad, "at_common_steps", lambda self, _steps: self),
+        ],
+        kinds=("report_gap",),
+    ),
+    "leap-believed": Plant(
+        breaks="any number that a worker reports is believed",
+        patches=lambda: [(UsedNumbers, "fault", _always(None))],
+        kinds=("lie", "kill_worker", "shift"),
+    ),
+    "loss-unblamed": Plant(
+        breaks="a worker that ends one epoch after another stays a rank",
+        patches=lambda: [(Interruptions, "judge", _always(()))],
+        kinds=("lie", "kill_worker", "shift"),
+    ),
+    "shape-unchecked": Plant(
+        breaks="workers that do not fit the pool get a rank",
+        patches=lambda: [(quarantine, "odd_workers", _always({}))],
+        kinds=("lie", "restart_everything", "store_forgets"),
     ),
     "ack-timeout-never": Plant(
         breaks="a worker waits for a silent balancer for ever",

@@ -9,6 +9,17 @@ FAULT_S = 16.0
 
 MAX_FAULT_S = 7.0
 
+GAP_S = (40.0, 120.0)
+"""How long reports are lost: longer than other faults, because their loads add up."""
+
+GAP_SHARE, LONE_GAP_SHARE = 0.1, 0.01
+"""Shares of the schedules with gaps among other faults, of those that could have them, and of
+schedules with gaps only. They take several times as long as others."""
+
+GAP = "report_gap"
+
+LIES = ("leap", "shape", "alone", "loses")
+
 WORKERS = ("w0", "w1", "w2", "w3")
 BALANCERS = ("b0", "b1")
 
@@ -59,6 +70,11 @@ def _worker(rng: random.Random) -> str:
     return rng.choice(WORKERS)
 
 
+def _lie(how: str, for_s: float, stays: bool) -> tuple[str, float, bool]:
+    # A pool of one that serves keeps out workers that do not fit it.
+    return how, for_s, stays and how != "alone"
+
+
 def _two(rng: random.Random) -> tuple[str, str]:
     everyone = (*WORKERS, *BALANCERS, "store")
     while True:
@@ -94,9 +110,11 @@ MAKERS: dict[str, Any] = {
     "disk_hangs": lambda r: (_worker(r), _duration(r)),
     "disk_gone": lambda r: (_worker(r), _duration(r)),
     "disk_damaged": lambda r: (_worker(r), r.randrange(2), r.randrange(6)),
+    "bit_rot": lambda r: (_worker(r), r.randrange(2), r.randrange(3)),
     "corrupt_transfers": lambda r: (_duration(r),),
     "slow_worker": lambda r: (_worker(r), _duration(r)),
     "shift": lambda r: (r.randrange(5),),
+    "report_gap": lambda r: (_worker(r), round(r.uniform(*GAP_S), 2)),
     "idle": lambda r: (_duration(r),),
     "planner_hangs": lambda r: (_duration(r),),
     "operator": lambda r: (
@@ -105,6 +123,7 @@ MAKERS: dict[str, Any] = {
     "edit_policy": lambda r: (r.randrange(4),),
     "byzantine_term": lambda r: (r.choice(("next", "huge", "lease", "leap")),),
     "byzantine_noise": lambda r: (r.randrange(1 << 30),),
+    "lie": lambda r: _lie(r.choice(LIES), _duration(r), r.random() < 0.5),
     "join_worker": lambda r: (_duration(r),),
     "wrong_layout": lambda r: (_worker(r),),
 }
@@ -115,7 +134,7 @@ USUAL = tuple(kind for kind in MAKERS if kind != "lossy_network")
 stands is not among them: gRPC excludes it, and a pool may then wait for the worker for ever."""
 
 WEIGHTS = {"disk_damaged": 0.3, "wrong_layout": 0.3, "byzantine_term": 0.5, "operator": 2.0,
-           "shift": 2.0, "join_worker": 0.5}  # fmt: skip
+           "shift": 2.0, "report_gap": 0.3, "lie": 0.5, "join_worker": 0.5}  # fmt: skip
 
 
 def make_schedule(seed: int, kinds: tuple[str, ...] = USUAL) -> Schedule:
@@ -126,6 +145,10 @@ def make_schedule(seed: int, kinds: tuple[str, ...] = USUAL) -> Schedule:
     """
     rng = random.Random(seed)
     chosen = rng.sample(kinds, min(len(kinds), rng.randint(2, 6)))
+    if GAP in chosen and rng.random() >= GAP_SHARE:
+        chosen = [kind for kind in chosen if kind != GAP] or [GAP]
+    if GAP in kinds and rng.random() < LONE_GAP_SHARE:
+        chosen = [GAP]
     weights = [WEIGHTS.get(kind, 1.0) for kind in chosen]
     bursts = [rng.uniform(0.0, FAULT_S) for _ in range(rng.randint(1, 3))]
     actions = []

@@ -10,6 +10,7 @@ from typing import Any
 
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.transfer import ExpertTransferService
+from equipoise.wire.messages import Report, WorkerMessage
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import Location
@@ -108,7 +109,9 @@ class SimCore:
         self.checkpoint = checkpoint
         self.shape = world.shape
         self.payload_checksums = checkpoint.payload_checksums
-        self.slots = [SimSlots(slots_per_rank) for _ in range(self.shape.num_layers)]
+        self.slots = [
+            SimSlots(slots_per_rank, on_fill=world.rot.filled) for _ in range(self.shape.num_layers)
+        ]
         self.cache = SimpleNamespace(bytes_per_token=1)
 
     def drafter(self, _settings: Any) -> None:
@@ -158,7 +161,7 @@ class SimWorker(Worker):
             reader=CheckpointReader(checkpoint.read_expert, waits=waits),
             health=SimHealth(),
             credentials=credentials,
-            send=self._outbox.send,
+            send=self._send,
             waits=waits,
             timings=Timings(),
             spans=RankSpans(None, pool=settings.pool, worker=settings.worker),
@@ -184,6 +187,11 @@ class SimWorker(Worker):
     @property
     def epochs(self) -> Epochs:
         return self._epochs
+
+    def _send(self, message: WorkerMessage) -> bool:
+        if isinstance(message, Report) and self.world.gaps.loses(self.process.name):
+            return True
+        return self._outbox.send(message)
 
     async def _listen(self) -> Any:
         async def fetch(requests: Any, context: Any) -> None:

@@ -16,15 +16,17 @@ from equipoise.trust.identity import Identity, Role
 from equipoise.trust.settings import Tls
 from equipoise.wire.balancer_messages import BalancerMessage
 from equipoise.worker.settings import WorkerSettings
-from tests.simulation import operators
+from tests.simulation import liars, operators
 from tests.simulation.balancer import SimBalancer
 from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
 from tests.simulation.faults import Faults
+from tests.simulation.gaps import ReportGaps
 from tests.simulation.group import Rendezvous
 from tests.simulation.leader_watch import LeaderWatch
 from tests.simulation.loop import EPOCH_S, Process, SimLoop, outside
 from tests.simulation.network import Network
 from tests.simulation.observer import Observer, ViolationError
+from tests.simulation.rot import SCRUB_S, BitRot
 from tests.simulation.schedule import BALANCERS, WORKERS, Action, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.worker import SimWorker
@@ -94,6 +96,8 @@ class World(Faults):
         self._leaders_at_losses: list[SimBalancer | None] = []
         self.operators = operators.Operators(self)
         self.watch = LeaderWatch(self)
+        self.rot, self.gaps = BitRot(self), ReportGaps(self)
+        self.liar: Process | None = None
         self.kinds: set[str] = set()
 
     # What processes use -------------------------------------------------------------------------
@@ -185,11 +189,16 @@ class World(Faults):
             return "the leader does not know the pool"
         pool = pools.find(POOL).pool
         diagnosis = pool.diagnosis()
-        if diagnosis.health is not Health.SERVING:
+        is_as_lied = self._has_liar and diagnosis.reason.startswith(f"{liars.NAME} is ")
+        if diagnosis.health is not Health.SERVING and not is_as_lied:
             return f"the pool is {diagnosis.health}: {diagnosis.reason}"
         if pool.rollouts.current is not None:
             return f"a wave is {pool.rollouts.current.state}"
-        return self._apart(pool) or self.operators.unsettled(pool)
+        return self._apart(pool) or self.rot.unsettled() or self.operators.unsettled(pool)
+
+    @property
+    def _has_liar(self) -> bool:
+        return self.liar is not None and self.liar.alive
 
     def _apart(self, pool: Any) -> str:
         """What ranks, leader and store do not agree about."""
@@ -254,6 +263,7 @@ class World(Faults):
                 await worker._run(stop)
             except WorkerError as error:
                 ended = str(error)
+                self.rot.ended(worker, error)
             self.observer.note(f"{name} ends: {ended}")
             self.loop.call_later(1.0, self.start_worker, name, context=outside())
             process.kill()
@@ -314,6 +324,6 @@ def settings_of(name: str, num_workers: int, addresses: tuple[str, ...]) -> Work
         step_timeout_s=3.0,
         outage_timeout_s=15.0,
         drain_timeout_s=1.0,
-        scrub_mib_per_s=EXPERT_BYTES / 2**21,  # A slot in two seconds.
+        scrub_mib_per_s=EXPERT_BYTES / SCRUB_S / 2**20,
         tls=Tls(insecure=True),
     )

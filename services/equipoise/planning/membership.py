@@ -266,6 +266,9 @@ def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> 
             reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to leave it, "
             f"at most {policy.reform_timeout_s:g} s"
         )
+    if len(pool.survivor) < len(pool.joining) and not (pool.serving or pool.slow):
+        # Most ranks still wait for their group: they have none to leave, and do not hang.
+        return _open(pool, f"the group was lost: {why}, before other ranks served")
     reason = (
         f"the group was lost: {why}; {_names(pool.bound)} did not leave it within "
         f"{policy.reform_timeout_s:g} s"

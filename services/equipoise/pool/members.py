@@ -366,9 +366,9 @@ def _candidate(
         takes_part = member.rank is not None and member.lost_reason is None
         state = MemberState.QUARANTINED if takes_part else MemberState.STUCK
         reason = quarantined
-    elif excluded and (member.rank is None or member.lost_reason is not None):
+    elif excluded and member.rank is None:
         state, reason = MemberState.STUCK, excluded
-    elif excluded and member.later_epoch:
+    elif excluded and (member.later_epoch or member.lost_reason is not None):
         state, reason = MemberState.MISSING, excluded
     elif excluded and member.serving:
         state, reason = MemberState.SLOW, excluded

@@ -1,0 +1,141 @@
+"""`BitRot`: bytes of held slots that change in memory, and how long ranks compute with them.
+
+A rank must find them in one pass of its re-verification and name the slot, the leader must
+quarantine it by name, and no rank may take the bytes over as verified.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise.rank.errors import DamagedSlotError
+from tests.simulation.loop import Process, outside
+
+LOOK_S = 0.5
+SCRUB_S = 2.0
+"""Seconds in which a rank verifies a slot (`WorkerSettings.scrub_mib_per_s` of the simulation)."""
+
+SLACK_S = 3.0
+"""Seconds beyond a pass that a rank may compute with wrong bytes."""
+
+CONNECTED = frozenset({"bit_rot", "shift", "idle", "slow_worker", "operator", "report_gap"})
+"""Kinds of faults through which a worker that stops can still tell the leader why."""
+
+POOL = "main"
+
+
+@dataclass(eq=False)
+class _Rot:
+    name: str
+    process: Process
+    layer: int
+    slot: int
+    data: bytes
+    """What the slot holds now."""
+    bound_s: float
+    """Seconds for which the rank may serve with it."""
+    rank: Any = None
+    served_s: float = 0.0
+
+
+class BitRot:
+    """Damages the memory of one world's workers, and watches what they do about it."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._open: list[_Rot] = []
+        self._all: set[bytes] = set()
+
+    def begin(self, name: str, layer: int, slot: int) -> None:
+        """Flip a bit in a slot of a worker that has experts."""
+        world = self._world
+        worker = world.workers.get(name)
+        if worker is None or not worker.process.alive or worker.rank is None:
+            return
+        damaged = [(one.process, one.layer, one.slot) for one in self._open]
+        if worker.core.checkpoint.damaged or (worker.process, layer, slot) in damaged:
+            return  # It is wrong already.
+        if not self._open:
+            world.loop.call_later(LOOK_S, self._look, context=outside())
+        contents = worker.core.slots[layer].contents
+        data = bytearray(contents[slot])
+        data[7] ^= 16
+        contents[slot] = bytes(data)
+        self._all.add(contents[slot])
+        num_slots = len(worker.core.slots) * len(contents)
+        self._open.append(
+            _Rot(name, worker.process, layer, slot, bytes(data), num_slots * SCRUB_S + SLACK_S)
+        )
+
+    def explains(self, process: Process, layer: int, slot: int, data: bytes) -> bool:
+        """Whether a slot holds wrong bytes only because its memory was damaged."""
+        return any(
+            (one.process, one.layer, one.slot, one.data) == (process, layer, slot, data)
+            for one in self._open
+        )
+
+    def filled(self, data: bytes) -> None:
+        """A rank stages bytes, or writes them into a slot."""
+        if data in self._all:
+            self._world.observer.violate(
+                "rot-spreads", "a rank took over bytes that were damaged in another slot's memory"
+            )
+
+    def unsettled(self) -> str:
+        """Who still computes with wrong bytes; empty if no rank does."""
+        self._drop_closed()
+        for rot in self._open:
+            if self._world.workers[rot.name].rank is not None:
+                return f"{rot.name} computes with bytes that changed in memory"
+        return ""
+
+    def ended(self, worker: Any, error: Exception) -> None:
+        """A worker stops because of an error: of damaged memory, it must name the slot."""
+        if not isinstance(error, DamagedSlotError):
+            return
+        world, name = self._world, worker.process.name
+        found = re.match(r"slot (\d+) of layer (\d+) ", str(error))
+        slot, layer = (int(number) for number in found.groups()) if found else (-1, -1)
+        if not any(
+            (one.process, one.layer, one.slot) == (worker.process, layer, slot)
+            for one in self._open
+        ):
+            world.observer.violate("rot-imagined", f"{name} stops: {error}")
+        leader = world.leader()
+        if leader is None or not world.kinds <= CONNECTED:
+            return
+        reasons = leader.seat.led.find(POOL).pool.quarantine.reasons
+        if name not in reasons:
+            world.observer.violate(
+                "rot-unnamed", f"{name} stops because of damaged memory, and is not quarantined"
+            )
+
+    def _look(self) -> None:
+        self._drop_closed()
+        for rot in self._open:
+            rank = self._world.workers[rot.name].rank
+            if rank is None or rot.process.paused:
+                continue
+            if rank is not rot.rank:
+                rot.rank = rank
+                rot.bound_s += SCRUB_S  # An epoch begins with a pause.
+            rot.served_s += LOOK_S
+            if rot.served_s > rot.bound_s:
+                self._world.observer.violate(
+                    "rot-outlives-verification",
+                    f"{rot.name} has served for {rot.served_s:g} s with bytes that changed in "
+                    f"slot {rot.slot} of layer {rot.layer}",
+                )
+                return
+        if self._open:
+            self._world.loop.call_later(LOOK_S, self._look, context=outside())
+
+    def _drop_closed(self) -> None:
+        """Forget damage whose process has ended, and slots that hold something else by now."""
+        self._open = [one for one in self._open if self._is_open(one)]
+
+    def _is_open(self, rot: _Rot) -> bool:
+        worker = self._world.workers.get(rot.name)
+        if not rot.process.alive or worker is None or worker.process is not rot.process:
+            return False
+        return bool(worker.core.slots[rot.layer].contents[rot.slot] == rot.data)
