@@ -13,7 +13,7 @@ from tests.simulation.loop import outside
 POOL = "main"
 LOOK_S = 0.5
 CALM_S = 8.0
-"""Seconds without a switch after which a pool counts as balanced: it closes two windows at least."""
+"""Seconds without a switch after which a pool counts as balanced: two windows at least."""
 
 AFTER_S = 15.0
 """Seconds after a gap in which its consequences would show: five planning intervals."""
