@@ -32,6 +32,19 @@ def scrubber_of(core, held):
     )
 
 
+async def run_in_epochs(scrubber, *, slots):
+    """Run it again and again, and interrupt it after a few slots each time."""
+    while True:
+        verified = scrubber.num_verified
+        epoch = asyncio.create_task(scrubber.run())
+        while scrubber.num_verified < verified + slots and not epoch.done():
+            await asyncio.wait([epoch], timeout=0.0)
+        epoch.cancel()
+        await asyncio.wait([epoch])
+        if not epoch.cancelled():
+            await epoch
+
+
 async def test_good_slots_are_verified_over_and_over(rank_of_one):
     core, held = rank_of_one()
     scrubber = scrubber_of(core, held)
@@ -49,16 +62,7 @@ async def test_every_slot_has_its_turn_although_epochs_are_shorter_than_a_pass(r
     last = tuple(size - 1 for size in held.expert_of_slot.shape)
     rot(core, layer=last[0], slot=last[1])
     with pytest.raises(DamagedSlotError, match=f"slot {last[1]} of layer {last[0]}"):
-        async with asyncio.timeout(60):
-            while True:
-                verified = scrubber.num_verified
-                epoch = asyncio.create_task(scrubber.run())
-                while scrubber.num_verified < verified + 3 and not epoch.done():
-                    await asyncio.wait([epoch], timeout=0.0)
-                epoch.cancel()
-                await asyncio.wait([epoch])
-                if not epoch.cancelled():
-                    await epoch
+        await asyncio.wait_for(run_in_epochs(scrubber, slots=3), 60)
 
 
 async def test_one_flipped_bit_in_memory_is_found_with_the_checksums_as_they_are(rank_of_one):
