@@ -117,6 +117,9 @@ class SimCore:
     def drafter(self, _settings: Any) -> None:
         return None
 
+    def latent_form(self, _settings: Any) -> str:
+        return ""
+
     def scheduler(self, _settings: Any) -> SimScheduler:
         return SimScheduler(self.world)
 
