@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -189,16 +190,18 @@ class World(Faults):
             return "the leader does not know the pool"
         pool = pools.find(POOL).pool
         diagnosis = pool.diagnosis()
-        is_as_lied = self._has_liar and diagnosis.reason.startswith(f"{liars.NAME} is ")
-        if diagnosis.health is not Health.SERVING and not is_as_lied:
+        if diagnosis.health is not Health.SERVING and not self._is_explained(diagnosis.reason):
             return f"the pool is {diagnosis.health}: {diagnosis.reason}"
         if pool.rollouts.current is not None:
             return f"a wave is {pool.rollouts.current.state}"
         return self._apart(pool) or self.rot.unsettled() or self.operators.unsettled(pool)
 
-    @property
-    def _has_liar(self) -> bool:
-        return self.liar is not None and self.liar.alive
+    def _is_explained(self, reason: str) -> bool:
+        """Whether a pool is degraded only by a liar, or for want of a worker with a good disk."""
+        if self.liar is not None and self.liar.alive:
+            return reason.startswith(f"{liars.NAME} is ")
+        is_damaged = any(disk.damaged for disk in self.disks.values())
+        return is_damaged and re.match(r"\d+ of \d+ ranks", reason) is not None
 
     def _apart(self, pool: Any) -> str:
         """What ranks, leader and store do not agree about."""
