@@ -112,7 +112,7 @@ class SimCore:
         self.slots = [
             SimSlots(slots_per_rank, on_fill=world.rot.filled) for _ in range(self.shape.num_layers)
         ]
-        self.cache = SimpleNamespace(bytes_per_token=1)
+        self.cache = SimpleNamespace(bytes_per_token=1, block_tokens=16)
 
     def drafter(self, _settings: Any) -> None:
         return None
