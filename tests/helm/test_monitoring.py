@@ -16,22 +16,28 @@ MONITORED = {
         "dashboard": {"enabled": True},
     }
 }
-RULES = [
-    rule
-    for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]
-    for rule in group["rules"]
-]
+GROUPS = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"] if "alert" in rule]
+RECORDED = {rule["record"] for group in GROUPS for rule in group["rules"] if "record" in rule}
 DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = {
-    **{rule["alert"]: rule["expr"] for rule in RULES},
     **{
-        f"{panel['title']} {target['refId']}": target["expr"].replace("$pool", "decode")
+        rule.get("alert", rule.get("record")): re.sub(
+            r"<\w+>", "0", rule["expr"].replace("<fleet>", 'namespace="moe",release="eq"')
+        )
+        for group in GROUPS
+        for rule in group["rules"]
+    },
+    **{
+        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "5m")
         for panel in PANELS
         for target in panel["targets"]
     },
 }
 FROM_PROMETHEUS = {"job", "namespace", "pod", "le"}
+OF_RELEASES = {"release"}
+"""Added by the ServiceMonitors."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,16 @@ def test_an_expression_parses_and_names_metrics_and_labels_that_exist(expression
     for group in re.findall(r"by \(([^)]*)\)", expression):
         used |= {label.strip() for label in group.split(",")}
     known = set().union(*(documented[name] for name in of_ours)) if of_ours else set()
-    assert used <= known | FROM_PROMETHEUS
+    assert used <= known | FROM_PROMETHEUS | OF_RELEASES
+    assert set(re.findall(r"\bequipoise:[\w:]+", expression)) <= RECORDED
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
+def test_an_expression_selects_namespace_and_release_of_every_series(expression):
+    series = re.findall(r"\b(?:equipoise[_:][\w:]+|process_\w+)(\{[^}]*\})?", expression)
+    assert series
+    for selector in series:
+        assert {"namespace", "release"} <= set(re.findall(r"(\w+)=", selector)), expression
 
 
 def test_a_misspelt_expression_is_detected():
@@ -75,13 +90,16 @@ def test_an_alert_has_a_summary_a_description_and_a_severity(rule, documented):
     assert {"summary", "description"} == set(rule["annotations"])
     shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
     names = re.findall(r"equipoise_\w+", rule["expr"])
-    assert shown <= set().union(*(documented[name] for name in names)) | FROM_PROMETHEUS
+    known = set().union(*(documented[name] for name in names)) if names else {"pool"}
+    assert shown <= known | FROM_PROMETHEUS | OF_RELEASES
 
 
 def test_the_operations_guide_covers_every_alert_and_every_metric():
     operations = (ROOT / "docs" / "operations.md").read_text()
     metrics = (ROOT / "docs" / "metrics.md").read_text()
-    alerts = re.findall(r"^\| `(Equipoise\w+)` \|", operations, re.MULTILINE)
+    rows = re.findall(r'^\| <a id="(\w+)"></a>`(Equipoise\w+)` \|', operations, re.MULTILINE)
+    assert all(anchor == alert.lower() for anchor, alert in rows)
+    alerts = [alert for _, alert in rows]
     assert sorted(alerts) == sorted(rule["alert"] for rule in RULES)
     section = operations.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| (`equipoise_.*?) \|", section, re.MULTILINE)
@@ -109,10 +127,55 @@ def test_panels_have_titles_and_units_and_do_not_overlap():
         assert panel["datasource"]["uid"] == "${datasource}"
 
 
-def test_alerts_and_dashboard_are_installed_unchanged_if_enabled():
+def test_every_series_of_a_panel_has_its_own_unit():
+    units = dict(
+        re.findall(
+            r"^\| `(equipoise_\w+)` \| \w+ \| ([^|]*) \|",
+            (ROOT / "docs" / "metrics.md").read_text(),
+            re.MULTILINE,
+        )
+    )
+    units |= {"process_resident_memory_bytes": "bytes", "process_cpu_seconds_total": "cores"}
+    for panel in PANELS:
+        of_series = {
+            one["matcher"]["options"]: one["properties"][0]["value"]
+            for one in panel["fieldConfig"]["overrides"]
+        }
+        shown = {}
+        for target in panel["targets"]:
+            names = re.findall(r"\b(equipoise_\w+|process_\w+)\{", target["expr"])
+            names = [name.removesuffix("_bucket") for name in names]
+            unit = of_series.get(target["refId"], panel["fieldConfig"]["defaults"]["unit"])
+            is_rate = "rate(" in target["expr"] and "histogram_quantile" not in target["expr"]
+            shown.setdefault(unit, set()).add((units[names[0]], is_rate))
+        mixed = {unit: kinds for unit, kinds in shown.items() if unit not in {"none", "reqps"}}
+        assert all(len(kinds) == 1 for kinds in mixed.values()), (panel["title"], mixed)
+        for unit, kinds in shown.items():
+            if {"bytes", "seconds", "tokens", "cores"} & {kind for kind, _ in kinds}:
+                assert unit != "none", panel["title"]
+
+
+def test_rates_on_the_dashboard_follow_the_resolution():
+    rates = re.findall(r"rate\([^[]*\[([^]]*)\]", str([p["targets"] for p in PANELS]))
+    assert set(rates) == {"$__rate_interval"}
+
+
+def test_the_dashboard_selects_namespace_release_and_pool():
+    names = [one["name"] for one in DASHBOARD["templating"]["list"]]
+    assert names == ["datasource", "namespace", "release", "pool"]
+
+
+def test_alerts_and_dashboard_are_installed_if_enabled():
     objects = render(MONITORED)
-    rule = one_of(objects, "PrometheusRule", "eq-equipoise")
-    assert [one for group in rule["spec"]["groups"] for one in group["rules"]] == RULES
+    rules = one_of(objects, "PrometheusRule", "eq-equipoise")["spec"]["groups"]
+    for rule in [one for group in rules for one in group["rules"]]:
+        assert rule["labels"].items() >= {"namespace": "moe", "release": "eq"}.items()
+        assert not re.findall(r"<\w", f"{rule['expr']} {rule.get('for')}")
+    monitors = [one for one in objects if one["kind"] == "ServiceMonitor"]
+    for monitor in monitors:
+        assert monitor["spec"]["endpoints"][0]["relabelings"] == [
+            {"targetLabel": "release", "replacement": "eq"}
+        ]
     dashboard = one_of(objects, "ConfigMap", "eq-equipoise-dashboard")
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(dashboard["data"]["equipoise.json"]) == DASHBOARD
