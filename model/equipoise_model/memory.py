@@ -15,6 +15,7 @@ from equipoise_kernels.formats import GROUP
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
 from equipoise_model.config import ModelConfig
 from equipoise_model.device import compute_dtype
+from equipoise_model.fp8.prefill import stretch_bytes
 from equipoise_model.fp8.slot_exchange import exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
@@ -238,16 +239,18 @@ def exchange_bytes(config: ModelConfig, sizes: RankSizes) -> int:
 def step_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     """Estimate the largest activations of a step with `rows` rows on every rank, in bytes."""
     row = RowBytes.of(config, is_fp8=sizes.is_fp8, dtype=sizes.dtype)
-    attention = row.attention
+    attention, rebuilt = row.attention, 0
     if sizes.is_fp8:
         splits = ceil(sizes.context_length / SPLIT_POSITIONS)
         attention += (splits > 1) * splits * row.partial
+        context = max(rows, sizes.context_length)
+        rebuilt = stretch_bytes(config, num_queries=rows, num_positions=context)
     else:
         scores = config.num_attention_heads + config.latent_dim
         attention += sizes.context_length * scores * 4  # Scores are float32 whatever the dtype.
     sampled = min(rows, sizes.max_requests * (1 + sizes.speculate) + MAX_SCORED_ROWS)
     experts = _expert_rows(config, sizes, rows=rows) * row.expert
-    return rows * row.residual + max(rows * attention, experts) + sampled * row.logits
+    return rows * row.residual + max(rows * attention + rebuilt, experts) + sampled * row.logits
 
 
 def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:

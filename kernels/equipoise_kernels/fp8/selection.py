@@ -51,6 +51,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "combine": ("triton", REFERENCE),
         "latent_write": ("triton", REFERENCE),
         "mla_decode": ("flash_mla", "triton", "flashinfer", REFERENCE),
+        "mla_prefill": ("triton", REFERENCE),
     }
 )
 

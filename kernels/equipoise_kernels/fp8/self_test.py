@@ -35,6 +35,7 @@ from equipoise_kernels.fp8.attention.latent_write import LATENT_WRITE
 from equipoise_kernels.fp8.attention.latents import PlainLatents
 from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE
 from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
+from equipoise_kernels.fp8.attention.mla_prefill import MLA_PREFILL, PrefillInputs
 from equipoise_kernels.fp8.gemm.dense import GEMM, GEMM_LARGE
 from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
@@ -341,6 +342,25 @@ def _mla_decode(backend: str) -> Tensor:
     return both.nan_to_num(nan=0.25, neginf=-0.25)
 
 
+def _mla_prefill(backend: str) -> Tensor:
+    """Attend with a prompt's queries to two stretches of keys, and with another's to one."""
+    device = _device()
+    queries, latents = _random(9, 2, 192), _random(20, 576, seed=1)
+    out_THv = torch.zeros(9, 2, 128, device=device)
+    lse_TH = torch.zeros(9, 2, device=device)
+    for segments in ([[0, 6, 9, 0, 12, 0], [6, 3, 0, 12, 3, 0]], [[0, 6, 9, 15, 3, 12]]):
+        inputs = PrefillInputs(
+            plain_THn=queries[..., :128],
+            rotary_THP=queries[..., 128:],
+            keys_values_NHw=_random(20, 2, 256, seed=2),
+            key_rotary_NP=latents[:, 512:],
+            segments_S6=torch.tensor(segments, dtype=torch.int32, device=device),
+            most_queries=6,
+        )
+        MLA_PREFILL.backends[backend](inputs, scale=0.05, out_THv=out_THv, lse_TH=lse_TH)
+    return torch.cat([out_THv, lse_TH.unsqueeze(2)], dim=2)
+
+
 _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "group_quant": _group_quant,
     "rms_norm_quant": _rms_norm_quant,
@@ -357,4 +377,5 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "combine": _combine,
     "latent_write": _latent_write,
     "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
 }

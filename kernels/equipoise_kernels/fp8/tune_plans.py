@@ -22,6 +22,7 @@ from equipoise_kernels.fp8.bench.moe_inputs import (
     routed_slots,
     row_order_of,
 )
+from equipoise_kernels.fp8.bench.prefill_cases import prompts
 from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.gemm.dense import gemm_triton
 from equipoise_kernels.fp8.gemm.grouped import grouped_gemm_triton
@@ -193,6 +194,11 @@ def _mla_decode(rows: int, shape: TuningShape, generator: torch.Generator) -> La
     return mla_inputs([length] * rows, generator).calls
 
 
+def _mla_prefill(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
+    (length,) = shape
+    return prompts([(rows, max(rows, length))], generator).calls
+
+
 def _quant(launch: Callable[..., None], in_factor: int = 1, **arguments: Any) -> TuningProblem:
     def problem(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
         (dim,) = shape
@@ -225,6 +231,7 @@ PLANS: Mapping[str, TuningPlan] = {
     "combine": TuningPlan(buckets=(256, 4096), shapes=((7168,),), problem=_combine),
     "latent_write": TuningPlan(buckets=(256, 4096), shapes=((512,),), problem=_latent_write),
     "mla_decode": TuningPlan(buckets=(8, 128), shapes=((4096,),), problem=_mla_decode),
+    "mla_prefill": TuningPlan(buckets=(512, 4096), shapes=((4096,),), problem=_mla_prefill),
     "group_quant": TuningPlan(
         buckets=(256, 4096), shapes=((7168,),), problem=_quant(group_quant_triton)
     ),

@@ -15,6 +15,7 @@ from equipoise_model.dispatch import ExpertStep
 from equipoise_model.fp8.attention import Fp8Attention
 from equipoise_model.fp8.experts import Fp8ExpertSlots
 from equipoise_model.fp8.layers import Fp8SwiGLU, scale_format
+from equipoise_model.fp8.prefill import ExpandedRows
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.plain.layers import RMSNorm
 from equipoise_model.plain.router import Router
@@ -122,10 +123,11 @@ class Fp8Block(nn.Module):
         latents: Latents,
         experts: ExpertStep,
         num_valid: Tensor | None,
+        expanded: ExpandedRows | None = None,
     ) -> Tensor:
         """Return what this layer adds to x + delta; x becomes that sum, in place."""
         rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
-        delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents)
+        delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents, expanded=expanded)
         if isinstance(self.mlp, Fp8MoE):
             # The gate needs rows that are not quantised.
             x_TD += delta_TD

@@ -82,6 +82,10 @@ class StepRows:
         """Return views of the first rows."""
         return type(self)(**{name: getattr(self, name)[:num_rows] for name in self.__slots__})
 
+    def at(self, rows_N: Tensor) -> Self:
+        """Copy these rows, int64."""
+        return type(self)(**{name: getattr(self, name)[rows_N] for name in self.__slots__})
+
     def overwrite(self, rows: Self) -> None:
         """Copy in these rows, and make the rest padding."""
         count = rows.num_rows

@@ -9,6 +9,7 @@ from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel, ExpertStep
 from equipoise_model.fp8.block import Fp8Block
 from equipoise_model.fp8.graphs import DecodeGraphs
+from equipoise_model.fp8.prefill import ExpandedRows, expanded_rows
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
@@ -69,7 +70,13 @@ class Fp8Transformer(ServingModel):
         if self._graphs is not None and self._graphs.fits(step):
             hidden_TD = self._graphs.run(self.forward, rows, cache, step)
         else:
-            hidden_TD = self.forward(rows.to(device), cache, step)
+            expanded = expanded_rows(batch, config=self.config, block_tokens=cache.block_tokens)
+            hidden_TD = self.forward(
+                rows.to(device),
+                cache,
+                step,
+                expanded=None if expanded is None else expanded.to(device),
+            )
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
@@ -82,8 +89,13 @@ class Fp8Transformer(ServingModel):
         experts: ExpertStep,
         *,
         num_valid: Tensor | None = None,
+        expanded: ExpandedRows | None = None,
     ) -> Tensor:
-        """Return hidden states [T, D] after the final norm; the first `num_valid` rows are real."""
+        """Return hidden states [T, D] after the final norm.
+
+        The first `num_valid` rows are real, all by default; `expanded` says which of them attend in
+        the expanded form, none by default.
+        """
         rotary = self.rope.at(rows.positions_T)
         x_TD: Tensor = self.embed_tokens(rows.tokens_T)
         delta_TD = torch.zeros_like(x_TD)
@@ -96,6 +108,7 @@ class Fp8Transformer(ServingModel):
                 latents=cache.latents(layer),
                 experts=experts,
                 num_valid=num_valid,
+                expanded=expanded,
             )
         hidden_TD: Tensor = self.norm(x_TD + delta_TD)
         return hidden_TD

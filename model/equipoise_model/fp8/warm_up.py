@@ -21,6 +21,7 @@ from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.exchange import RowExchange
+from equipoise_model.fp8.prefill import STRETCH, Chunk, ExpandedRows, expands
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
 from equipoise_model.fp8.transformer import Fp8Transformer
@@ -54,6 +55,7 @@ def warm_up(model: Fp8Transformer, cache: LatentCache, *, max_rows: int) -> None
             _run(model, cache, _placement(model), num_rows=num_rows, exchange=exchange)
         for placement in _replicated(model):
             _run(model, cache, placement, num_rows=1, exchange=exchange)
+    _run_prompt(model, cache, num_rows=max_rows)
 
 
 def _run(
@@ -71,17 +73,7 @@ def _run(
     num_valid = torch.ones(1, dtype=torch.int32, device=device)
     for tables_TS in (rows.tables_TS[:, :1].contiguous(), rows.tables_TS):
         for is_captured in (False, True):
-            step = ExpertStep(
-                placement=placement,
-                ranks=RowExchange(group=None, rank=0, count=1),
-                tokens_by_rank=(num_rows,),
-                token_ids_T=torch.arange(num_rows, device=device),
-                slot_load_LS=torch.zeros(
-                    placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
-                ),
-                exchange=exchange,
-                is_captured=is_captured,
-            )
+            step = _step(placement, num_rows=num_rows, exchange=exchange, is_captured=is_captured)
             hidden_TD = model.forward(
                 replace(rows, tables_TS=tables_TS),
                 cache,
@@ -89,6 +81,53 @@ def _run(
                 num_valid=num_valid if is_captured else None,
             )
             model.lm_head(hidden_TD)
+
+
+def _run_prompt(model: Fp8Transformer, cache: LatentCache, *, num_rows: int) -> None:
+    """Attend from a prompt in the expanded form, to as many positions as are rebuilt together."""
+    device = model.embed_tokens.weight.device
+    config, num_rows = model.config, min(num_rows, cache.max_len)
+    num_positions = min(cache.max_len, max(STRETCH, num_rows))
+    lengths = (num_rows, num_positions, cache.max_len)
+    if not any(expands(config, num_queries=num_rows, num_positions=one) for one in lengths):
+        return
+    chunk = Chunk(
+        first_row=0,
+        num_rows=num_rows,
+        position=num_positions - num_rows,
+        blocks=range(cache.num_blocks),
+    )
+    rows = StepRows.padding(num_rows, cache=cache, device=device)
+    model.forward(
+        rows,
+        cache,
+        _step(_placement(model).to(device), num_rows=num_rows, exchange=None),
+        expanded=ExpandedRows.of_chunks(
+            [chunk], num_rows=num_rows, block_tokens=cache.block_tokens
+        ).to(device),
+    )
+
+
+def _step(
+    placement: PlacementTables,
+    *,
+    num_rows: int,
+    exchange: SlotExchange | None,
+    is_captured: bool = False,
+) -> ExpertStep:
+    """A step of a rank alone."""
+    device = placement.replica_count.device
+    return ExpertStep(
+        placement=placement,
+        ranks=RowExchange(group=None, rank=0, count=1),
+        tokens_by_rank=(num_rows,),
+        token_ids_T=torch.arange(num_rows, device=device),
+        slot_load_LS=torch.zeros(
+            placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
+        ),
+        exchange=exchange,
+        is_captured=is_captured,
+    )
 
 
 def _placement(model: Fp8Transformer, *, num_replicas: int = 1) -> PlacementTables:

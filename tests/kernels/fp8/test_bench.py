@@ -5,6 +5,7 @@ measuring: what is tested is that they run, notice wrong results and fill the re
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from equipoise_kernels.fp8.bench import (
     mla_inputs,
     moe_cases,
     moe_inputs,
+    prefill_cases,
     process_cases,
     quant_cases,
 )
@@ -37,7 +39,7 @@ from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
 KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",
            "silu_mul_quant_kernel", "route_kernel", "permute_kernel", "combine_kernel",
-           "send_rows_kernel", "mla_decode_kernel")  # fmt: skip
+           "send_rows_kernel", "mla_decode_kernel", "mla_prefill_kernel")  # fmt: skip
 
 
 class OneMicrosecond:
@@ -62,7 +64,14 @@ class OneMicrosecond:
 
 @pytest.fixture
 def bench(monkeypatch, interpreted, generator):
-    for module in (dense_cases, grouped_cases, mla_inputs, moe_cases, quant_cases):
+    for module in (
+        dense_cases,
+        grouped_cases,
+        mla_inputs,
+        moe_cases,
+        prefill_cases,
+        quant_cases,
+    ):
         if hasattr(module, "num_copies"):
             monkeypatch.setattr(module, "num_copies", lambda num_bytes: 2)
     monkeypatch.setattr(moe_inputs, "ALIGNMENT", 4)
@@ -188,6 +197,27 @@ def test_attention_that_does_not_read_every_position_fails_the_gate(bench, monke
     monkeypatch.setattr(mla_inputs, "mla_decode_triton", forgets_some)
     many, *_ = mla_cases.attention(bench, lengths=[[9, 16]], long=16, heads=(2, 1))
     assert any("away from float64" in fault for fault in many.faults)
+
+
+def test_prefill_cases_run_and_their_results_are_right(bench):
+    samples = prefill_cases.attention(bench, shapes=[[(5, 5), (2, 9)]], heads=2)
+    assert [(s.gate, s.faults) for s in samples] == [("D4", [])]
+    # Pairs of a query and a key that it sees.
+    pairs = 5 * 6 / 2 + 8 + 9
+    assert samples[0].value == pytest.approx(2 * pairs * 2 * (192 + 128) / 1e6 / 790.0)
+
+
+def test_a_prompt_that_sees_its_future_fails_the_gate(bench, monkeypatch):
+    right = prefill_cases.mla_prefill_triton
+
+    def sees_more(inputs, **options):
+        segments = inputs.segments_S6.clone()
+        segments[:, 5] -= 3
+        right(replace(inputs, segments_S6=segments), **options)
+
+    monkeypatch.setattr(prefill_cases, "mla_prefill_triton", sees_more)
+    (sample,) = prefill_cases.attention(bench, shapes=[[(6, 6)]], heads=2)
+    assert any("away from float64" in fault for fault in sample.faults)
 
 
 def test_a_layer_of_decode_runs_and_its_sums_are_right(bench, monkeypatch):

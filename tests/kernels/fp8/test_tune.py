@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from equipoise_kernels.fp8 import tune, tune_plans
-from equipoise_kernels.fp8.bench import mla_inputs, moe_inputs
+from equipoise_kernels.fp8.bench import mla_inputs, moe_inputs, prefill_cases
 from equipoise_kernels.fp8.bench.timing import Timing
 from equipoise_kernels.fp8.configurations import operations
 from equipoise_kernels.fp8.gemm.dense import CONFIG_SPACE
@@ -45,7 +45,7 @@ def test_what_tuning_times_is_a_launch_of_the_operation(operation, generator, in
     shape = (128, 128) if "gemm" in operation else (4 if operation == "row_order" else 128,)
     plan, config = tune.PLANS[operation], TUNABLES[operation].configs[0]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tune_plans, mla_inputs):
+        for module in (tune_plans, mla_inputs, prefill_cases):
             patch.setattr(module, "num_copies", lambda num_bytes: 2)
         patch.setattr(tune_plans, "_GROUPS", 2)
         patch.setattr(tune_plans, "ALIGNMENT", 1)

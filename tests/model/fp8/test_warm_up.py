@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from equipoise_kernels.fp8 import configurations
+from equipoise_kernels.fp8.attention.mla_prefill import PrefillInputs
 from equipoise_kernels.fp8.testing.committed import TUNABLES
 from equipoise_model.config import Fp8Config
+from equipoise_model.fp8 import warm_up as warm_up_module
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.fp8.warm_up import warm_up, warm_up_sizes
 from equipoise_model.latent_cache import LatentCache
@@ -46,11 +48,11 @@ def launches(monkeypatch):
         run = operation.backends.get("reference")
 
         def call(*arguments, _run=run, _name=name, **options):
-            seen.setdefault(_name, set()).add(
-                tuple(arguments[0].shape)
-                if isinstance(arguments[0], torch.Tensor)
-                else tuple(arguments[0].codes.shape)
-            )
+            first = arguments[0]
+            if isinstance(first, PrefillInputs):
+                first = first.plain_THn
+            rows = first if isinstance(first, torch.Tensor) else first.codes
+            seen.setdefault(_name, set()).add(tuple(rows.shape))
             return _run(*arguments, **options)
 
         if run is not None:
@@ -70,7 +72,10 @@ def test_a_warm_up_launches_every_operation_at_every_size_and_changes_no_latent(
     cache = LatentCache(NARROW, num_blocks=5, max_len=64, dtype=torch.bfloat16)
     before = cache.latents(0).latents_BPC.clone()
     seen = launches(monkeypatch)
+    # This model is too small for the expanded form to pay.
+    monkeypatch.setattr(warm_up_module, "expands", lambda config, **sizes: True)
     warm_up(model, cache, max_rows=5)
+    assert seen["mla_prefill"] == {(5, 2, 16)}
     assert set(seen) == set(TUNABLES) - {"all_to_all"}
     for name in ("rms_norm_quant", "route", "mla_decode"):
         assert {shape[0] for shape in seen[name]} == {1, 2, 4, 5}, name

@@ -63,6 +63,10 @@ class PlainLatents:
         compressed, rotary = self.latents_BPC.split([self.rank, self.rotary], dim=-1)
         return compressed, compressed, rotary
 
+    def at(self, places_N: Tensor) -> Tensor:
+        """Copy the latents at places, counted in positions from block 0: [N, R + P]."""
+        return self.latents_BPC.flatten(0, 1)[places_N]
+
     def values(self) -> Tensor:
         """float32 [blocks, positions, R + P]."""
         return self.latents_BPC.float()
@@ -124,14 +128,26 @@ class QuantizedLatents:
         """Codes, their scales, rotated numbers."""
         return self.codes_BPR, self.scales_BPG, self.rotary_BPP
 
+    def at(self, places_N: Tensor) -> Tensor:
+        """Copy the latents at places, counted in positions from block 0: bfloat16 [N, R + P]."""
+        # Gathers bytes, because torch does not gather FP8 on every device.
+        codes_NR = self.codes_BPR.view(torch.uint8).flatten(0, 1)[places_N].view(CODE)
+        scales_NG, rotary_NP = (
+            part.flatten(0, 1)[places_N] for part in (self.scales_BPG, self.rotary_BPP)
+        )
+        return _dequantized(codes_NR, scales_NG, rotary_NP)
+
     def values(self) -> Tensor:
         """float32 [blocks, positions, R + P]; codes times scales are rounded to bfloat16."""
-        scales = self.scales_BPG.repeat_interleave(GROUP, dim=-1)
-        compressed = (self.codes_BPR.float() * scales).bfloat16()
-        return torch.cat([compressed, self.rotary_BPP], dim=-1).float()
+        return _dequantized(self.codes_BPR, self.scales_BPG, self.rotary_BPP).float()
 
 
 Latents = PlainLatents | QuantizedLatents
+
+
+def _dequantized(codes: Tensor, scales: Tensor, rotary: Tensor) -> Tensor:
+    compressed = codes.float() * scales.repeat_interleave(GROUP, dim=-1)
+    return torch.cat([compressed.bfloat16(), rotary], dim=-1)
 
 
 def _require_blocks(name: str, tensor: Tensor) -> None:

@@ -34,10 +34,10 @@ from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import Latents, QuantizedLatents
 from equipoise_kernels.fp8.attention.mla_merge import (
     AttentionOutput,
-    closed,
     merge_specialization,
     merge_splits,
 )
+from equipoise_kernels.fp8.attention.softmax import added, closed, product
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
@@ -285,10 +285,10 @@ def mla_decode_kernel(
         starts = rotary_ptr + block * rotary_block_stride + place * rotary_token_stride
         rotary = _rows(starts, is_read, ROTARY)
 
-        scores = _product(q, tl.trans(values)) + _product(q_rotary, tl.trans(rotary))
+        scores = product(q, tl.trans(values)) + product(q_rotary, tl.trans(rotary))
         scores = tl.where(is_seen[None, :], scores * scale, float("-inf"))
         scores = tl.where((is_seen & (exists == 0))[None, :], float("nan"), scores)
-        largest, total, acc = _added(largest, total, acc, scores, values)
+        largest, total, acc = added(largest, total, acc, scores, values)
     total = tl.where(length > capacity, float("nan"), total)
     divisor, lse = closed(largest, total)
     row = (query * tl.num_programs(2) + tl.program_id(2)) * num_heads + heads
@@ -308,28 +308,10 @@ def _rows(starts: tl.tensor, is_read: tl.tensor, WIDTH: tl.constexpr) -> tl.tens
 
 
 @jit
-def _added(
-    largest: tl.tensor, total: tl.tensor, acc: tl.tensor, scores: tl.tensor, values: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Update the largest score, the sum of weights and that of values with more positions."""
-    larger = tl.maximum(largest, tl.max(scores, axis=1))
-    weights = tl.exp(scores - larger[:, None])
-    fading = tl.exp(largest - larger)
-    total = total * fading + tl.sum(weights, axis=1)
-    return larger, total, acc * fading[:, None] + _product(weights.to(values.dtype), values)
-
-
-@jit
 def _dequantized(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
     """Multiply codes [tokens, R] by their scales [tokens, R / 128], in bfloat16."""
     grouped = tl.reshape(codes.to(tl.float32), [codes.shape[0], scales.shape[1], _GROUP])
     return tl.reshape(grouped * scales[:, :, None], codes.shape).to(tl.bfloat16)
-
-
-@jit
-def _product(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    """Multiply in full float32, without TF32; a mixed pair in the right operand's dtype."""
-    return tl.dot(left.to(right.dtype), right, input_precision="ieee")
 
 
 def specializations(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from equipoise_kernels.fp8.attention.softmax import closed
 from equipoise_kernels.fp8.jit import jit, tl
 from equipoise_kernels.fp8.specialization import Specialization
 
@@ -74,17 +75,6 @@ def mla_merge_kernel(
     result = (acc / divisor).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_row * RANK + ranks, result)
     tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
-
-
-@jit
-def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the divisor of summed values, and the logarithm of a sum with a largest score.
-
-    1 and minus infinity for an empty sum.
-    """
-    is_empty = total == 0.0
-    divisor = tl.where(is_empty, 1.0, total)
-    return divisor, tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
 
 
 def merge_specialization(rank: int) -> Specialization:

@@ -30,6 +30,7 @@ from equipoise_kernels.fp8.bench import (
     layer_cases,
     mla_cases,
     moe_cases,
+    prefill_cases,
     process_cases,
     quant_cases,
 )
@@ -50,6 +51,7 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("C3",): moe_cases.routing,
     ("C4",): moe_cases.moving,
     ("D1", "D2", "D3"): mla_cases.attention,
+    ("D4",): prefill_cases.attention,
     ("F1",): layer_cases.decode_layer,
     ("A1", "A2", "A3"): dense_cases.large,
     ("E2",): all_to_all_cases.few_tokens,

@@ -82,6 +82,7 @@ GATES: Mapping[str, Gate] = {
              target=0.75),
         Gate(name="D3", metric="attention, one long sequence: time / that at D2's rate", must=2.0,
              target=1.5, is_more_better=False),
+        Gate(name="D4", metric="prompts: TFLOPS / bf16", must=0.35, target=0.50, stretch=0.65),
         Gate(name="E1", metric="8 virtual ranks, many tokens: bytes/s / copy", must=0.50,
              target=0.65),
         Gate(name="E2", metric="8 virtual ranks, few tokens: microseconds of a rank", must=80.0,

@@ -11,6 +11,7 @@ from equipoise_kernels.fp8.all_to_all.peer_operation import ALL_TO_ALL
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.attention.latent_write import LATENT_WRITE
 from equipoise_kernels.fp8.attention.mla_decode import MLA_DECODE
+from equipoise_kernels.fp8.attention.mla_prefill import MLA_PREFILL
 from equipoise_kernels.fp8.gemm.dense import GEMM
 from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
@@ -50,6 +51,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     "combine": {"top_k": _RULE.top_k},
     "latent_write": _LATENTS,
     "mla_decode": _LATENTS,
+    "mla_prefill": {"plain": 128, "rotary": 64, "value": 128},
 }
 
 TUNABLES: Mapping[str, KernelOperation[Any, Any]] = {
@@ -66,6 +68,7 @@ TUNABLES: Mapping[str, KernelOperation[Any, Any]] = {
         COMBINE,
         LATENT_WRITE,
         MLA_DECODE,
+        MLA_PREFILL,
         SILU_MUL_QUANT,
     )
 }

@@ -1,0 +1,34 @@
+"""Softmax in kernels over positions that arrive step by step (arXiv 1805.02867)."""
+
+from __future__ import annotations
+
+from equipoise_kernels.fp8.jit import jit, tl
+
+
+@jit
+def added(
+    largest: tl.tensor, total: tl.tensor, acc: tl.tensor, scores: tl.tensor, values: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Update the largest score, the sum of weights and that of values with more positions."""
+    larger = tl.maximum(largest, tl.max(scores, axis=1))
+    weights = tl.exp(scores - larger[:, None])
+    fading = tl.exp(largest - larger)
+    total = total * fading + tl.sum(weights, axis=1)
+    return larger, total, acc * fading[:, None] + product(weights.to(values.dtype), values)
+
+
+@jit
+def product(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    """Multiply in full float32, without TF32; a mixed pair in the right operand's dtype."""
+    return tl.dot(left.to(right.dtype), right, input_precision="ieee")
+
+
+@jit
+def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the divisor of summed values, and the logarithm of a sum with a largest score.
+
+    1 and minus infinity for an empty sum.
+    """
+    is_empty = total == 0.0
+    divisor = tl.where(is_empty, 1.0, total)
+    return divisor, tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
