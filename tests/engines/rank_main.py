@@ -60,6 +60,14 @@ class Record:
     routed: int = 0
     """Assignments that this rank sent since the seat was ready."""
     planner_runs: int = 0
+    moves: int = 0
+    """Slots that changed their expert, over all ranks."""
+
+    def count_moves(self, before, table):
+        """Count the slots that changed since the table `before`; returns a copy of this one."""
+        if before is not None:
+            self.moves += int((table != before).sum())
+        return table.clone()
 
 
 def main() -> None:
@@ -115,6 +123,7 @@ def drive(one, options: Options) -> Record:
     window = torch.zeros(options.layers, options.experts + options.redundant)
     hook_us = []
     one.record = record
+    table = None
     for number in range(options.passes):
         if number == options.pause_at:
             time.sleep(options.pause_s)
@@ -127,6 +136,7 @@ def drive(one, options: Options) -> Record:
         hook_us.append(1e6 * (time.perf_counter() - hook))
         if fault := one.fault():
             record.faults.append(f"pass {number}: {fault}")
+        table = record.count_moves(table, one.table())
         if number % 10 == 0:
             mine = torch.tensor([hash(one.table().numpy().tobytes()) & 0x7FFFFFFFFFFF])
             rows = [torch.empty_like(mine) for _ in range(options.ranks)]

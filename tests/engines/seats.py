@@ -66,6 +66,7 @@ class Ranks:
         seed_of=lambda layer, expert: 0,
         names="w",
         on_ready=None,
+        lockstep_of=None,
     ):
         self.table = np.asarray(table, dtype=np.int32)
         self.num_ranks = num_ranks
@@ -74,6 +75,7 @@ class Ranks:
         self.ready, self.committed = [], {rank: [] for rank in range(num_ranks)}
         self.switched, self.stopped, self.rejected, self.based = [], [], [], []
         self.tensors = {rank: self._tensors(rank, seed_of) for rank in range(num_ranks)}
+        self.lockstep_of = lockstep_of or (lambda rank: MemoryLockstep(self.rendezvous, rank))
         self.on_ready = on_ready or self.ready.append
         self.seats = [self._seat(rank, num_experts) for rank in range(num_ranks)]
 
@@ -107,7 +109,7 @@ class Ranks:
                 commit=self.committed[rank].append,
                 max_replicas=8,
             ),
-            MemoryLockstep(self.rendezvous, rank),
+            self.lockstep_of(rank),
             worker=f"{self.names}-{rank}",
             on_ready=self.on_ready,
             round_passes=1,

@@ -1,9 +1,11 @@
 """A plugin does nothing unless it is asked to, and never keeps an engine from starting."""
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,3 +106,112 @@ def test_a_release_that_the_plugin_does_not_fit_serves_by_itself(caplog):
     assert hooks.seat is None
     assert vllm._take_seat(object(), settings) is None
     assert caplog.text.count("the plugin does not fit this release") == 2
+
+
+def vllm_options(*, num_models=1, **changes):
+    eplb = {"use_async": False, "step_interval": 10**9, "window_size": 1}
+    options = {"enable_elastic_ep": False, "pipeline_parallel_size": 1}
+    for name, value in changes.items():
+        (eplb if name in eplb else options)[name] = value
+    parallel = SimpleNamespace(eplb_config=SimpleNamespace(**eplb), **options)
+    vllm._check(parallel, num_models=num_models)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"num_models": 2}, "draft model"),
+        ({"enable_elastic_ep": True}, "elastic EP"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        ({"use_async": True}, "--eplb-config"),
+        ({"step_interval": 3000}, "--eplb-config"),
+        ({"window_size": 1000}, "--eplb-config"),
+    ],
+)
+def test_a_vllm_with_an_option_that_does_not_fit_is_left_alone_by_name(changes, remedy):
+    vllm_options()
+    with pytest.raises(UnsupportedEngineError, match=re.escape(remedy)):
+        vllm_options(**changes)
+
+
+MANAGER = SimpleNamespace(_get_model=None)
+
+
+def sglang_options(monkeypatch, *, ranks=4, manager=MANAGER, **changes):
+    monkeypatch.setattr(sglang.dist, "get_world_size", lambda: ranks)
+    options = {
+        "eplb_rebalance_num_iterations": 10**9,
+        "expert_distribution_recorder_buffer_size": 1,
+        "ep_dispatch_algorithm": "dynamic",
+    }
+    sglang._check(SimpleNamespace(**options | changes), SimpleNamespace(ep_size=4), manager)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"eplb_rebalance_num_iterations": 1000}, "--eplb-rebalance-num-iterations 1000000000"),
+        ({"expert_distribution_recorder_buffer_size": 50}, "recorder-buffer-size 1"),
+        ({"ep_dispatch_algorithm": "lp"}, "use dynamic"),
+        ({"ranks": 8}, "--ep-size 8"),
+        ({"manager": SimpleNamespace()}, "install 0.5.16 or later"),
+    ],
+)
+def test_an_sglang_with_an_option_that_does_not_fit_is_left_alone_by_name(
+    changes, remedy, monkeypatch
+):
+    sglang_options(monkeypatch)
+    with pytest.raises(UnsupportedEngineError, match=re.escape(remedy)):
+        sglang_options(monkeypatch, **changes)
+
+
+class EplbState:
+    def step(self, is_dummy=False, is_profile=False, log_stats=False):
+        pass
+
+    def _should_record_current_step(self, log_stats=False):
+        pass
+
+
+class OtherState(EplbState):
+    def step(self, is_dummy=False):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("release", "state", "message"),
+    [
+        ("0.20.0", EplbState, ""),
+        ("0.33.0+cu129", EplbState, ""),
+        ("1.0.0", EplbState, ""),
+        ("0.19.2", EplbState, "vLLM 0.19.2 is too old: install 0.20 or later"),
+        ("dev", EplbState, "the version of vLLM is unknown"),
+        ("0.34.0", OtherState, "install another release"),
+    ],
+)
+def test_a_vllm_release_that_differs_is_left_alone_by_name(release, state, message, monkeypatch):
+    monkeypatch.setattr(vllm, "version", lambda _name: release)
+    if not message:
+        vllm.check_seam(state)
+        return
+    with pytest.raises(UnsupportedEngineError, match=re.escape(message)):
+        vllm.check_seam(state)
+
+
+@pytest.mark.parametrize(
+    ("release", "message"),
+    [
+        ("0.5.16", ""),
+        ("0.5.23.post1", ""),
+        ("0.6.0rc1", ""),
+        ("0.5.15", "SGLang 0.5.15 is too old: install 0.5.16 or later"),
+        ("main", "the version of SGLang is unknown"),
+    ],
+)
+def test_an_sglang_release_that_differs_is_left_alone_by_name(release, message, monkeypatch):
+    monkeypatch.setattr(sglang, "version", lambda _name: release)
+    if not message:
+        sglang.check_seam()
+        return
+    with pytest.raises(UnsupportedEngineError, match=re.escape(message)):
+        sglang.check_seam()

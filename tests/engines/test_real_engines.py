@@ -155,6 +155,38 @@ def test_loads_even_out_twice_with_the_engines_own_bytes_and_tables(tmp_path, ba
     print(json.dumps(found[0]))
 
 
+def after_changes(imbalance):
+    """Mean of busiest over mean rank, without the 400 passes after the start and the shift."""
+    half = len(imbalance) // 2
+    settled = [*imbalance[8:half], *imbalance[half + 8 :]]
+    return sum(settled) / len(settled)
+
+
+@BOTH
+def test_five_thousand_passes_are_balanced_as_well_as_by_the_engine_itself(
+    tmp_path, balancer, engine
+):
+    told = {}
+    for planner in ("equipoise", "engine"):
+        folder = tmp_path / planner
+        folder.mkdir()
+        options = {"engine": engine, "passes": 5000, "pass_ms": 12.0, "planner": planner}
+        with engine_ranks(folder, balancer.port, **options) as process:
+            found = records(folder, process)
+        one = found[0]
+        told[planner] = {
+            "settled": round(after_changes(one["imbalance"]), 3),
+            "worst settled": max(one["imbalance"][8:50] + one["imbalance"][58:]),
+            "moves": one["moves"],
+            "switches": len(one["switches"]),
+            "switch_us": sorted(switch[2] for switch in one["switches"]),
+            "hook_us": [rank["hook_us"] for rank in found],
+        }
+        print(engine, planner, json.dumps(told[planner]))
+    assert told["equipoise"]["settled"] < 1.1
+    assert told["equipoise"]["settled"] < told["engine"]["settled"] + 0.05
+
+
 @BOTH
 def test_damaged_bytes_are_refused_and_nothing_switches(tmp_path, balancer, engine):
     options = {"engine": engine, "passes": 700, "corrupt": 1, "redundant": 0}
