@@ -1,14 +1,11 @@
 """A seat inside an engine: ranks switch after the same pass or stop together, and never wait."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from equipoise.engines import sglang, vllm
 from equipoise.engines.lockstep import LockstepError, MixedLayoutsError
 from tests.engines.seats import Ranks
 
@@ -311,58 +308,3 @@ def test_aborts_at_any_point_of_a_round_never_part_the_ranks(ranks):
         steps.setdefault(switch.generation, []).append(switch.step)
     assert len(steps) > 20
     assert all(len(both) == 2 and len(set(both)) == 1 for both in steps.values())
-
-
-class Operations(TorchDispatchMode):
-    """Records the operations that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-COPIES = {"copy_", "index_copy_", "fill_", "slice", "view", "select", "detach", "as_strided"}
-"""Operations that need no memory, and whose shapes are checked when a layout is staged."""
-
-
-def vllm_tables(experts, slots):
-    return vllm._tables_of(
-        SimpleNamespace(
-            physical_to_logical_map=torch.zeros(2, slots, dtype=torch.int64),
-            logical_to_physical_map=torch.full((2, experts, 8), -1),
-            logical_replica_count=torch.ones(2, experts, dtype=torch.int64),
-        )
-    )
-
-
-def sglang_tables(experts, slots):
-    one = lambda *shape: torch.zeros(2, *shape, dtype=torch.int64)  # noqa: E731
-    return sglang._tables_of(
-        SimpleNamespace(
-            physical_to_logical_map=one(slots),
-            physical_to_logical_map_cpu=one(slots),
-            logical_to_all_physical_map=one(experts, slots),
-            logical_to_all_physical_map_cpu=one(experts, slots),
-            logical_to_all_physical_map_num_valid=one(experts),
-            logical_to_rank_dispatch_physical_map=None,
-        ),
-        [0, 1],
-        rank=0,
-    )
-
-
-@pytest.mark.parametrize("tables_of", [vllm_tables, sglang_tables])
-def test_a_switch_only_copies_within_memory_that_is_there(ranks, tables_of):
-    tables, commit = tables_of(4, 6)
-    layout = ranks.layout(SECOND)
-    made, seat = tables(layout), ranks.seats[0]
-    staged = ranks.staged(0, layout)
-    with Operations() as operations:
-        seat.held.switch(staged)
-        commit(made)
-    assert operations.names <= COPIES
-    assert ranks.experts(0) == np.asarray(SECOND)[:, :3].tolist()

@@ -225,26 +225,23 @@ def _tables_of(
     """Return what makes SGLang's tables, and what copies them into place.
 
     Each logical expert keeps all its replicas as candidates. SGLang makes these tables in Python,
-    with a device read for each entry; the static dispatch table is made by its own function.
+    with a device read for each entry, and as wide as the pool has slots; only as many columns as
+    the most replicas are copied. Its own function makes the static dispatch table.
     """
     rows = torch.tensor(list(layers))
+    candidates = (metadata.logical_to_all_physical_map, metadata.logical_to_all_physical_map_cpu)
+    used = candidates[0].shape[2]
 
     def tables(layout: Layout) -> list[tuple[Tensor, Tensor]]:
         num_slots = layout.num_slots
         made = replica_tables(layout, max_replicas=num_slots)
-        slots = torch.from_numpy(made.slots_of_expert)
-        padding = num_slots - slots.shape[2]
-        padded = torch.nn.functional.pad(slots, (0, padding), value=-1)
-        experts = torch.from_numpy(made.expert_of_slot)
+        slots, experts = torch.from_numpy(made.slots_of_expert), torch.from_numpy(made[0])
+        counts = torch.from_numpy(made.replica_count)
         pairs = [
+            *((table, slots) for table in candidates),
             (metadata.physical_to_logical_map, experts),
             (metadata.physical_to_logical_map_cpu, experts),
-            (metadata.logical_to_all_physical_map, padded),
-            (metadata.logical_to_all_physical_map_cpu, padded),
-            (
-                metadata.logical_to_all_physical_map_num_valid,
-                torch.from_numpy(made.replica_count),
-            ),
+            (metadata.logical_to_all_physical_map_num_valid, counts),
         ]
         if metadata.logical_to_rank_dispatch_physical_map is not None:
             location = importlib.import_module("sglang.srt.eplb.expert_location")
@@ -257,14 +254,17 @@ def _tables_of(
             pairs.append((metadata.logical_to_rank_dispatch_physical_map, static))
         return [(table, values.to(table)) for table, values in pairs]
 
-    indices = {table.device: rows.to(table.device) for table in _all_tables(metadata)}
+    places = (*candidates, metadata.physical_to_logical_map, metadata.physical_to_logical_map_cpu)
+    indices = {table.device: rows.to(table.device) for table in places}
 
     def commit(made: list[tuple[Tensor, Tensor]]) -> None:
+        nonlocal used
+        most = made[0][1].shape[2]
+        for table in candidates:
+            table[:, :, most:used].index_fill_(0, indices[table.device], -1)
         for table, values in made:
-            table.index_copy_(0, indices[table.device], values)
+            place = table[:, :, :most] if values.ndim > 2 else table
+            place.index_copy_(0, indices[table.device], values)
+        used = most
 
     return tables, commit
-
-
-def _all_tables(metadata: Any) -> Sequence[Tensor]:
-    return (metadata.physical_to_logical_map, metadata.physical_to_logical_map_cpu)
