@@ -379,6 +379,7 @@ class RunningState(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    SLOT_CHECKSUMS_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -392,6 +393,8 @@ class RunningState(_message.Message):
     steps: _builtins.str
     """How steps run, as in Serving."""
     expert_checksums: _builtins.bytes
+    """As in Serving."""
+    slot_checksums_digest: _builtins.bytes
     """As in Serving."""
     @_builtins.property
     def layout(self) -> Global___Layout:
@@ -415,10 +418,11 @@ class RunningState(_message.Message):
         steps: _builtins.str = ...,
         expert_checksums: _builtins.bytes = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
+        slot_checksums_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "slot_checksums_digest", b"slot_checksums_digest", "staged_generation", b"staged_generation", "steps", b"steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -596,6 +600,7 @@ class Serving(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SLOT_CHECKSUMS_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -617,6 +622,8 @@ class Serving(_message.Message):
     """16 bytes per expert, [num_layers, num_experts, 16]: the checksums of all experts' payloads, from
     the checkpoint's manifest. Sent by rank 0 only; empty from the others.
     """
+    slot_checksums_digest: _builtins.bytes
+    """BLAKE2b-128 of `slot_checksums`, 16 bytes: damage in transit is not damage of the slots."""
     def __init__(
         self,
         *,
@@ -627,10 +634,11 @@ class Serving(_message.Message):
         steps: _builtins.str = ...,
         layout_digest: _builtins.bytes = ...,
         expert_checksums: _builtins.bytes = ...,
+        slot_checksums_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "slot_checksums_digest", b"slot_checksums_digest", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1093,6 +1101,7 @@ class Switched(_message.Message):
     MEDIAN_STEP_US_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    SLOT_CHECKSUMS_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
@@ -1109,6 +1118,8 @@ class Switched(_message.Message):
     """
     layout_digest: _builtins.bytes
     """Digest of the layout in use now, as in Serving."""
+    slot_checksums_digest: _builtins.bytes
+    """As in Serving."""
     def __init__(
         self,
         *,
@@ -1120,10 +1131,11 @@ class Switched(_message.Message):
         median_step_us: _builtins.int = ...,
         slot_checksums: _builtins.bytes = ...,
         layout_digest: _builtins.bytes = ...,
+        slot_checksums_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "median_step_us", b"median_step_us", "rank", b"rank", "slot_checksums", b"slot_checksums", "stall_us", b"stall_us", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "median_step_us", b"median_step_us", "rank", b"rank", "slot_checksums", b"slot_checksums", "slot_checksums_digest", b"slot_checksums_digest", "stall_us", b"stall_us", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

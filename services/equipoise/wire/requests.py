@@ -87,16 +87,16 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
     """Convert a Serving."""
     return pb.Serving(
         **layouts.fields_of(serving, but=("checksums", "expert_checksums")),
-        slot_checksums=layouts.checksums_to_bytes(serving.checksums),
+        **layouts.slot_checksums_to_proto(serving.checksums),
         expert_checksums=_expert_checksums(serving),
     )
 
 
 def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
-    """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
+    """Raises InvalidMessageError: a number is out of range, or the checksums are damaged."""
     return Serving(
         **checks.place("serving", message),
-        checksums=layouts.checksums_from_proto("serving", message, hello=hello),
+        checksums=layouts.slot_checksums_from_proto("serving", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
         layout_digest=checks.layout_digest("serving", message.layout_digest),
         expert_checksums=layouts.expert_checksums_from_proto("serving", message, hello=hello),
@@ -125,16 +125,16 @@ def switched_to_proto(switched: Switched) -> pb.Switched:
     """Convert a Switched."""
     return pb.Switched(
         **layouts.fields_of(switched, but=("checksums",)),
-        slot_checksums=layouts.checksums_to_bytes(switched.checksums),
+        **layouts.slot_checksums_to_proto(switched.checksums),
     )
 
 
 def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
-    """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
+    """Raises InvalidMessageError: a number is out of range, or the checksums are damaged."""
     return Switched(
         **checks.place("switched", message),
         **checks.counts("switched", message, "step", "stall_us", "median_step_us"),
-        checksums=layouts.checksums_from_proto("switched", message, hello=hello),
+        checksums=layouts.slot_checksums_from_proto("switched", message, hello=hello),
         layout_digest=checks.layout_digest("switched", message.layout_digest),
     )
 
@@ -193,7 +193,7 @@ def _running_to_proto(running: RunningState) -> pb.RunningState:
         **layouts.fields_of(running, but=("layout", "checksums", "expert_checksums")),
         generation=running.generation,
         layout=layouts.layout_to_proto(running.layout),
-        slot_checksums=layouts.checksums_to_bytes(running.checksums),
+        **layouts.slot_checksums_to_proto(running.checksums),
         expert_checksums=_expert_checksums(running),
     )
 
@@ -220,7 +220,7 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
             "running", message.staged_generation, generation=layout.generation
         ),
         layout=layout,
-        checksums=layouts.checksums_from_proto("running", message, hello=hello),
+        checksums=layouts.slot_checksums_from_proto("running", message, hello=hello),
         steps=message.steps and checks.reason(message.steps),
         expert_checksums=layouts.expert_checksums_from_proto("running", message, hello=hello),
     )
