@@ -93,6 +93,27 @@ class LatentCache:
         )
         return f"{self._stores[0].shape[0]}x{kinds}/{self.block_tokens}"
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.bytes_per_token * self.block_tokens
+
+    def read_block(self, block: int) -> bytes:
+        """Copy a block to the host: store by store, each layer's [block_tokens, width]."""
+        parts = (store[:, block].contiguous().view(torch.uint8) for store in self._stores)
+        return b"".join(part.cpu().numpy().tobytes() for part in parts)
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Fill a block with what `read_block` of an equal cache returned, `block_bytes` long."""
+        assert len(data) == self.block_bytes
+        source, start = bytearray(data), 0
+        for store in self._stores:
+            target = store[:, block]
+            size = target.numel() * target.element_size()
+            part = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=start)
+            target.copy_(part.view(target.dtype).view(target.shape))
+            start += size
+
     def latents(self, layer: int) -> Latents:
         """One layer's blocks in the kernels' format; the last is the zero block."""
         if len(self._stores) == 1:

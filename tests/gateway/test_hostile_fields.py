@@ -71,7 +71,11 @@ async def live_rank():
     settings = WorkerSettings(context_length=CONTEXT_LENGTH, max_requests=16)
     loop = asyncio.get_running_loop()
     service = InferenceService(
-        vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH, itl_s=Histogram(SHORT_S)
+        vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT_LENGTH,
+        itl_s=Histogram(SHORT_S),
+        boot_id="boot-1",
+        latents=None,
     )
     engine = await asyncio.to_thread(
         engine_alone,

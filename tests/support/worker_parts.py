@@ -2,10 +2,14 @@
 
 from equipoise.rank.transfer import ExpertPuller, ExpertTransferService
 from equipoise.rank.waits import Waits
+from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.balancer_messages import JoinEpoch, Peer
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.latents.puller import LatentPuller
+from equipoise.worker.latents.service import LatentTransferService
+from equipoise.worker.latents.store import LatentStore
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.spans import RankSpans
@@ -42,15 +46,36 @@ def puller_of(core, held, join_epoch, **changes):
     return ExpertPuller(join_epoch, **fields | {"read_checkpoint": reader.read} | changes)
 
 
+def inference_of(**changes):
+    """An inference service of the small model that fetches no latents."""
+    fields = {
+        "vocab_size": 64,
+        "context_length": 96,
+        "itl_s": Histogram(SHORT_S),
+        "boot_id": "boot-1",
+        "latents": None,
+    }
+    return InferenceService(**fields | changes)
+
+
 def parts_of(settings, *, core=None, scheduler=None, **changes):
     """The parts of a worker that has no balancer."""
     timings, waits = Timings(), waits_of(settings)
+    store = core and LatentStore(
+        cache=core.cache, form=core.latent_form(settings), boot_id="boot-1"
+    )
+    puller = LatentPuller(
+        store, peer_pools=settings.peer_pools, credentials=Credentials(), waits=waits
+    )
+    inference = inference_of(itl_s=timings.itl_s, latents=puller)
     fields = {
         "settings": settings,
         "boot_id": "boot-1",
         "core": core,
         "scheduler": scheduler or core.scheduler(settings),
-        "inference": InferenceService(vocab_size=64, context_length=96, itl_s=timings.itl_s),
+        "inference": inference,
+        "latents": LatentTransferService(store, visit=inference.visit),
+        "latent_puller": puller,
         "transfer": ExpertTransferService(),
         "health": WorkerHealth(),
         "credentials": Credentials(),

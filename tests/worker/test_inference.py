@@ -8,17 +8,16 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import BLAME_KEY, Blame, request_from_proto
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup
-from equipoise.worker.inference import InferenceService
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from tests.support.lone_engine import lone_engine
+from tests.support.worker_parts import inference_of
 
 PROMPT = (3, 1, 4, 1, 5)
 
@@ -73,7 +72,7 @@ async def stub_of(service):
 @pytest_asyncio.fixture
 async def bench(rank_of_one):
     core, held = rank_of_one()
-    service = InferenceService(vocab_size=64, context_length=96, itl_s=Histogram(SHORT_S))
+    service = inference_of()
     loop, gate = asyncio.get_running_loop(), Gate()
     engine = lone_engine(
         core,
@@ -380,9 +379,7 @@ async def test_a_step_that_fails_blames_the_requests_that_were_in_it(bench, blam
 
 
 async def test_requests_before_the_first_rank_are_unavailable():
-    async with stub_of(
-        InferenceService(vocab_size=64, context_length=96, itl_s=Histogram(SHORT_S))
-    ) as stub:
+    async with stub_of(inference_of()) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generated(stub.Generate(request(), timeout=60))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

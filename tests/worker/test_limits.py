@@ -11,12 +11,10 @@ import pytest
 
 from equipoise.rank import transfer
 from equipoise.rank.transfer import ExpertTransferService
-from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.guard import Guard
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import worker_audience
-from equipoise.worker.inference import InferenceService
 from equipoise.worker.lifecycle import _RIGHTS
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
@@ -24,6 +22,7 @@ from equipoise_api.v1 import worker_pb2_grpc
 from tests.support.authority import write_keys
 from tests.support.limits import assert_one_line, field_names, variants
 from tests.support.lone_engine import lone_engine
+from tests.support.worker_parts import inference_of
 
 SHARE = float(os.environ.get("EQUIPOISE_LIMITS_SHARE", "0.25"))
 SEED = int(os.environ.get("EQUIPOISE_FUZZ_SEED", "1"))
@@ -53,7 +52,7 @@ async def call(rank_of_one, tmp_path):
     credentials = {who: Credentials(signing_key=key) for who, key in keys.items()}
     experts = ExpertTransferService()
     experts.open(held, epoch=1)
-    service = InferenceService(vocab_size=64, context_length=96, itl_s=Histogram(SHORT_S))
+    service = inference_of()
     loop = asyncio.get_running_loop()
     engine = lone_engine(
         core,

@@ -33,7 +33,7 @@ async def test_a_worker_exports_exactly_the_documented_metrics():
     assert value_of(families, "equipoise_worker_serving") == 0
     assert value_of(families, "equipoise_worker_rank") == -1
     assert value_of(families, "equipoise_worker_checksum_failures_total") == 2
-    counts = {"step": 0, "pull": 0, "read": 0, "ack": 0, "outage": 1}
+    counts = {"step": 0, "pull": 0, "read": 0, "ack": 0, "outage": 1, "latents": 0}
     for name, reached in counts.items():
         assert value_of(families, "equipoise_worker_timeouts_total", wait=name) == reached
     (family,) = (one for one in families.values() if one.name == "equipoise_worker_timeouts")

@@ -8,7 +8,7 @@ from equipoise.rank.transfer import ExpertTransferService
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.guard import Guard
 from equipoise.trust.tokens import BALANCER, worker_audience
-from equipoise.worker.lifecycle import _RIGHTS
+from equipoise.worker.lifecycle import _LATENTS, _RIGHTS
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.experts import checksum
@@ -22,6 +22,16 @@ AUDIENCE = worker_audience("blue", "worker-1")
 class Echo(worker_pb2_grpc.InferenceServicer):
     async def Generate(self, request, context):  # noqa: N802 - named by the contract
         await context.write(pb.GenerateResponse(tokens=request.prompt))
+
+
+class NoLatents(worker_pb2_grpc.LatentTransferServicer):
+    """Admits every call that the guard admits."""
+
+    async def Fetch(self, request, context):  # noqa: N802
+        yield pb.FetchLatentsResponse(index=7)
+
+    async def Release(self, request, context):  # noqa: N802
+        return pb.ReleaseLatentsResponse()
 
 
 @pytest.fixture
@@ -38,11 +48,18 @@ async def listen(rank_of_one):
         transfer = ExpertTransferService()
         transfer.open(rank_of_one()[1], epoch=1)
         guard = Guard(
-            tls, accepted_keys=accepted_keys, audience=AUDIENCE, rights=_RIGHTS, pool="blue"
+            tls,
+            accepted_keys=accepted_keys,
+            audience=AUDIENCE,
+            rights=_RIGHTS,
+            pool="blue",
+            peer_pools=("green",),
+            for_peers=(_LATENTS,),
         )
         server = grpc.aio.server(interceptors=[guard])
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(transfer, server)
         worker_pb2_grpc.add_InferenceServicer_to_server(Echo(), server)
+        worker_pb2_grpc.add_LatentTransferServicer_to_server(NoLatents(), server)
         port = Credentials(tls).bind(server, "127.0.0.1:0")
         await server.start()
         servers.append(server)
@@ -90,6 +107,48 @@ async def test_a_peer_of_the_pool_may_pull_without_its_address_in_a_certificate(
     address = await listen(authority.issue("worker/blue/w-1", hosts=(WORKER_NAME,)))
     own = authority.issue("worker/blue/w-0", hosts=(WORKER_NAME,))
     assert await pull(address, Credentials(own, worker_name=WORKER_NAME)) > 0
+
+
+@pytest.mark.parametrize(
+    ("who", "may_fetch", "may_release"),
+    [
+        ("worker/blue/w-0", True, True),
+        ("worker/green/w-0", True, True),
+        ("worker/red/w-0", False, False),
+        ("gateway", False, True),
+        ("reader", False, False),
+        ("admin/ann", False, False),
+    ],
+)
+async def test_only_workers_of_the_pool_and_its_peers_get_latents(
+    authority, listen, who, may_fetch, may_release
+):
+    address = await listen(authority.issue("worker/blue/w-1", hosts=(WORKER_NAME,)))
+    own = Credentials(authority.issue(who), worker_name=WORKER_NAME)
+    async with own.worker_channel(address) as channel:
+        stub = worker_pb2_grpc.LatentTransferStub(channel)
+
+        async def fetch():
+            return [part.index async for part in stub.Fetch(pb.FetchLatentsRequest())]
+
+        for call, may in ((fetch, may_fetch), (release_with(stub), may_release)):
+            if may:
+                await call()
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match=who):
+                    await call()
+
+
+def release_with(stub):
+    async def release():
+        return await stub.Release(pb.ReleaseLatentsRequest())
+
+    return release
+
+
+async def test_a_worker_of_a_peer_pool_gets_no_expert(authority, listen, pull):
+    address = await listen(authority.issue("worker/blue/w-1", hosts=(WORKER_NAME,)))
+    assert await pull(address, Credentials(authority.issue("worker/green/w-0"))) == 0
 
 
 @pytest.mark.parametrize("who", ["balancer", "gateway", "reader"])

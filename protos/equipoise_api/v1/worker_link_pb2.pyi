@@ -771,7 +771,8 @@ class WorkerTimeout(_message.Message):
     LATEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """step (a collective with peers), pull (an expert from one source), read (an expert from the
-    checkpoint), ack (any message of the balancer), outage (requests, while ranks re-form) or drain (requests, at a graceful shutdown).
+    checkpoint), ack (any message of the balancer), outage (requests, while ranks re-form), drain (requests, at a graceful shutdown) or latents (of
+    a prompt, from another pool).
     """
     timeout_s: _builtins.float
     """Timeout, seconds."""

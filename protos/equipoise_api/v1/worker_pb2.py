@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65quipoise_api/v1/worker.proto\x12\x10\x65quipoise_api.v1\"<\n\x0c\x46\x65tchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xe0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0bstop_tokens\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.equipoise_api.v1.Sampling\x12\x14\n\x0cnum_replayed\x18\x06 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.equipoise_api.v1.GenerateRequest.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_prompt_logprobs\"\xfa\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\x80\x02\n\x10GenerateResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x35\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1e.equipoise_api.v1.FinishReason\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\x12\x12\n\nis_waiting\x18\x07 \x01(\x08\x12.\n\x06prompt\x18\x08 \x01(\x0b\x32\x1e.equipoise_api.v1.PromptReport\"W\n\x0cPromptReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x30\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\"I\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x12\n\x10GetLimitsRequest\"+\n\x11GetLimitsResponse\x12\x16\n\x0e\x63ontext_length\x18\x01 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x32\\\n\x0e\x45xpertTransfer\x12J\n\x05\x46\x65tch\x12\x1e.equipoise_api.v1.FetchRequest\x1a\x1f.equipoise_api.v1.FetchResponse0\x01\x32\xb6\x01\n\tInference\x12S\n\x08Generate\x12!.equipoise_api.v1.GenerateRequest\x1a\".equipoise_api.v1.GenerateResponse0\x01\x12T\n\tGetLimits\x12\".equipoise_api.v1.GetLimitsRequest\x1a#.equipoise_api.v1.GetLimitsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65quipoise_api/v1/worker.proto\x12\x10\x65quipoise_api.v1\"<\n\x0c\x46\x65tchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xac\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0bstop_tokens\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.equipoise_api.v1.Sampling\x12\x14\n\x0cnum_replayed\x18\x06 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.equipoise_api.v1.GenerateRequest.LogitBiasEntry\x12\x14\n\x0chold_latents\x18\n \x01(\x08\x12\x34\n\x0clatents_from\x18\x0b \x01(\x0b\x32\x1e.equipoise_api.v1.LatentSource\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_prompt_logprobs\"\\\n\x0cLatentSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0c\n\x04hold\x18\x05 \x01(\x04\"?\n\nLatentHold\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0c\n\x04hold\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xfa\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xac\x02\n\x10GenerateResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x35\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1e.equipoise_api.v1.FinishReason\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\x12\x12\n\nis_waiting\x18\x07 \x01(\x08\x12.\n\x06prompt\x18\x08 \x01(\x0b\x32\x1e.equipoise_api.v1.PromptReport\x12*\n\x04held\x18\t \x01(\x0b\x32\x1c.equipoise_api.v1.LatentHold\"W\n\x0cPromptReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x30\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\"I\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x12\n\x10GetLimitsRequest\"+\n\x11GetLimitsResponse\x12\x16\n\x0e\x63ontext_length\x18\x01 \x01(\r\"P\n\x13\x46\x65tchLatentsRequest\x12\x0c\n\x04\x66orm\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0c\n\x04hold\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"W\n\x14\x46\x65tchLatentsResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x15\n\x08\x63hecksum\x18\x03 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"6\n\x15ReleaseLatentsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0c\n\x04hold\x18\x02 \x01(\x04\"\x18\n\x16ReleaseLatentsResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x32\\\n\x0e\x45xpertTransfer\x12J\n\x05\x46\x65tch\x12\x1e.equipoise_api.v1.FetchRequest\x1a\x1f.equipoise_api.v1.FetchResponse0\x01\x32\xb6\x01\n\tInference\x12S\n\x08Generate\x12!.equipoise_api.v1.GenerateRequest\x1a\".equipoise_api.v1.GenerateResponse0\x01\x12T\n\tGetLimits\x12\".equipoise_api.v1.GetLimitsRequest\x1a#.equipoise_api.v1.GetLimitsResponse2\xc8\x01\n\x0eLatentTransfer\x12X\n\x05\x46\x65tch\x12%.equipoise_api.v1.FetchLatentsRequest\x1a&.equipoise_api.v1.FetchLatentsResponse0\x01\x12\\\n\x07Release\x12\'.equipoise_api.v1.ReleaseLatentsRequest\x1a(.equipoise_api.v1.ReleaseLatentsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1240
-  _globals['_FINISHREASON']._serialized_end=1335
+  _globals['_FINISHREASON']._serialized_start=1772
+  _globals['_FINISHREASON']._serialized_end=1867
   _globals['_FETCHREQUEST']._serialized_start=51
   _globals['_FETCHREQUEST']._serialized_end=111
   _globals['_FETCHRESPONSE']._serialized_start=113
   _globals['_FETCHRESPONSE']._serialized_end=142
   _globals['_GENERATEREQUEST']._serialized_start=145
-  _globals['_GENERATEREQUEST']._serialized_end=497
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=429
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=477
-  _globals['_SAMPLING']._serialized_start=500
-  _globals['_SAMPLING']._serialized_end=750
-  _globals['_GENERATERESPONSE']._serialized_start=753
-  _globals['_GENERATERESPONSE']._serialized_end=1009
-  _globals['_PROMPTREPORT']._serialized_start=1011
-  _globals['_PROMPTREPORT']._serialized_end=1098
-  _globals['_TOKENLOGPROB']._serialized_start=1100
-  _globals['_TOKENLOGPROB']._serialized_end=1173
-  _globals['_GETLIMITSREQUEST']._serialized_start=1175
-  _globals['_GETLIMITSREQUEST']._serialized_end=1193
-  _globals['_GETLIMITSRESPONSE']._serialized_start=1195
-  _globals['_GETLIMITSRESPONSE']._serialized_end=1238
-  _globals['_EXPERTTRANSFER']._serialized_start=1337
-  _globals['_EXPERTTRANSFER']._serialized_end=1429
-  _globals['_INFERENCE']._serialized_start=1432
-  _globals['_INFERENCE']._serialized_end=1614
+  _globals['_GENERATEREQUEST']._serialized_end=573
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=505
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=553
+  _globals['_LATENTSOURCE']._serialized_start=575
+  _globals['_LATENTSOURCE']._serialized_end=667
+  _globals['_LATENTHOLD']._serialized_start=669
+  _globals['_LATENTHOLD']._serialized_end=732
+  _globals['_SAMPLING']._serialized_start=735
+  _globals['_SAMPLING']._serialized_end=985
+  _globals['_GENERATERESPONSE']._serialized_start=988
+  _globals['_GENERATERESPONSE']._serialized_end=1288
+  _globals['_PROMPTREPORT']._serialized_start=1290
+  _globals['_PROMPTREPORT']._serialized_end=1377
+  _globals['_TOKENLOGPROB']._serialized_start=1379
+  _globals['_TOKENLOGPROB']._serialized_end=1452
+  _globals['_GETLIMITSREQUEST']._serialized_start=1454
+  _globals['_GETLIMITSREQUEST']._serialized_end=1472
+  _globals['_GETLIMITSRESPONSE']._serialized_start=1474
+  _globals['_GETLIMITSRESPONSE']._serialized_end=1517
+  _globals['_FETCHLATENTSREQUEST']._serialized_start=1519
+  _globals['_FETCHLATENTSREQUEST']._serialized_end=1599
+  _globals['_FETCHLATENTSRESPONSE']._serialized_start=1601
+  _globals['_FETCHLATENTSRESPONSE']._serialized_end=1688
+  _globals['_RELEASELATENTSREQUEST']._serialized_start=1690
+  _globals['_RELEASELATENTSREQUEST']._serialized_end=1744
+  _globals['_RELEASELATENTSRESPONSE']._serialized_start=1746
+  _globals['_RELEASELATENTSRESPONSE']._serialized_end=1770
+  _globals['_EXPERTTRANSFER']._serialized_start=1869
+  _globals['_EXPERTTRANSFER']._serialized_end=1961
+  _globals['_INFERENCE']._serialized_start=1964
+  _globals['_INFERENCE']._serialized_end=2146
+  _globals['_LATENTTRANSFER']._serialized_start=2149
+  _globals['_LATENTTRANSFER']._serialized_end=2349
 # @@protoc_insertion_point(module_scope)

@@ -130,6 +130,8 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    HOLD_LATENTS_FIELD_NUMBER: _builtins.int
+    LATENTS_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, for logs."""
     max_tokens: _builtins.int
@@ -144,6 +146,8 @@ class GenerateRequest(_message.Message):
     """
     min_tokens: _builtins.int
     """Stop tokens are not generated before the output, replayed tokens included, has this many tokens."""
+    hold_latents: _builtins.bool
+    """Hold the request's latents when it has finished, for a rank of another pool to fetch."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; at least one."""
@@ -160,6 +164,10 @@ class GenerateRequest(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these tokens before the penalties, from -100 to 100."""
 
+    @_builtins.property
+    def latents_from(self) -> Global___LatentSource:
+        """Rank that read the beginning of the prompt: its latents are fetched first. What is missing is read."""
+
     def __init__(
         self,
         *,
@@ -172,16 +180,84 @@ class GenerateRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         min_tokens: _builtins.int = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        hold_latents: _builtins.bool = ...,
+        latents_from: Global___LatentSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "latents_from", b"latents_from", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_replayed", b"num_replayed", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop_tokens", b"stop_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "hold_latents", b"hold_latents", "latents_from", b"latents_from", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_replayed", b"num_replayed", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop_tokens", b"stop_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class LatentSource(_message.Message):
+    """LatentSource names the latents that a rank holds for a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the rank."""
+    pool: _builtins.str
+    """Its pool and worker name, to authenticate it."""
+    worker: _builtins.str
+    boot_id: _builtins.str
+    """As in LatentHold."""
+    hold: _builtins.int
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        hold: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "hold", b"hold", "pool", b"pool", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatentSource: _TypeAlias = LatentSource  # noqa: Y015
+
+@_typing.final
+class LatentHold(_message.Message):
+    """LatentHold names what a rank keeps of a request that has finished."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
+    """Process that holds them, as in Hello."""
+    hold: _builtins.int
+    """Number of the hold, from 1."""
+    num_tokens: _builtins.int
+    """Tokens whose latents are held, in whole blocks."""
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.str = ...,
+        hold: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "hold", b"hold", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatentHold: _TypeAlias = LatentHold  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -272,6 +348,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     IS_WAITING_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message."""
     generation: _builtins.int
@@ -298,6 +375,10 @@ class GenerateResponse(_message.Message):
         tokens bring the earlier ones first.
         """
 
+    @_builtins.property
+    def held(self) -> Global___LatentHold:
+        """On the last message if the request asked for it and filled a block."""
+
     def __init__(
         self,
         *,
@@ -309,10 +390,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         is_waiting: _builtins.bool = ...,
         prompt: Global___PromptReport | None = ...,
+        held: Global___LatentHold | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "is_waiting", b"is_waiting", "logprobs", b"logprobs", "prompt", b"prompt", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "generation", b"generation", "held", b"held", "is_waiting", b"is_waiting", "logprobs", b"logprobs", "prompt", b"prompt", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,3 +502,112 @@ class GetLimitsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLimitsResponse: _TypeAlias = GetLimitsResponse  # noqa: Y015
+
+@_typing.final
+class FetchLatentsRequest(_message.Message):
+    """FetchLatentsRequest names blocks by the digests of their tokens and all tokens before them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORM_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    form: _builtins.str
+    """Form of the caller's latents, as in Hello."""
+    boot_id: _builtins.str
+    """Process that is meant, as in Hello."""
+    hold: _builtins.int
+    """Hold to end once all blocks were sent; 0 for none."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16 bytes each, in the order of positions; at most those of the context."""
+
+    def __init__(
+        self,
+        *,
+        form: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        hold: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "form", b"form", "hold", b"hold", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchLatentsRequest: _TypeAlias = FetchLatentsRequest  # noqa: Y015
+
+@_typing.final
+class FetchLatentsResponse(_message.Message):
+    """FetchLatentsResponse is the next part of a block. The stream ends before the first block that is not
+    here.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Of keys, ascending without gaps."""
+    data: _builtins.bytes
+    """At most 1 MiB. A block is the layers of each store in order, [block_tokens, width] each."""
+    checksum: _builtins.int
+    """With the last part of a block: CRC-32 of the block."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        checksum: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "data", b"data", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
+    _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
+
+Global___FetchLatentsResponse: _TypeAlias = FetchLatentsResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseLatentsRequest(_message.Message):
+    """ReleaseLatentsRequest ends a hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
+    hold: _builtins.int
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.str = ...,
+        hold: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseLatentsRequest: _TypeAlias = ReleaseLatentsRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseLatentsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseLatentsResponse: _TypeAlias = ReleaseLatentsResponse  # noqa: Y015

@@ -224,3 +224,127 @@ class Inference:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LatentTransferStub:
+    """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
+    layout; a slow peer cannot delay a step.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_stream(
+                '/equipoise_api.v1.LatentTransfer/Fetch',
+                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsRequest.SerializeToString,
+                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/equipoise_api.v1.LatentTransfer/Release',
+                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsRequest.SerializeToString,
+                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsResponse.FromString,
+                _registered_method=True)
+
+
+class LatentTransferServicer:
+    """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
+    layout; a slow peer cannot delay a step.
+    """
+
+    def Fetch(self, request, context):
+        """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
+        FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Release ends a hold; one that does not exist is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LatentTransferServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsRequest.FromString,
+                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsRequest.FromString,
+                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'equipoise_api.v1.LatentTransfer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('equipoise_api.v1.LatentTransfer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class LatentTransfer:
+    """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
+    layout; a slow peer cannot delay a step.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/equipoise_api.v1.LatentTransfer/Fetch',
+            equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsRequest.SerializeToString,
+            equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/equipoise_api.v1.LatentTransfer/Release',
+            equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsRequest.SerializeToString,
+            equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

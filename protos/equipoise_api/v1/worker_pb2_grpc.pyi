@@ -117,3 +117,58 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """GetLimits reports which requests the rank serves. UNAVAILABLE: none now; the message says why."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class LatentTransferStub:
+    """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
+    layout; a slow peer cannot delay a step.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> LatentTransferAsyncStub: ...
+    Fetch: _grpc.UnaryStreamMultiCallable[_worker_pb2.FetchLatentsRequest, _worker_pb2.FetchLatentsResponse]
+    """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
+    FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
+    """
+    Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseLatentsRequest, _worker_pb2.ReleaseLatentsResponse]
+    """Release ends a hold; one that does not exist is no error."""
+
+@_typing.type_check_only
+class LatentTransferAsyncStub(LatentTransferStub):
+    """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
+    layout; a slow peer cannot delay a step.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.FetchLatentsRequest, _worker_pb2.FetchLatentsResponse]  # type: ignore[assignment]
+    """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
+    FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
+    """
+    Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseLatentsRequest, _worker_pb2.ReleaseLatentsResponse]  # type: ignore[assignment]
+    """Release ends a hold; one that does not exist is no error."""
+
+class LatentTransferServicer(metaclass=_abc_1.ABCMeta):
+    """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
+    layout; a slow peer cannot delay a step.
+    """
+
+    @_abc_1.abstractmethod
+    def Fetch(
+        self,
+        request: _worker_pb2.FetchLatentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.FetchLatentsResponse], _abc.AsyncIterator[_worker_pb2.FetchLatentsResponse]]:
+        """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
+        FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
+        """
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _worker_pb2.ReleaseLatentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReleaseLatentsResponse, _abc.Awaitable[_worker_pb2.ReleaseLatentsResponse]]:
+        """Release ends a hold; one that does not exist is no error."""
+
+def add_LatentTransferServicer_to_server(servicer: LatentTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import grpc
@@ -33,20 +33,32 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
 
     A port requires a client certificate if its TLS is mutual, and a token for its `audience` if
     `accepted_keys` names a file. If it requires neither, it admits every call; `Tls` then allows
-    the port on loopback only, or with `insecure`. Workers must belong to `pool`, if given.
+    the port on loopback only, or with `insecure`. Workers must belong to `pool`, if given; those of
+    `peer_pools` may call the services in `for_peers`. A right for `service/method` precedes the
+    service's.
 
     Raises:
         TrustError: the file of accepted keys is invalid.
     """
 
     def __init__(
-        self, tls: Tls, *, accepted_keys: str, audience: str, rights: Rights, pool: str = ""
+        self,
+        tls: Tls,
+        *,
+        accepted_keys: str,
+        audience: str,
+        rights: Rights,
+        pool: str = "",
+        peer_pools: Collection[str] = (),
+        for_peers: Collection[str] = (),
     ) -> None:
         self._tls = tls
         self._keys = AcceptedKeys(accepted_keys) if accepted_keys else None
         self._audience = audience
         self._rights = rights
         self._pool = pool
+        self._peer_pools = peer_pools
+        self._for_peers = for_peers
         self.rejected: Counter[str] = Counter()
 
     def caller(self, context: _Context) -> Caller:
@@ -86,31 +98,34 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
         method = handler_call_details.method
         if isinstance(method, bytes):
             method = method.decode()
-        service = method.strip("/").partition("/")[0]
+        method = method.strip("/")
+        service = method.partition("/")[0]
         if handler is None or (service in self._rights and self._rights[service] is ANYBODY):
             return handler
 
         async def admit(context: _Context) -> None:
             try:
-                self._check(service, context)
+                self._check(service, method, context)
             except RejectedCallerError as error:
                 self._note(error, method, context)
                 await context.abort(error.code, str(error))
 
         return _guarded(handler, admit)
 
-    def _check(self, service: str, context: _Context) -> None:
+    def _check(self, service: str, method: str, context: _Context) -> None:
         caller = self.caller(context)
-        roles = self._rights.get(service) or frozenset()
+        roles = self._rights.get(method, self._rights.get(service)) or frozenset()
         if not caller.may(roles):
             raise RejectedCallerError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{caller} may not call {service.rpartition('.')[2]}: allowed roles are "
                 f"{', '.join(sorted(roles)) or 'none'}",
             )
-        if self._pool and not caller.may_speak_for(pool=self._pool):
+        pools = (self._pool, *(self._peer_pools if service in self._for_peers else ()))
+        if self._pool and not any(caller.may_speak_for(pool=pool) for pool in pools):
+            names = " or ".join(pools)
             raise RejectedCallerError(
-                grpc.StatusCode.PERMISSION_DENIED, f"{caller} does not belong to pool {self._pool}"
+                grpc.StatusCode.PERMISSION_DENIED, f"{caller} does not belong to pool {names}"
             )
 
     def _note(self, error: RejectedCallerError, method: str, context: _Context) -> None:

@@ -78,6 +78,40 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHold:
+    """What a rank keeps of a request that has finished."""
+
+    boot_id: str
+    """The process that holds it."""
+
+    hold: int
+    """Number of the hold, from 1."""
+
+    num_tokens: int
+    """Tokens whose latents are held, in whole blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSource:
+    """Where a rank can fetch a request's latents."""
+
+    address: str
+    """host:port of the rank that holds them."""
+
+    pool: str
+    """Its pool."""
+
+    worker: str
+    """Its name."""
+
+    boot_id: str
+    """Its process."""
+
+    hold: int
+    """The hold, which ends once all was fetched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A request to one rank."""
 
@@ -97,7 +131,13 @@ class GenerateRequest:
     """How tokens are chosen; greedy by default."""
 
     num_replayed: int = 0
-    """How many tokens at the prompt's end are output of ranks that failed."""
+    """How many tokens at the prompt's end are output of other ranks."""
+
+    hold_latents: bool = False
+    """Whether to hold its latents when it has finished, for a rank of another pool."""
+
+    latents_from: LatentSource | None = None
+    """A rank that holds latents of the prompt's beginning; None to read all of it."""
 
     prompt_logprobs: int | None = None
     """How many of the most likely tokens to report at each position of the prompt; None for no
@@ -166,6 +206,9 @@ class GeneratedTokens:
     prompt: PromptReport | None = None
     """Comes with the first tokens."""
 
+    held: LatentHold | None = None
+    """Set with the last token if the rank holds the request's latents."""
+
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """Convert a request."""
@@ -179,6 +222,8 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         prompt_logprobs=request.prompt_logprobs,
         min_tokens=request.min_tokens,
         logit_bias=dict(request.logit_bias),
+        hold_latents=request.hold_latents,
+        latents_from=_source_to_proto(request.latents_from) if request.latents_from else None,
     )
 
 
@@ -229,6 +274,10 @@ def request_from_proto(
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         min_tokens=message.min_tokens,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        hold_latents=message.hold_latents,
+        latents_from=(
+            _source_from_proto(message.latents_from) if message.HasField("latents_from") else None
+        ),
     )
 
 
@@ -288,6 +337,7 @@ def response_to_proto(
         epoch=epoch,
         logprobs=map(_logprob_to_proto, generated.logprobs),
         prompt=last,
+        held=None if generated.held is None else pb.LatentHold(**asdict(generated.held)),
     )
     return [*(pb.GenerateResponse(prompt=part) for part in earlier), tokens]
 
@@ -340,6 +390,7 @@ def response_from_proto(
         prompt=None
         if num_before
         else _prompt_report_from_proto(prompt, request=request, vocab_size=vocab_size),
+        held=_hold_from_proto(message.held) if message.HasField("held") else None,
     )
 
 
@@ -350,6 +401,27 @@ def blame_from_metadata(metadata: Sequence[tuple[str, str | bytes]]) -> Blame:
     """
     value = dict(metadata).get(BLAME_KEY)
     return next((blame for blame in Blame if blame == value), Blame.STEP)
+
+
+def _source_to_proto(source: LatentSource) -> pb.LatentSource:
+    return pb.LatentSource(**asdict(source))
+
+
+def _source_from_proto(message: pb.LatentSource) -> LatentSource:
+    kind = "generate"
+    return LatentSource(
+        address=checks.address(kind, "latents_from.address", message.address),
+        **checks.names(kind, message, "pool", "worker", "boot_id"),
+        hold=checks.count(kind, "latents_from.hold", message.hold),
+    )
+
+
+def _hold_from_proto(message: pb.LatentHold) -> LatentHold:
+    return LatentHold(
+        boot_id=checks.name("generate_response", "boot_id", message.boot_id),
+        hold=checks.count("generate_response", "hold", message.hold, least=1),
+        num_tokens=message.num_tokens,
+    )
 
 
 def _sampling_from_proto(message: pb.Sampling) -> Sampling:

@@ -202,6 +202,9 @@ class Wait(StrEnum):
     DRAIN = "drain"
     """For requests in flight during a graceful shutdown; the rest fail after it."""
 
+    LATENTS = "latents"
+    """For the latents of a prompt from another pool; what is missing after it is read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimeout:

@@ -8,13 +8,13 @@ depend on neither layout nor epoch, so cached blocks stay valid after a switch.
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 BlockKey = bytes
 """A digest of a block's tokens and all tokens before them, resistant to collisions."""
 
 _ROOT: BlockKey = b""
-_KEY_BYTES = 16
+KEY_BYTES = 16
 
 
 class BlockPool:
@@ -153,6 +153,12 @@ class BlockTable:
         """Uncache the blocks that only this sequence holds, and return them."""
         return [block for block in self._blocks if self._pool.forget(block)]
 
+    def give_published(self) -> list[int]:
+        """Hand the holds of the full blocks that ran to the caller."""
+        published = self._blocks[: len(self._keys)]
+        del self._blocks[: len(self._keys)]
+        return published
+
     def release(self) -> None:
         """Give up all blocks, the last first, so that a sequence's start stays cached longest."""
         while self._blocks:
@@ -163,9 +169,7 @@ class BlockTable:
 def found_blocks(pool: BlockPool, tokens: Sequence[int]) -> list[tuple[BlockKey, int]]:
     """Keys and blocks of a sequence's cached full blocks, without its last token."""
     found: list[tuple[BlockKey, int]] = []
-    key, size = _ROOT, pool.block_tokens
-    for start in range(0, len(tokens) - size, size):
-        key = _key(key, tokens[start : start + size])
+    for key in keys_of(tokens, block_tokens=pool.block_tokens):
         block = pool.find(key)
         if block is None:
             break
@@ -173,5 +177,13 @@ def found_blocks(pool: BlockPool, tokens: Sequence[int]) -> list[tuple[BlockKey,
     return found
 
 
+def keys_of(tokens: Sequence[int], *, block_tokens: int) -> Iterator[BlockKey]:
+    """Yield the keys of a sequence's full blocks, without its last token."""
+    key = _ROOT
+    for start in range(0, len(tokens) - block_tokens, block_tokens):
+        key = _key(key, tokens[start : start + block_tokens])
+        yield key
+
+
 def _key(before: BlockKey, tokens: Sequence[int]) -> BlockKey:
-    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
+    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=KEY_BYTES).digest()

@@ -122,6 +122,7 @@ class ModelCore:
             max_step_tokens=settings.max_step_tokens,
             num_drafts=settings.speculate,
             max_drafting=settings.speculate_up_to,
+            hold_s=settings.hold_s,
         )
 
     def drafter(self, settings: WorkerSettings) -> Drafter | None:

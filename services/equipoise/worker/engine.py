@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 from torch.distributed import DistError
 
@@ -51,6 +52,8 @@ LONG_IDLE_WAIT_S = 0.03
 LONG_IDLE_TURNS = 100
 
 _log = logging.getLogger(__name__)
+
+Visited = TypeVar("Visited")
 
 _UNREPORTED_STEPS = 4096
 _MEDIAN_STEPS = 128
@@ -141,6 +144,13 @@ class Engine:
         with self._lock:
             self._scheduler.cancel(key)
 
+    def visit(self, act: Callable[[Scheduler], Visited]) -> Visited:
+        """Let `act` use the scheduler and its blocks, for at most the time of one block's copy."""
+        with self._lock:
+            visited = act(self._scheduler)
+        self._wake.set()
+        return visited
+
     def latest_step_if_waiting(self, key: int) -> tuple[int, int] | None:
         """Return the latest step's epoch and number if the request waits for its turn."""
         with self._lock:
@@ -215,7 +225,8 @@ class Engine:
         began, waited_s = time.perf_counter(), self._waited_s
         self._wake.clear()
         with self._lock:
-            plan, staged, leaving = self._scheduler.plan(), self._staged, self._leaving
+            plan = self._scheduler.plan(now=time.monotonic())
+            staged, leaving = self._staged, self._leaving
         headers = self._group.exchange(self._header(plan, staged, leaving=leaving))
         if leaving:
             return False
@@ -334,7 +345,9 @@ class Engine:
             _log.exception("%s", words)
             raise StepError(words, keys=keys, blame=blame) from error
         with self._lock:
-            emissions = self._scheduler.commit(plan, sampled, drafts, scores=scores)
+            emissions = self._scheduler.commit(
+                plan, sampled, drafts, scores=scores, now=time.monotonic()
+            )
             if blocks := self._scheduler.take_suspect_blocks():
                 self._cache.clear(blocks)
             self._num_steps += 1

@@ -27,3 +27,7 @@ class StepTimeoutError(GroupError):
 
 class QueueFullError(Exception):
     """The queue is full; the request may be retried later."""
+
+
+class NotServingError(Exception):
+    """This worker has no engine yet; says why."""

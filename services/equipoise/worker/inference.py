@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import NoReturn
@@ -18,14 +19,17 @@ from equipoise.wire.inference import (
     Blame,
     GeneratedTokens,
     GenerateRequest,
+    LatentHold,
     PromptReport,
     TokenLogprob,
     request_from_proto,
     response_to_proto,
     waiting_to_proto,
 )
-from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.errors import QueueFullError, StepError
+from equipoise.worker.engine import Engine, StepResult, Visited
+from equipoise.worker.errors import NotServingError, QueueFullError, StepError
+from equipoise.worker.latents.puller import LatentPuller
+from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
@@ -46,10 +50,21 @@ class InferenceService(pb_grpc.InferenceServicer):
     """Serves `Generate`; used from the event loop only.
 
     `vocab_size` and `context_length` (prompt and output together) limit what a request may ask for.
-    `itl_s` counts the time between two tokens of a request, seconds.
+    `itl_s` counts the time between two tokens of a request, seconds. `boot_id` is this process;
+    `latents` fetches what another pool has read of a prompt.
     """
 
-    def __init__(self, *, vocab_size: int, context_length: int, itl_s: Histogram) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        context_length: int,
+        itl_s: Histogram,
+        boot_id: str,
+        latents: LatentPuller,
+    ) -> None:
+        self._boot_id = boot_id
+        self._latents = latents
         self._vocab_size = vocab_size
         self._context_length = context_length
         # The newest engine, which has the requests of earlier ones too, even when closed.
@@ -65,6 +80,16 @@ class InferenceService(pb_grpc.InferenceServicer):
         """Rejects new requests with UNAVAILABLE and this reason if set; open ones continue."""
         self._failed_step: StepError | None = None
         self._changed = asyncio.Event()
+
+    def visit(self, act: Callable[[Scheduler], Visited]) -> Visited:
+        """Let `act` use the scheduler; once an engine was opened, also between two engines.
+
+        Raises:
+            NotServingError: no engine was opened yet.
+        """
+        if self._engine is None:
+            raise NotServingError(self._closed)
+        return self._engine.visit(act)
 
     def open(self, engine: Engine) -> None:
         """Serve by this engine; before the first one every request is rejected.
@@ -121,6 +146,8 @@ class InferenceService(pb_grpc.InferenceServicer):
                 num_replayed=request.num_replayed,
                 prompt_logprobs=request.prompt_logprobs,
                 min_tokens=request.min_tokens,
+                hold_latents=request.hold_latents,
+                is_handed_over=request.latents_from is not None,
             )
         except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -131,9 +158,12 @@ class InferenceService(pb_grpc.InferenceServicer):
         assert self._engine is not None, "a service without an engine is closed"
         stream = self._streams[key] = _Stream()
         try:
+            if request.latents_from is not None:
+                await self._pull(context, request, queued)
             self._engine.submit(queued)
             # Reports that the request is queued: later failures count as failures of this request.
-            await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+            if request.latents_from is None:
+                await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             await self._write(context, request, stream, key)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
@@ -151,6 +181,13 @@ class InferenceService(pb_grpc.InferenceServicer):
         if self._closed or self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         return pb.GetLimitsResponse(context_length=self._context_length)
+
+    async def _pull(self, context: _Context, request: GenerateRequest, queued: Request) -> None:
+        """Accept a request and fetch its latents, unless the queue is full already."""
+        assert request.latents_from is not None
+        self.visit(lambda scheduler: scheduler.check_room())
+        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+        await self._latents.pull(queued.key, queued.prompt, request.latents_from, visit=self.visit)
 
     async def _write(
         self, context: _Context, request: GenerateRequest, stream: _Stream, key: int
@@ -176,7 +213,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 if last_s:
                     self._itl_s.observe((now - last_s) / len(tokens))
                 last_s = now
-                for message in _responses(tokens, request):
+                for message in _responses(tokens, request, boot_id=self._boot_id):
                     await context.write(message)
             if last.sampled.fault:
                 reason = f"the request failed in step {result.step}: {last.sampled.fault}"
@@ -216,7 +253,9 @@ async def _all_queued(stream: _Stream) -> list[_Token]:
     return tokens
 
 
-def _responses(tokens: list[_Token], request: GenerateRequest) -> list[pb.GenerateResponse]:
+def _responses(
+    tokens: list[_Token], request: GenerateRequest, *, boot_id: str
+) -> list[pb.GenerateResponse]:
     (_, first), (result, last) = tokens[0], tokens[-1]
     report = None
     if first.prompt is not None:
@@ -230,6 +269,11 @@ def _responses(tokens: list[_Token], request: GenerateRequest) -> list[pb.Genera
             finish=last.finish,
             logprobs=tuple(_logprob(one) for one in sampled if with_logprobs),
             prompt=report,
+            held=(
+                LatentHold(boot_id=boot_id, hold=last.hold, num_tokens=last.num_held_tokens)
+                if last.hold
+                else None
+            ),
         ),
         generation=result.generation,
         step=result.step,

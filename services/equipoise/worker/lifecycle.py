@@ -39,6 +39,9 @@ from equipoise.worker.errors import RejectedError, StepError
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.latents.puller import LatentPuller
+from equipoise.worker.latents.service import LatentTransferService
+from equipoise.worker.latents.store import LatentStore
 from equipoise.worker.location import Location, find_location
 from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.parts import WorkerParts
@@ -54,9 +57,13 @@ from equipoise_model.device import name_of
 STOP_GRACE_S = 0.5
 """How long open calls get to deliver their last message."""
 
+_LATENTS = "equipoise_api.v1.LatentTransfer"
+
 _RIGHTS: Rights = {
     "equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER}),
     "equipoise_api.v1.Inference": frozenset({Role.GATEWAY}),
+    _LATENTS: frozenset({Role.WORKER}),
+    f"{_LATENTS}/Release": frozenset({Role.WORKER, Role.GATEWAY}),
     reflection.SERVICE_NAME: frozenset(Role),
     health.SERVICE_NAME: ANYBODY,
 }
@@ -111,6 +118,8 @@ class Worker:
             audience=worker_audience(settings.pool, settings.worker),
             rights=_RIGHTS,
             pool=settings.pool,
+            peer_pools=settings.peer_pools,
+            for_peers=(_LATENTS,),
         )
         self.address = ""
         """Advertised host:port of this worker's services; empty before it listens."""
@@ -119,26 +128,40 @@ class Worker:
         self._rendezvous = Rendezvous(listener)
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox = Outbox()
-        timings, waits = Timings(), waits_of(settings)
+        timings, waits, boot_id = Timings(), waits_of(settings), uuid.uuid4().hex
+        credentials = Credentials(
+            settings.tls,
+            signing_key=settings.signing_key,
+            worker_name=settings.tls_worker_name,
+            balancer_name=settings.tls_balancer_name,
+        )
+        store = LatentStore(cache=core.cache, form=core.latent_form(settings), boot_id=boot_id)
+        puller = LatentPuller(
+            store,
+            peer_pools=settings.peer_pools,
+            credentials=credentials,
+            waits=waits,
+            bytes_per_s=settings.latent_mib_per_s * 2**20,
+        )
+        inference = InferenceService(
+            vocab_size=core.checkpoint.config.vocab_size,
+            context_length=settings.context_length,
+            itl_s=timings.itl_s,
+            boot_id=boot_id,
+            latents=puller,
+        )
         self._parts = WorkerParts(
             settings=settings,
-            boot_id=uuid.uuid4().hex,
+            boot_id=boot_id,
             core=core,
             scheduler=core.scheduler(settings),
-            inference=InferenceService(
-                vocab_size=core.checkpoint.config.vocab_size,
-                context_length=settings.context_length,
-                itl_s=timings.itl_s,
-            ),
+            inference=inference,
+            latents=LatentTransferService(store, visit=inference.visit),
+            latent_puller=puller,
             reader=CheckpointReader(core.checkpoint.read_expert, waits=waits),
             transfer=ExpertTransferService(),
             health=WorkerHealth(),
-            credentials=Credentials(
-                settings.tls,
-                signing_key=settings.signing_key,
-                worker_name=settings.tls_worker_name,
-                balancer_name=settings.tls_balancer_name,
-            ),
+            credentials=credentials,
             send=self._outbox.send,
             waits=waits,
             timings=timings,
@@ -226,6 +249,7 @@ class Worker:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self._parts.transfer, server)
+        worker_pb2_grpc.add_LatentTransferServicer_to_server(self._parts.latents, server)
         worker_pb2_grpc.add_InferenceServicer_to_server(self._parts.inference, server)
         await self._parts.health.serve_on(server)
         names = [service.full_name for service in worker_pb2.DESCRIPTOR.services_by_name.values()]

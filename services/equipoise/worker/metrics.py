@@ -13,6 +13,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from equipoise.worker.latents.holds import HoldEnd
+from equipoise.worker.latents.puller import PullOutcome
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.rank import Rank
 
@@ -25,6 +27,8 @@ class WorkerCollector(Collector):
         self._scheduler = parts.scheduler
         self._timings = parts.timings
         self._waits = parts.waits
+        self._latents = parts.latents
+        self._puller = parts.latent_puller
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their current values."""
@@ -71,6 +75,7 @@ class WorkerCollector(Collector):
             "kind",
             {"verified": counts.drafted, "accepted": counts.accepted},
         )
+        yield from self._latent_counters()
         for name, text, value in (
             (
                 "requests_preempted",
@@ -86,6 +91,38 @@ class WorkerCollector(Collector):
         ):
             yield CounterMetricFamily(f"equipoise_worker_{name}", text, value=value)
 
+    def _latent_counters(self) -> Iterator[Metric]:
+        counts, holds = self._scheduler.counts, self._scheduler.holds
+        yield _labelled(
+            "prompt_tokens_read",
+            "Tokens of admitted requests that were not cached, by why they were read here.",
+            "why",
+            {"own": counts.read_own, "tail": counts.read_tail, "missing": counts.read_missing},
+        )
+        yield _labelled(
+            "latent_pulls",
+            "Prompts whose latents were to be fetched from another pool.",
+            "outcome",
+            {outcome: self._puller.outcomes[outcome] for outcome in PullOutcome},
+        )
+        yield _labelled(
+            "latent_bytes",
+            "Bytes of latents exchanged with other pools.",
+            "direction",
+            {"in": self._puller.num_bytes, "out": self._latents.num_sent_bytes},
+        )
+        yield _labelled(
+            "latent_holds",
+            "Holds of latents for other pools that have ended.",
+            "ended",
+            {how: holds.ended[how] for how in HoldEnd},
+        )
+        yield CounterMetricFamily(
+            "equipoise_worker_latent_refusals",
+            "Fetches of latents that were refused.",
+            value=self._latents.refused.total(),
+        )
+
     def _gauges_of_requests(self) -> Iterator[tuple[str, str, float]]:
         scheduler = self._scheduler
         yield "active_requests", "Requests that are generating.", scheduler.num_active
@@ -94,6 +131,11 @@ class WorkerCollector(Collector):
             "drafting",
             "1 while speculative decoding is on; 0 if off, or too many requests are active.",
             scheduler.is_drafting,
+        )
+        yield (
+            "held_tokens",
+            "Tokens in latents that are held for other pools.",
+            scheduler.holds.num_tokens,
         )
         yield (
             "kv_used_ratio",

@@ -12,6 +12,8 @@ from equipoise.wire.messages import WorkerMessage
 from equipoise.worker.core import ModelCore
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
+from equipoise.worker.latents.puller import LatentPuller
+from equipoise.worker.latents.service import LatentTransferService
 from equipoise.worker.placement import HeldSlots
 from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.scheduler import Scheduler
@@ -30,6 +32,10 @@ class WorkerParts:
     scheduler: Scheduler
     """Has the worker's requests, waiting and active."""
     inference: InferenceService
+    latents: LatentTransferService
+    """Sends latents to ranks of peer pools."""
+    latent_puller: LatentPuller
+    """Fetches latents from ranks of peer pools."""
     transfer: ExpertTransferService
     reader: CheckpointReader
     health: WorkerHealth

@@ -7,15 +7,18 @@ Admission and prefill are first come, first served, so nothing starves.
 An admitted request holds blocks of the latent cache for the tokens it has run. When blocks run out,
 the youngest request is preempted: it releases its blocks, moves to the front of the queue, and
 later runs its prompt and output again. The oldest is never preempted, so every request finishes.
+Blocks of pulls give way first, and those held for other pools last.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
+from equipoise.worker.latents.holds import HoldLedger
+from equipoise.worker.latents.pulls import Pull, Pulls
 from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan
 from equipoise_model.sampling_params import MAX_SCORED_ROWS, SampledToken
 
@@ -45,6 +48,15 @@ class SchedulerCounts:
     preempted: int = 0
     """Times a request was preempted."""
 
+    read_own: int = 0
+    """Tokens of admitted requests that no other pool has read, without cached ones."""
+
+    read_tail: int = 0
+    """Tokens of handed-over requests behind their last full block."""
+
+    read_missing: int = 0
+    """Tokens in full blocks of handed-over requests that were not fetched."""
+
 
 class Scheduler:
     """Requests of one worker, queued and active, across epochs.
@@ -67,6 +79,7 @@ class Scheduler:
         max_step_tokens: int,
         num_drafts: int = 0,
         max_drafting: int | None = None,
+        hold_s: float = 30.0,
     ) -> None:
         self._max_drafting = max_requests if max_drafting is None else max_drafting
         assert max_requests >= 1
@@ -74,6 +87,10 @@ class Scheduler:
         assert max_step_tokens >= min(max_requests, self._max_drafting) * (1 + num_drafts)
         self.blocks = blocks
         self.counts = SchedulerCounts()
+        self.holds = HoldLedger(blocks, hold_s=hold_s)
+        """Blocks of finished requests, held for ranks of another pool."""
+        self.pulls = Pulls(blocks)
+        """Blocks of requests whose latents are fetched from another pool."""
         self._max_requests = max_requests
         self._max_queued = max_queued
         self._max_step_tokens = max_step_tokens
@@ -109,6 +126,11 @@ class Scheduler:
         assert request.num_replayed < len(request.prompt)
         longest = len(request.prompt) + request.max_tokens
         assert self.blocks.blocks_for(longest) <= self.blocks.num_blocks
+        self.check_room()
+        self._queue.append(Sequence(request=request))
+
+    def check_room(self) -> None:
+        """Raise QueueFullError if the queue is full."""
         # Requests that the next plan will admit do not count as queued.
         num_free = self._max_requests - len(self._active)
         if len(self._queue) >= self._max_queued + num_free:
@@ -116,10 +138,10 @@ class Scheduler:
                 f"{len(self._active)} requests are active and {len(self._queue)} queued, which is "
                 f"this worker's limit: try again later or use another worker"
             )
-        self._queue.append(Sequence(request=request))
 
     def cancel(self, key: int) -> bool:
         """Remove a request and free its blocks; False if it is unknown."""
+        self.pulls.end(key)
         if key in self._active:
             self._active.pop(key).preempt()
             return True
@@ -135,11 +157,17 @@ class Scheduler:
             return not self._active[key].is_generating
         return any(waiting.request.key == key for waiting in self._queue)
 
-    def plan(self) -> StepPlan:
+    def begin_pull(self, key: int, tokens: Tokens[int]) -> Pull:
+        """Take blocks for latents that are to be fetched, unless requests need them."""
+        room = self.blocks.num_available - self._num_promised()
+        return self.pulls.begin(key, tokens, room=room)
+
+    def plan(self, *, now: float = 0.0) -> StepPlan:
         """Admit and preempt requests as blocks allow, and choose the tokens of the next step.
 
-        A plan that is not committed is planned again.
+        A plan that is not committed is planned again. Holds that are over at `now` end.
         """
+        self.holds.expire(now)
         self._admit()
         wanted = self._wanted()
         self._provide(wanted)
@@ -159,6 +187,7 @@ class Scheduler:
         drafts: Mapping[int, tuple[int, ...]] | None = None,
         *,
         scores: Tokens[SampledToken] = (),
+        now: float = 0.0,
     ) -> list[Emission]:
         """Record that a plan has run, and the drafts for the next one.
 
@@ -179,13 +208,15 @@ class Scheduler:
             if sequence is None:
                 continue
             emitted = sequence.take(chunk, accepted, of_prompt)
-            emissions += emitted
             if emitted and emitted[-1].is_last:
                 if emitted[-1].sampled.fault:
                     self._suspect_blocks += sequence.forget_blocks()
+                elif sequence.request.hold_latents:
+                    emitted[-1] = self._hold(sequence, emitted[-1], now=now)
                 self._active.pop(chunk.key).preempt()
             elif drafts is not None:
                 sequence.drafts = drafts.get(chunk.key, ())[: self._num_drafts]
+            emissions += emitted
         self.counts.generated += sum(not one.sampled.fault for one in emissions)
         return emissions
 
@@ -194,18 +225,48 @@ class Scheduler:
         blocks, self._suspect_blocks = self._suspect_blocks, []
         return blocks
 
+    def _hold(self, sequence: Sequence, last: Emission, *, now: float) -> Emission:
+        """Hold the full blocks of a request that has finished; returns its last token with that."""
+        assert sequence.table is not None
+        blocks = sequence.table.give_published()
+        if not blocks:
+            return last
+        num_tokens = len(blocks) * self.blocks.block_tokens
+        return replace(last, hold=self.holds.take(blocks, now=now), num_held_tokens=num_tokens)
+
     def _admit(self) -> None:
         """Activate queued requests in order while there are blocks for all their tokens."""
         while self._queue and len(self._active) < self._max_requests:
             waiting = self._queue[0]
-            found = [block for _, block in found_blocks(self.blocks, waiting.findable)]
-            missing = self.blocks.blocks_for(len(waiting.tokens)) - len(found)
-            missing += self.blocks.count_idle(found)
-            if self._active and missing > self.blocks.num_available - self._num_promised():
+            if not self._has_room(waiting):
+                # Without active requests only holds, which end, and pulls can be in the way.
+                if not self._active and self.pulls.give_way():
+                    continue
                 return
-            self._active[waiting.request.key] = self._queue.popleft()
-            self.counts.sought += len(waiting.tokens)
-            self.counts.found += waiting.begin(self.blocks)
+            key, is_first = waiting.request.key, waiting.num_cached is None
+            self._active[key] = self._queue.popleft()
+            num_found = waiting.begin(self.blocks)
+            self._note_admitted(waiting, num_found=num_found, is_first=is_first)
+            self.pulls.end(key)
+
+    def _has_room(self, waiting: Sequence) -> bool:
+        found = [block for _, block in found_blocks(self.blocks, waiting.findable)]
+        missing = self.blocks.blocks_for(len(waiting.tokens)) - len(found)
+        missing += self.blocks.count_idle(found)
+        return missing <= self.blocks.num_available - self._num_promised()
+
+    def _note_admitted(self, admitted: Sequence, *, num_found: int, is_first: bool) -> None:
+        num_tokens, size = len(admitted.tokens), self.blocks.block_tokens
+        self.counts.sought += num_tokens
+        self.counts.found += num_found
+        if not is_first:
+            return  # It resumes.
+        if not admitted.request.is_handed_over:
+            self.counts.read_own += num_tokens - num_found
+            return
+        num_full = (num_tokens - 1) // size * size
+        self.counts.read_tail += num_tokens - num_full
+        self.counts.read_missing += num_full - num_found
 
     def _num_promised(self) -> int:
         """Blocks that active requests still need for their tokens, and one more for each."""
@@ -239,6 +300,10 @@ class Scheduler:
         for key, num_tokens in wanted.items():
             sequence = self._active.get(key)
             while sequence is not None and not sequence.grow(num_tokens):
+                if self.pulls.give_way():
+                    continue
+                if len(self._active) == 1 and self.holds.give_way():
+                    continue
                 _, youngest = self._active.popitem()
                 youngest.preempt()
                 self._queue.appendleft(youngest)

@@ -42,6 +42,12 @@ class Request:
     min_tokens: int = 0
     """Stop tokens are not sampled before the output, replayed tokens included, is this long."""
 
+    hold_latents: bool = False
+    """Whether to hold its full blocks when it has finished."""
+
+    is_handed_over: bool = False
+    """Whether another pool read the prompt: what was not fetched of its full blocks is missing."""
+
     @property
     def num_scored(self) -> int:
         """Tokens of the prompt to score."""
@@ -145,6 +151,12 @@ class Emission:
 
     prompt: PromptResult | None = None
     """Set on the first token that this worker generates for the request."""
+
+    hold: int = 0
+    """Number of the hold of its blocks; 0 for none."""
+
+    num_held_tokens: int = 0
+    """Tokens in those blocks."""
 
     @property
     def token(self) -> int:

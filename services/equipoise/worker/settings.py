@@ -78,6 +78,16 @@ class WorkerSettings:
     max_requests: Annotated[int, Range(1)] = 16
     """Maximum number of requests generated concurrently, if the latent cache has room for them."""
 
+    peer_pools: tuple[str, ...] = ()
+    """Pools of the same model whose workers exchange latents with this one: the decode pools of a
+    prefill worker, and the reverse. Default: none."""
+
+    hold_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 30.0
+    """Seconds that latents of a prompt are held for a worker of a peer pool to fetch."""
+
+    latent_mib_per_s: Annotated[float, Range(0, is_open=True)] = math.inf
+    """Maximum MiB of latents to fetch per second."""
+
     max_queued_requests: Annotated[int, Range(0)] = 64
     """Requests that may wait; more are rejected."""
 

@@ -1,0 +1,133 @@
+"""`LatentTransferService`: sends blocks of latents to ranks of other pools, by content."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+import grpc
+
+from equipoise.telemetry.logs import is_worth_logging
+from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.latents import check_fetch, parts_of
+from equipoise.worker.errors import NotServingError
+from equipoise.worker.latents.holds import HoldEnd
+from equipoise.worker.latents.store import LatentStore, Visit
+from equipoise.worker.scheduler import Scheduler
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+
+MAX_STREAMS = 8
+"""Fetches served at a time; more wait, as long as their callers do."""
+
+WRITE_TIMEOUT_S = 2.0
+"""Time within which a caller must take a message."""
+
+_Context = grpc.aio.ServicerContext[pb.FetchLatentsRequest, pb.FetchLatentsResponse]
+_ReleaseContext = grpc.aio.ServicerContext[pb.ReleaseLatentsRequest, pb.ReleaseLatentsResponse]
+
+_log = logging.getLogger(__name__)
+
+
+class LatentTransferService(pb_grpc.LatentTransferServicer):
+    """Serves `Fetch` and `Release`; used from the event loop only.
+
+    A block that is sent is held meanwhile, so it is never reused before it was read.
+    """
+
+    def __init__(self, store: LatentStore, *, visit: Visit) -> None:
+        self._store = store
+        self._visit = visit
+        self._streams = asyncio.Semaphore(MAX_STREAMS)
+        self.refused: Counter[str] = Counter()
+        """Fetches that were refused, by kind."""
+        self.num_sent_bytes = 0
+        """Bytes of blocks sent."""
+
+    # A coroutine that writes, not a generator: its cleanup runs as soon as the caller is gone.
+    async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the contract
+        self, request: pb.FetchLatentsRequest, context: _Context
+    ) -> None:
+        """Send the blocks with the request's keys, up to the first that is not here."""
+        await self._check(request, context)
+        async with self._streams:
+            try:
+                blocks = self._visit(lambda scheduler: _held(scheduler, request.keys))
+            except NotServingError as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            try:
+                for index, block in enumerate(blocks):
+                    if not await self._send(index, block, context):
+                        return
+                if len(blocks) == len(request.keys):
+                    self._visit(lambda one: one.holds.end(request.hold, HoldEnd.FETCHED))
+            finally:
+                self._visit(lambda scheduler: _release(scheduler, blocks))
+
+    async def Release(  # noqa: N802 - named by the contract
+        self, request: pb.ReleaseLatentsRequest, _: _ReleaseContext
+    ) -> pb.ReleaseLatentsResponse:
+        """End a hold of this process, if there is one."""
+        if request.boot_id == self._store.boot_id:
+            with suppress(NotServingError):  # Then it holds nothing.
+                self._visit(lambda one: one.holds.end(request.hold, HoldEnd.RELEASED))
+        return pb.ReleaseLatentsResponse()
+
+    async def _check(self, request: pb.FetchLatentsRequest, context: _Context) -> None:
+        """Refuse a fetch that cannot be served, with the reason."""
+        store = self._store
+        try:
+            check_fetch(request, max_blocks=store.max_blocks)
+        except InvalidMessageError as error:
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error.kind, str(error))
+        if request.form != store.form:
+            await self._refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "latents_form",
+                f"the latents of this worker are {store.form}, not {request.form[:253]}",
+            )
+        if request.boot_id != store.boot_id:
+            await self._refuse(
+                context, grpc.StatusCode.NOT_FOUND, "latents_boot", "this is another process"
+            )
+
+    async def _refuse(
+        self, context: _Context, code: grpc.StatusCode, kind: str, reason: str
+    ) -> None:
+        self.refused[kind] += 1
+        if is_worth_logging(self.refused[kind]):
+            count, peer = self.refused[kind], context.peer()
+            _log.warning("refused to send latents to %s (%d so far): %s", peer, count, reason)
+        await context.abort(code, reason)
+
+    async def _send(self, index: int, block: int, context: _Context) -> bool:
+        """Send one block; False if the caller does not read."""
+        data = await asyncio.to_thread(self._store.cache.read_block, block)
+        for part in parts_of(index, data):
+            try:
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await context.write(part)
+            except TimeoutError:
+                self.refused["latents_unread"] += 1
+                return False
+        self.num_sent_bytes += len(data)
+        return True
+
+
+def _held(scheduler: Scheduler, keys: Sequence[bytes]) -> list[int]:
+    """Hold the blocks with these keys, up to the first that is not cached."""
+    found: list[int] = []
+    for key in keys:
+        block = scheduler.blocks.find(key)
+        if block is None:
+            break
+        scheduler.blocks.hold(block)
+        found.append(block)
+    return found
+
+
+def _release(scheduler: Scheduler, blocks: Sequence[int]) -> None:
+    for block in reversed(blocks):
+        scheduler.blocks.release(block)

@@ -1,0 +1,309 @@
+"""A prompt read in one pool continues in another: the same tokens, and its latents travelled."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from equipoise.rank.waits import Waits
+from equipoise.trust.credentials import Credentials
+from equipoise.wire.messages import Wait
+from equipoise.worker.latents.holds import HoldEnd
+from equipoise.worker.latents.puller import LatentPuller, PullOutcome
+from equipoise.worker.latents.service import LatentTransferService
+from equipoise.worker.latents.store import LatentStore
+from equipoise.worker.scheduler import Scheduler
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc
+from tests.support.lone_engine import lone_engine
+from tests.support.worker_parts import inference_of
+
+B = 16
+TOKENS = [(7 * number) % 61 for number in range(95)]
+
+
+@asynccontextmanager
+async def a_rank(core, held, *, boot_id, peer_pools=("prefill",), tamper=None, hold_s=30.0):
+    """A pool of one rank that serves inference and latents; `tamper` changes what it sends."""
+    loop = asyncio.get_running_loop()
+    store = LatentStore(cache=core.cache, form="v1/small", boot_id=boot_id)
+    puller = LatentPuller(
+        store,
+        peer_pools=peer_pools,
+        credentials=Credentials(),
+        waits=Waits({Wait.LATENTS: 3.0}),
+        timeout_s=3.0,
+    )
+    inference = inference_of(boot_id=boot_id, latents=puller)
+    scheduler = Scheduler(
+        blocks=core.block_pool(), max_requests=4, max_queued=4, max_step_tokens=12, hold_s=hold_s
+    )
+    engine = lone_engine(
+        core,
+        held,
+        lambda result: loop.call_soon_threadsafe(inference.deliver, result),
+        scheduler=scheduler,
+    )
+    latents = LatentTransferService(store, visit=inference.visit)
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+    served = latents if tamper is None else Tampering(latents, tamper)
+    worker_pb2_grpc.add_LatentTransferServicer_to_server(served, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    inference.open(engine)
+    stepping = asyncio.create_task(asyncio.to_thread(engine.run))
+    address = f"127.0.0.1:{port}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield SimpleNamespace(
+            address=address,
+            core=core,
+            boot_id=boot_id,
+            engine=engine,
+            scheduler=scheduler,
+            puller=puller,
+            service=latents,
+            inference=worker_pb2_grpc.InferenceStub(channel),
+            latents=worker_pb2_grpc.LatentTransferStub(channel),
+        )
+    engine.leave()
+    await asyncio.wait_for(stepping, 60)
+    await server.stop(None)
+
+
+class Tampering(worker_pb2_grpc.LatentTransferServicer):
+    """Changes each message on its way out."""
+
+    def __init__(self, latents, tamper):
+        self.latents, self.tamper = latents, tamper
+
+    async def Fetch(self, request, context):  # noqa: N802
+        class Writer:
+            async def write(_, message):  # noqa: N805
+                for one in self.tamper(message):
+                    await context.write(one)
+
+            abort, peer = context.abort, context.peer
+
+        await self.latents.Fetch(request, Writer())
+
+    async def Release(self, request, context):  # noqa: N802
+        return await self.latents.Release(request, context)
+
+
+@asynccontextmanager
+async def two_pools(rank_of_one, *, tamper=None, peer_pools=("prefill",), hold_s=30.0, **decode):
+    async with (
+        a_rank(*rank_of_one(), boot_id="reads", tamper=tamper, hold_s=hold_s) as prefill,
+        a_rank(*rank_of_one(**decode), boot_id="writes", peer_pools=peer_pools) as one,
+    ):
+        yield prefill, one
+
+
+async def answer(rank, prompt, max_tokens, **fields):
+    """Tokens, logprobs, the finish reason and the hold of one request on one rank."""
+    found = SimpleNamespace(tokens=[], logprobs=[], finish=0, held=None)
+    call = rank.inference.Generate(
+        pb.GenerateRequest(prompt=prompt, max_tokens=max_tokens, **fields), timeout=60
+    )
+    async for response in call:
+        found.tokens += response.tokens
+        found.logprobs += [(one.logprob, tuple(one.top_tokens)) for one in response.logprobs]
+        found.finish = response.finish_reason or found.finish
+        found.held = response.held if response.HasField("held") else found.held
+    return found
+
+
+def source_of(rank, held, **changes):
+    fields = {
+        "address": rank.address,
+        "pool": "prefill",
+        "worker": "worker-0",
+        "boot_id": held.boot_id if held else rank.boot_id,
+        "hold": held.hold if held else 0,
+    }
+    return pb.LatentSource(**fields | changes)
+
+
+async def handed_over(prefill, decode, prompt, max_tokens, sampling=None, **changes):
+    """The answer of both legs together."""
+    first = await answer(prefill, prompt, 1, hold_latents=True, sampling=sampling)
+    rest = await answer(
+        decode,
+        [*prompt, *first.tokens],
+        max_tokens - 1,
+        num_replayed=1,
+        sampling=sampling,
+        latents_from=source_of(prefill, first.held, **changes),
+    )
+    rest.tokens, rest.logprobs = first.tokens + rest.tokens, first.logprobs + rest.logprobs
+    return rest
+
+
+GREEDY = pb.Sampling(logprobs=2)
+SAMPLED = pb.Sampling(
+    temperature=1.0, top_p=0.9, seed=7, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=2
+)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_tokens_are_one_pools_and_latents_travel_instead_of_being_read_again(
+    rank_of_one, sampling
+):
+    num_tokens = 9
+    async with two_pools(rank_of_one) as (prefill, decode):
+        async with a_rank(*rank_of_one(), boot_id="alone") as alone:
+            for number, length in enumerate((1, B - 1, B, B + 1, 2 * B, 4 * B + 5, 86)):
+                prompt = [number + 1, *TOKENS[1:length]]
+                before = (decode.scheduler.counts.processed, decode.puller.num_bytes)
+                one = await handed_over(prefill, decode, prompt, num_tokens, sampling)
+                other = await answer(alone, prompt, num_tokens, sampling=sampling)
+                assert vars(one) == vars(other), length
+                processed = decode.scheduler.counts.processed - before[0]
+                assert processed == length % B + num_tokens - 1
+                pulled = decode.puller.num_bytes - before[1]
+                assert pulled == decode.core.cache.bytes_per_token * B * (length // B)
+        counts = decode.scheduler.counts
+        assert (counts.read_missing, counts.read_own) == (0, 0)
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 5}
+
+
+async def nothing_is_held(*ranks):
+    for rank in ranks:
+        holds = rank.scheduler.holds
+        async with asyncio.timeout(10):
+            while rank.scheduler.blocks.num_used or holds.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert holds.num_taken == holds.ended.total()
+
+
+async def test_a_second_request_with_the_prefix_fetches_only_what_is_not_here(rank_of_one):
+    prompt = TOKENS[:40]
+    async with two_pools(rank_of_one) as (prefill, decode):
+        one = await handed_over(prefill, decode, prompt, 6)
+        num_bytes = decode.puller.num_bytes
+        again = await handed_over(prefill, decode, prompt, 6)
+        assert again.tokens == one.tokens
+        assert decode.puller.num_bytes == num_bytes > 0
+        assert decode.puller.outcomes == {PullOutcome.WHOLE: 2}
+        assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 1, HoldEnd.RELEASED: 1}
+        await nothing_is_held(prefill, decode)
+
+
+def flip(message):
+    data = bytearray(message.data)
+    data[len(data) // 2] ^= 1
+    if message.index == 1:
+        message.data = bytes(data)
+    yield message
+
+
+def cut(message):
+    if message.index == 1:
+        message.data = message.data[:-1]
+    yield message
+
+
+def lengthen(message):
+    message.data += bytes(1) * (message.index == 1)
+    yield message
+
+
+def reorder(message):
+    message.index += message.index == 1
+    yield message
+
+
+def repeat(message):
+    yield message
+    yield message
+
+
+@pytest.mark.parametrize(
+    ("tamper", "num_kept"), [(flip, 1), (cut, 1), (lengthen, 1), (reorder, 1), (repeat, 1)]
+)
+async def test_a_bad_block_is_dropped_with_all_behind_it_and_read_instead(
+    rank_of_one, tamper, num_kept
+):
+    prompt = TOKENS[:50]
+    async with two_pools(rank_of_one, tamper=tamper, hold_s=1.0) as (prefill, decode):
+        one = await handed_over(prefill, decode, prompt, 6)
+        assert decode.puller.outcomes == {PullOutcome.CORRUPTED: 1}
+        assert decode.puller.num_bytes == num_kept * decode.core.cache.block_bytes
+        assert decode.scheduler.counts.read_missing == (3 - num_kept) * B
+        other = await answer(prefill, prompt, 6)
+        assert one.tokens == other.tokens
+        await nothing_is_held(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer_pools", "outcome"),
+    [
+        ({"pool": "strangers"}, ("prefill",), PullOutcome.REFUSED),
+        ({}, (), PullOutcome.REFUSED),
+        ({"boot_id": "earlier"}, ("prefill",), PullOutcome.LOST),
+        ({"address": "127.0.0.1:9"}, ("prefill",), PullOutcome.LOST),
+    ],
+)
+async def test_what_cannot_be_fetched_is_read_and_counted(
+    rank_of_one, changes, peer_pools, outcome
+):
+    prompt = TOKENS[:50]
+    async with two_pools(rank_of_one, peer_pools=peer_pools, hold_s=1.0) as (prefill, decode):
+        one = await handed_over(prefill, decode, prompt, 6, **changes)
+        assert decode.puller.outcomes == {outcome: 1}
+        assert decode.puller.num_bytes == 0
+        assert decode.scheduler.counts.read_missing == 3 * B
+        assert one.tokens == (await answer(prefill, prompt, 6)).tokens
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended[HoldEnd.EXPIRED] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "kind", "words"),
+    [
+        ({"keys": []}, "INVALID_ARGUMENT", "latents_count", "0 blocks are asked for"),
+        ({"keys": [bytes(16)] * 7}, "INVALID_ARGUMENT", "latents_count", "7 blocks are asked"),
+        ({"keys": [bytes(15)]}, "INVALID_ARGUMENT", "latents_key", "key 0 has 15 bytes, not 16"),
+        ({"form": "v1/other"}, "FAILED_PRECONDITION", "latents_form", "v1/small, not v1/other"),
+        ({"boot_id": "earlier"}, "NOT_FOUND", "latents_boot", "another process"),
+    ],
+)
+async def test_a_fetch_that_does_not_fit_is_refused_by_name(
+    rank_of_one, changes, code, kind, words
+):
+    async with a_rank(*rank_of_one(), boot_id="reads") as rank:
+        fields = {"form": "v1/small", "boot_id": "reads", "keys": [bytes(16)]}
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
+            async for _ in rank.latents.Fetch(pb.FetchLatentsRequest(**fields | changes)):
+                pass
+        assert refused.value.code().name == code
+        assert rank.service.refused == {kind: 1}
+        assert rank.scheduler.blocks.num_used == 0
+
+
+async def test_unknown_keys_end_the_stream_at_once(rank_of_one):
+    async with a_rank(*rank_of_one(), boot_id="reads") as rank:
+        await answer(rank, TOKENS[:40], 1)
+        request = pb.FetchLatentsRequest(form="v1/small", boot_id="reads", keys=[bytes(16)])
+        assert [part async for part in rank.latents.Fetch(request)] == []
+
+
+async def test_a_client_that_leaves_during_a_pull_leaves_nothing_behind(rank_of_one):
+    fetching = asyncio.Event()
+
+    def stall(message):
+        fetching.set()
+        return iter(())
+
+    async with two_pools(rank_of_one, tamper=stall, hold_s=1.0) as (prefill, decode):
+        leg = asyncio.create_task(handed_over(prefill, decode, TOKENS[:50], 6))
+        async with asyncio.timeout(60):
+            await fetching.wait()
+        leg.cancel()
+        with suppress(asyncio.CancelledError):
+            await leg
+        await nothing_is_held(prefill, decode)
