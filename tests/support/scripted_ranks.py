@@ -79,7 +79,7 @@ class Fault:
     """Says with `code` how far the request is the cause; a rank that dies says nothing."""
 
 
-class FakeRank(worker_pb2_grpc.InferenceServicer):
+class FakeRank(worker_pb2_grpc.InferenceServicer, worker_pb2_grpc.LatentTransferServicer):
     """Serves requests, except for its scripted faults, one per request, in turn."""
 
     def __init__(self):
@@ -98,6 +98,8 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
         self.num_cached = 0
         self.poison = None
         self.num_deaths = 0
+        self.num_holds = 0
+        self.released = []
         self._serving = set()
 
     async def Generate(self, request, context):  # noqa: N802 - named by the contract
@@ -118,6 +120,16 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
 
     async def GetLimits(self, _request, _context):  # noqa: N802 - named by the contract
         return pb.GetLimitsResponse(context_length=self.context_length)
+
+    def _held(self, request):
+        if not request.hold_latents:
+            return None
+        self.num_holds += 1
+        return pb.LatentHold(boot_id="boot", hold=self.num_holds, num_tokens=16)
+
+    async def Release(self, request, _context):  # noqa: N802 - named by the contract
+        self.released.append(request.hold)
+        return pb.ReleaseLatentsResponse()
 
     async def until(self, condition):
         async with asyncio.timeout(BOUND_S), self.changed:
@@ -149,6 +161,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer):
                         finish_reason=finish if is_last else 0,
                         logprobs=told_logprobs(request, some),
                         prompt=None if start else report,
+                        held=self._held(request) if is_last else None,
                     )
                 )
             )
@@ -196,6 +209,7 @@ async def listening(rank, address="127.0.0.1:0"):
     """The rank behind a port; gives its address."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     worker_pb2_grpc.add_InferenceServicer_to_server(rank, server)
+    worker_pb2_grpc.add_LatentTransferServicer_to_server(rank, server)
     port = server.add_insecure_port(address)
     await server.start()
     try:

@@ -39,9 +39,10 @@ async def attempt(
     settings: GatewaySettings,
     accepted: Callable[[], None],
     credentials: Credentials,
+    pool: str,
     worker: str,
 ) -> AsyncGenerator[GeneratedTokens, None]:
-    """Yield a request's tokens from the rank `worker`, up to and including its finish.
+    """Yield a request's tokens from the rank `worker` of `pool`, up to and including its finish.
 
     The settings' accept, first-token, silence and rank queue timeouts bound the waits. Calls
     `accepted` once the rank has accepted the request. Closing the generator ends the call.
@@ -52,7 +53,7 @@ async def attempt(
         InvalidRequestError: the rank rejects the request; its own message.
         QueuedTooLongError: the request waited too long for its turn on a rank that works.
     """
-    audience = worker_audience(settings.pool, worker)
+    audience = worker_audience(pool, worker)
     call = stub.Generate(
         request_to_proto(request), metadata=credentials.metadata(audience=audience)
     )

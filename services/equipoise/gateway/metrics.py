@@ -1,5 +1,6 @@
 """The gateway's metrics. docs/metrics.md explains each; none has a series per rank."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from equipoise.gateway.errors import RequestError
+from equipoise.gateway.handoff import Direct
 from equipoise.gateway.rank_table import RankTable
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.inference import GeneratedTokens
@@ -41,6 +43,15 @@ class RequestTally:
 
     itl_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
     """Time between tokens, seconds."""
+
+    num_handed_over: int = 0
+    """Requests that moved from the prefill pool to a decode rank."""
+
+    direct: Counter[Direct] = field(default_factory=Counter)
+    """Prompts that decode ranks read although there is a prefill pool, by reason."""
+
+    second_token_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
+    """Time from the first token of a request that moved to its second, seconds."""
 
     async def counted(
         self,
@@ -99,10 +110,20 @@ class GatewayCollector(Collector):
         yield requests
         is_ready, num_waiting = not self._ranks.trouble(), self._ranks.num_waiting
         poison = "Requests rejected because they appear to crash the ranks that run them."
+        direct = CounterMetricFamily(
+            "equipoise_gateway_direct",
+            "Prompts that decode ranks read although there is a prefill pool, by reason.",
+            labels=("reason",),
+        )
+        for reason in Direct:
+            direct.add_metric([reason], tally.direct[reason])
+        yield direct
+        moved = "Requests that moved from the prefill pool to a decode rank."
         for family, name, text, value in (
             (CounterMetricFamily, "replays", "Rank failures during a request.", tally.replays),
             (CounterMetricFamily, "poison_requests", poison, tally.poison),
             (CounterMetricFamily, "tokens", "Tokens sent to clients.", tally.tokens),
+            (CounterMetricFamily, "handovers", moved, tally.num_handed_over),
             (GaugeMetricFamily, "queued_requests", "Requests waiting for a rank.", num_waiting),
             (GaugeMetricFamily, "ready", "1 if a rank accepts requests, else 0.", is_ready),
         ):
@@ -110,6 +131,11 @@ class GatewayCollector(Collector):
         for name, text, histogram in (
             ("ttft_seconds", "Time from a request to its first token.", tally.ttft_s),
             ("itl_seconds", "Time between two tokens of a request.", tally.itl_s),
+            (
+                "second_token_seconds",
+                "Time from the first to the second token of a request that moved.",
+                tally.second_token_s,
+            ),
         ):
             yield HistogramMetricFamily(
                 f"equipoise_gateway_{name}",

@@ -34,6 +34,16 @@ class RankChannels:
         Raises:
             RankLostError: the rank must not be dialled.
         """
+        async with self.channel(address) as channel:
+            yield pb_grpc.InferenceStub(channel)
+
+    @asynccontextmanager
+    async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """The rank's channel, which is closed with its last user.
+
+        Raises:
+            RankLostError: the rank must not be dialled.
+        """
         key = (address, self._credentials.version())
         shared = self._channels.get(key)
         if shared is None:
@@ -44,7 +54,7 @@ class RankChannels:
             shared = self._channels[key] = _SharedChannel(channel=channel)
         shared.num_users += 1
         try:
-            yield pb_grpc.InferenceStub(shared.channel)
+            yield shared.channel
         finally:
             shared.num_users -= 1
             if not shared.num_users:

@@ -52,6 +52,12 @@ class RankInfo:
     report: int = 0
     """A number that changes with each report of the rank."""
 
+    latent_form: str = ""
+    """What its latents look like; empty if unknown."""
+
+    block_tokens: int = 0
+    """Tokens per block of latents; 0 if unknown."""
+
 
 class RankTable:
     """All ranks of the pool; used from one event loop only.
@@ -357,6 +363,7 @@ class _Tracked(RankLoad):
         if info.state is not self.state:
             self.answers = None
         self.name, self.state = info.name, info.state
+        self.latent_form, self.block_tokens = info.latent_form, info.block_tokens
         if info.report != self.report:
             ours = max(self.peak_open, self.earlier_peak_open)
             self.num_foreign = max(0, info.num_requests - ours)

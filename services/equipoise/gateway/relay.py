@@ -6,25 +6,48 @@ the next rank gets the prompt with the tokens so far and continues, sampling inc
 
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
+
+import grpc
 
 from equipoise.gateway.attempt import attempt
 from equipoise.gateway.errors import (
     AttemptsExhaustedError,
     InvalidRequestError,
+    NoRankError,
     PoisonRequestError,
     RankFullError,
     RankLostError,
+    TooManyQueuedError,
+)
+from equipoise.gateway.handoff import (
+    Direct,
+    first_leg,
+    first_part,
+    have_same_form,
+    second_leg,
+    why_direct,
 )
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_table import RankTable, Reservation
+from equipoise.gateway.routing import RankLoad
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
+from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest
+from equipoise.trust.tokens import worker_audience
+from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest, LatentHold
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+
+PREFILL_WAIT_S = 1.0
+"""Time for a rank of the prefill pool to become free; then the decode rank reads the prompt."""
+
+RELEASE_TIMEOUT_S = 1.0
+"""Time for a prefill rank to end a hold."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +68,16 @@ class Relay:
         tally: RequestTally,
         credentials: Credentials,
         channels: RankChannels,
+        prefill: RankTable | None = None,
     ) -> None:
+        """`prefill` are the ranks of the settings' prefill pool, if there is one."""
         self._ranks = ranks
         self._tally = tally
         self._vocab_size = vocab_size
         self._settings = settings
         self._credentials = credentials
         self._channels = channels
+        self._prefill = prefill
 
     def stream(
         self,
@@ -87,10 +113,11 @@ class Relay:
                 timeout_s=self._settings.queue_timeout_s,
             )
             progress.was_placed = True
+            progress.running = reservation
             with reservation:
                 self._check_verdict(progress)
                 try:
-                    async with aclosing(self._attempt(reservation, rest)) as parts:
+                    async with aclosing(self._legs(reservation, rest, progress)) as parts:
                         async for part in parts:
                             progress.tokens += part.tokens
                             if reservation.is_proven or part.finish is not None:
@@ -98,33 +125,124 @@ class Relay:
                             yield part
                     return
                 except RankFullError as full:
-                    reservation.full(str(full))
+                    progress.running.full(str(full))
                 except RankLostError as lost:
-                    failure = reservation.lost(str(lost))
-                    progress.avoid.add(reservation.rank.address)
+                    failure = progress.running.lost(str(lost))
+                    progress.avoid.add(progress.running.rank.address)
                     # A rank that blames the request accepted it, even if the end came first.
-                    if reservation.was_accepted or lost.blame is Blame.REQUEST:
+                    if progress.running.was_accepted or lost.blame is Blame.REQUEST:
                         suspicion.note_break(
                             request.request_id,
                             lost.blame,
-                            rank=reservation.rank.address,
+                            rank=progress.running.rank.address,
                             failure=failure,
-                            was_isolated=reservation.is_isolated,
+                            was_isolated=progress.running.is_isolated,
                         )
                         self._ranks.mark_suspects()
-                        self._note_break(progress, reservation, request, reason=str(lost))
+                        self._note_break(progress, request, reason=str(lost))
                 except InvalidRequestError as rejection:
                     if not progress.tokens:
                         raise
                     # Another rank accepted the same request: this one differs from the others.
-                    progress.avoid.add(reservation.rank.address)
+                    progress.avoid.add(progress.running.rank.address)
                     reason = f"it rejects the request: {rejection}"
-                    self._note_break(progress, reservation, request, reason=reason)
+                    self._note_break(progress, request, reason=reason)
+
+    async def _legs(
+        self, reservation: Reservation, request: GenerateRequest, progress: "_RequestProgress"
+    ) -> AsyncGenerator[GeneratedTokens, None]:
+        """One attempt: the prompt and the first token by the prefill pool, if that is possible."""
+        leg = await self._reserve_prefill(reservation, request, progress)
+        first_s = None
+        if leg is not None:
+            progress.running = leg
+            pool = self._settings.prefill_pool
+            with leg:
+                attempt_ = self._attempt(leg, first_leg(request), pool=pool)
+                async with aclosing(attempt_) as parts:
+                    part = await anext(parts)
+            first_s, whole = self._ranks.now(), first_part(part, request)
+            if whole.finish is not None and part.held is not None:
+                await self._release(leg, part.held)
+            # Failures of the client, and of the next leg, are not the prefill rank's.
+            progress.running = reservation
+            yield whole
+            if whole.finish is not None:
+                return
+            request = second_leg(request, part, pool=pool, prefill=leg.rank)
+            self._tally.num_handed_over += 1
+        async with aclosing(self._attempt(reservation, request, pool=self._settings.pool)) as parts:
+            async for part in parts:
+                if first_s is not None:
+                    self._tally.second_token_s.observe(self._ranks.now() - first_s)
+                    first_s = None
+                yield part
+
+    async def _reserve_prefill(
+        self, reservation: Reservation, request: GenerateRequest, progress: "_RequestProgress"
+    ) -> Reservation | None:
+        """Reserve a rank that reads the prompt; None if the reserved decode rank should."""
+        if self._prefill is None:
+            return None
+        decode, suspicion = reservation.rank, progress.suspicion
+        reason = why_direct(
+            request,
+            decode=decode,
+            prefill=self._prefill.loads(),
+            is_suspect=suspicion.is_strong,
+        )
+        if reason is None:
+            try:
+                leg = await self._prefill.reserve(
+                    first_leg(request),
+                    avoid=frozenset(progress.avoid),
+                    is_retry=bool(progress.failures),
+                    suspicion=suspicion,
+                    until_s=self._prefill.now() + PREFILL_WAIT_S,
+                    timeout_s=PREFILL_WAIT_S,
+                )
+            except (NoRankError, TooManyQueuedError):
+                reason = Direct.CROWDED
+            else:
+                if have_same_form(decode, leg.rank):
+                    return leg
+                leg.release()
+                reason = Direct.FORM
+        self._note_direct(reason, decode)
+        return None
+
+    def _note_direct(self, reason: Direct, decode: RankLoad) -> None:
+        self._tally.direct[reason] += 1
+        count = self._tally.direct[reason]
+        if reason is Direct.SHORT or not is_worth_logging(count):
+            return
+        assert self._prefill is not None
+        forms = {rank.latent_form or "unknown" for rank in self._prefill.loads()}
+        why = {
+            Direct.FORM: f"its latents are {decode.latent_form or 'unknown'}, those of the prefill "
+            f"pool {' and '.join(sorted(forms))}",
+            Direct.NO_PREFILL: self._prefill.trouble(),
+        }
+        _log.warning(
+            "%s reads a prompt itself (%s, %d so far): %s",
+            *(decode.name, reason, count, why.get(reason) or "see docs/disaggregation.md"),
+        )
+
+    async def _release(self, leg: Reservation, held: LatentHold) -> None:
+        """End a hold that no decode rank will fetch; it expires if that fails."""
+        audience = worker_audience(self._settings.prefill_pool, leg.rank.name)
+        with suppress(grpc.aio.AioRpcError, RankLostError):
+            async with self._channels.channel(leg.rank.address) as channel:
+                await pb_grpc.LatentTransferStub(channel).Release(
+                    pb.ReleaseLatentsRequest(boot_id=held.boot_id, hold=held.hold),
+                    metadata=self._credentials.metadata(audience=audience),
+                    timeout=RELEASE_TIMEOUT_S,
+                )
 
     async def _attempt(
-        self, reservation: Reservation, request: GenerateRequest
+        self, reservation: Reservation, request: GenerateRequest, *, pool: str
     ) -> AsyncGenerator[GeneratedTokens, None]:
-        """One attempt on the reserved rank, with its work accounted for."""
+        """One attempt on the reserved rank of `pool`, with its work accounted for."""
         async with self._channels.stub(reservation.rank.address) as stub:
             parts = attempt(
                 stub,
@@ -133,6 +251,7 @@ class Relay:
                 settings=self._settings,
                 accepted=reservation.accepted,
                 credentials=self._credentials,
+                pool=pool,
                 worker=reservation.rank.name,
             )
             async with aclosing(parts):
@@ -143,7 +262,6 @@ class Relay:
     def _note_break(
         self,
         progress: "_RequestProgress",
-        reservation: Reservation,
         request: GenerateRequest,
         *,
         reason: str,
@@ -156,12 +274,12 @@ class Relay:
         """
         _log.warning(
             "%s: %s at %s failed after %d of %d tokens: %s",
-            *(request.request_id, reservation.rank.name, reservation.rank.address),
+            *(request.request_id, progress.running.rank.name, progress.running.rank.address),
             *(len(progress.tokens), request.max_tokens, reason),
         )
         self._tally.replays += 1
         progress.without_rank_since_s = self._ranks.now()
-        progress.failures.append(f"{reservation.rank.name}: {reason}")
+        progress.failures.append(f"{progress.running.rank.name}: {reason}")
         self._check_verdict(progress)
         if len(progress.failures) >= self._settings.max_attempts:
             raise AttemptsExhaustedError(
@@ -192,6 +310,9 @@ class _RequestProgress:
 
     suspicion: Suspicion
     """Shared with the request's other choices."""
+
+    running: Reservation = field(init=False)
+    """Where it runs now."""
 
     was_placed: bool = False
     """Whether a rank was reserved for it before."""

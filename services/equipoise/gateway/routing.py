@@ -79,6 +79,12 @@ class RankLoad:
     silence: str = ""
     """Why it does not serve, if it does not."""
 
+    latent_form: str = ""
+    """What its latents look like; empty if unknown."""
+
+    block_tokens: int = 0
+    """Tokens per block of latents; 0 if unknown."""
+
     context_length: int = 0
     """Most tokens of prompt and output together; 0 if unknown."""
 

@@ -78,15 +78,23 @@ async def serve(
             "--listen"
         ) from error
     ranks = RankTable(max_queued=settings.max_queued_requests, clock=time.monotonic)
+    prefill = None
+    if settings.prefill_pool:
+        prefill = RankTable(max_queued=settings.max_queued_requests, clock=time.monotonic)
     open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
     channels = RankChannels(credentials)
-    probe = RankProbe(ranks, channels=channels, credentials=credentials, pool=settings.pool)
+    tables = {settings.pool: ranks} | ({settings.prefill_pool: prefill} if prefill else {})
+    probes = [
+        RankProbe(table, channels=channels, credentials=credentials, pool=pool)
+        for pool, table in tables.items()
+    ]
     server = http_server(
         _application(
             settings,
             model=model,
             ranks=ranks,
+            prefill=prefill,
             open_requests=open_requests,
             tally=tally,
             credentials=credentials,
@@ -96,8 +104,10 @@ async def serve(
         header_s=settings.client_timeout_s,
     )
     stopped = asyncio.create_task(stop.wait())
-    following = asyncio.create_task(_follow(ranks, settings, stop=stop, credentials=credentials))
-    probing = asyncio.create_task(probe.run())
+    watching = [
+        asyncio.create_task(_follow(table, settings, pool=pool, stop=stop, credentials=credentials))
+        for pool, table in tables.items()
+    ] + [asyncio.create_task(probe.run()) for probe in probes]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     address = address_of(listener, listen=settings.listen)
     _log.info("listening on %s", address)
@@ -110,7 +120,7 @@ async def serve(
             CertificateCollector(credentials),
         ):
             done, _ = await asyncio.wait(
-                {stopped, following, probing, serving}, return_when=asyncio.FIRST_COMPLETED
+                {stopped, *watching, serving}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
@@ -120,9 +130,9 @@ async def serve(
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
-        for task in (stopped, following, probing):
+        for task in (stopped, *watching):
             task.cancel()
-        await asyncio.gather(stopped, following, probing, return_exceptions=True)
+        await asyncio.gather(stopped, *watching, return_exceptions=True)
 
 
 class _Model:
@@ -142,6 +152,7 @@ def _application(
     *,
     model: _Model,
     ranks: RankTable,
+    prefill: RankTable | None,
     open_requests: OpenRequests,
     tally: RequestTally,
     credentials: Credentials,
@@ -150,7 +161,10 @@ def _application(
     """All paths."""
 
     def context_length() -> int:
-        return settings.context_length or ranks.context_length
+        if settings.context_length:
+            return settings.context_length
+        lengths = [table.context_length for table in (ranks, prefill) if table is not None]
+        return min((length for length in lengths if length), default=0)
 
     parser = RequestParser(
         settings,
@@ -166,6 +180,7 @@ def _application(
         settings=settings,
         tally=tally,
         credentials=credentials,
+        prefill=prefill,
     )
     endpoint = partial(
         CompletionEndpoint,
@@ -267,13 +282,16 @@ class _BehindKey:
 
 
 async def _follow(
-    ranks: RankTable, settings: GatewaySettings, *, stop: asyncio.Event, credentials: Credentials
+    ranks: RankTable,
+    settings: GatewaySettings,
+    *,
+    pool: str,
+    stop: asyncio.Event,
+    credentials: Credentials,
 ) -> None:
-    """Keep the rank table up to date: from the balancers, or once from the settings."""
+    """Keep the ranks of `pool` up to date: from the balancers, or once from the settings."""
     if not settings.workers:
-        return await follow(
-            settings.balancer, pool=settings.pool, ranks=ranks, credentials=credentials
-        )
+        return await follow(settings.balancer, pool=pool, ranks=ranks, credentials=credentials)
     ranks.update(
         RankInfo(name=worker, address=worker, state=RankState.OPEN) for worker in settings.workers
     )

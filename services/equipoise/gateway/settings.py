@@ -33,6 +33,10 @@ class GatewaySettings:
     pool: str = "default"
     """Pool to serve from."""
 
+    prefill_pool: str = ""
+    """Pool that reads prompts for --pool, which then generates: workers with --phase prefill that
+    list --pool in --peer-pools, and are listed by its workers. Default: --pool does both."""
+
     workers: tuple[str, ...] = ()
     """host:port of the ranks, to serve without a balancer."""
 
@@ -134,6 +138,11 @@ class GatewaySettings:
             raise InvalidSettingsError(
                 "signing_key needs the names of workers: set balancer instead of workers, or use "
                 "certificates instead of tokens"
+            )
+        if self.prefill_pool and (self.workers or self.prefill_pool == self.pool):
+            raise InvalidSettingsError(
+                f"prefill_pool {self.prefill_pool} must be another pool than --pool, known to a "
+                "balancer: set balancer instead of workers"
             )
         check_ranges(self)
 

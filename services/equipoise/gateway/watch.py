@@ -92,6 +92,8 @@ def ranks_of_status(status: status_pb2.PoolStatus) -> Iterator[RankInfo]:
             kv_tokens_total=rank.cache_tokens,
             kv_tokens_used=rank.cache_tokens_used,
             report=rank.tokens_processed,
+            latent_form=rank.latent_form,
+            block_tokens=rank.block_tokens,
         )
 
 

@@ -1,0 +1,244 @@
+"""A request's prompt is read by the prefill pool and continued by a decode rank, or directly."""
+
+import asyncio
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from equipoise.gateway import relay as relay_module
+from equipoise.gateway.handoff import Direct, first_leg, why_direct
+from equipoise.gateway.metrics import RequestTally
+from equipoise.gateway.rank_channels import RankChannels
+from equipoise.gateway.rank_table import RankInfo, RankTable
+from equipoise.gateway.relay import Relay
+from equipoise.gateway.routing import RankLoad, RankState
+from equipoise.gateway.settings import GatewaySettings
+from equipoise.gateway.suspicion import Suspicion
+from equipoise.settings.errors import InvalidSettingsError
+from equipoise.trust.credentials import Credentials
+from equipoise.wire.inference import Blame, FinishReason, GenerateRequest, Sampling
+from tests.support.scripted_ranks import (
+    BOUND_S,
+    VOCAB_SIZE,
+    FakeRank,
+    Fault,
+    listening,
+    undisturbed,
+)
+
+B = 16
+PROMPT = tuple(range(40))
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+def load(form="v1/16", *, state=RankState.OPEN, answers=None):
+    return RankLoad(
+        name="w", address="h:1", state=state, answers=answers, latent_form=form, block_tokens=B
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prefill", "is_suspect", "expected"),
+    [
+        (PROMPT[:B], [load()], False, None),
+        (PROMPT[: B - 1], [load()], False, Direct.SHORT),
+        (PROMPT[: B - 1], [], False, Direct.SHORT),
+        (PROMPT, [], False, Direct.NO_PREFILL),
+        (PROMPT, [load(state=RankState.CLOSED)], False, Direct.NO_PREFILL),
+        (PROMPT, [load(answers=False)], False, Direct.NO_PREFILL),
+        (PROMPT, [load("v1/64")], False, Direct.FORM),
+        (PROMPT, [load("")], False, Direct.FORM),
+        (PROMPT, [load("v1/64"), load()], False, None),
+        (PROMPT, [load()], True, Direct.SUSPECT),
+    ],
+)
+def test_the_prefill_pool_reads_what_fills_a_block_and_can_be_fetched(
+    prompt, prefill, is_suspect, expected
+):
+    request = GenerateRequest(request_id="r", prompt=prompt, max_tokens=8)
+    chosen = why_direct(request, decode=load(), prefill=prefill, is_suspect=is_suspect)
+    assert chosen is expected
+
+
+def test_unknown_forms_are_never_paired():
+    request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=8)
+    unknown = [load("")]
+    assert why_direct(request, decode=load(""), prefill=unknown, is_suspect=False) is Direct.FORM
+
+
+@pytest.mark.parametrize("changes", [{"workers": ("127.0.0.1:1",)}, {"pool": "p"}])
+def test_a_prefill_pool_is_another_pool_of_a_balancer(changes):
+    with pytest.raises(InvalidSettingsError, match="prefill_pool p must be another pool"):
+        GatewaySettings(prefill_pool="p", **changes)
+
+
+@asynccontextmanager
+async def pools(*, num_prefill=2, prefill_form="v1/16"):
+    """A relay before a prefill pool and a decode pool of two ranks."""
+    prefill, decode = [FakeRank() for _ in range(num_prefill)], [FakeRank(), FakeRank()]
+    async with AsyncExitStack() as stack:
+        tables = []
+        for ranks, form in ((prefill, prefill_form), (decode, "v1/16")):
+            table = RankTable(max_queued=64, clock=asyncio.get_running_loop().time)
+            addresses = [await stack.enter_async_context(listening(one)) for one in ranks]
+            table.update(
+                RankInfo(
+                    name=address,
+                    address=address,
+                    state=RankState.OPEN,
+                    latent_form=form,
+                    block_tokens=B,
+                )
+                for address in addresses
+            )
+            tables.append(table)
+        tally = RequestTally()
+        relay = Relay(
+            tables[1],
+            vocab_size=VOCAB_SIZE,
+            settings=GatewaySettings(
+                prefill_pool="prefill",
+                accept_timeout_s=5.0,
+                first_token_timeout_s=5.0,
+                silence_timeout_s=5.0,
+                queue_timeout_s=BOUND_S,
+            ),
+            tally=tally,
+            credentials=Credentials(),
+            channels=RankChannels(Credentials()),
+            prefill=tables[0],
+        )
+        yield SimpleNamespace(
+            relay=relay, tally=tally, prefill=prefill, decode=decode, tables=tables
+        )
+        for table in tables:
+            for rank in table.loads():
+                assert (rank.num_open, rank.tokens_in_flight, rank.kv_tokens) == (0, 0, 0)
+
+
+def legs(ranks):
+    return [request for rank in ranks for request in rank.requests]
+
+
+async def answer(rig, prompt=PROMPT, max_tokens=12, **fields):
+    request = GenerateRequest(request_id="r", prompt=prompt, max_tokens=max_tokens, **fields)
+    async with aclosing(rig.relay.stream(request, suspicion=Suspicion())) as parts:
+        return [part async for part in parts]
+
+
+def tokens_of(parts):
+    return tuple(token for part in parts for token in part.tokens)
+
+
+@pytest.mark.parametrize("length", [B, B + 1, 40])
+async def test_the_first_token_comes_from_one_pool_and_the_others_from_the_other(length):
+    prompt = PROMPT[:length]
+    async with pools() as rig:
+        parts = await answer(rig, prompt, sampling=Sampling(seed=3, temperature=1.0, logprobs=1))
+        assert tokens_of(parts) == undisturbed(prompt, 12)
+        assert [part.finish for part in parts] == [None] * 11 + [FinishReason.LENGTH]
+        assert all(len(part.logprobs) == len(part.tokens) for part in parts)
+        (first,), (second,) = legs(rig.prefill), legs(rig.decode)
+        assert (first.max_tokens, first.hold_latents, tuple(first.prompt)) == (1, True, prompt)
+        assert (second.max_tokens, second.num_replayed) == (11, 1)
+        assert tuple(second.prompt) == (*prompt, *undisturbed(prompt, 1))
+        assert first.sampling == second.sampling
+        source = second.latents_from
+        assert (source.pool, source.boot_id, source.hold) == ("prefill", "boot", 1)
+        assert source.address in [rank.address for rank in rig.tables[0].loads()]
+        assert (rig.tally.num_handed_over, rig.tally.replays) == (1, 0)
+        assert rig.tally.second_token_s.count == 1
+        assert rig.tally.outcomes["finished"] == 1
+
+
+async def test_a_request_that_ends_with_its_first_token_moves_nowhere_and_leaves_no_hold():
+    async with pools() as rig:
+        (part,) = await answer(rig, max_tokens=1)
+        assert (part.finish, tokens_of([part])) == (FinishReason.LENGTH, undisturbed(PROMPT, 1))
+        (part,) = await answer(rig, stop_tokens=frozenset(undisturbed(PROMPT, 1)))
+        assert part.finish is FinishReason.STOP
+        assert [one.hold_latents for one in legs(rig.prefill)] == [False, True] or [
+            one.hold_latents for one in legs(rig.prefill)
+        ] == [True, False]
+        assert [hold for rank in rig.prefill for hold in rank.released] == [1]
+        assert legs(rig.decode) == []
+        assert rig.tally.num_handed_over == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "reason"),
+    [
+        ({"num_prefill": 0}, PROMPT, Direct.NO_PREFILL),
+        ({"prefill_form": "v1/64"}, PROMPT, Direct.FORM),
+        ({}, PROMPT[: B - 1], Direct.SHORT),
+    ],
+)
+async def test_a_decode_rank_reads_the_prompt_itself_and_that_is_counted(
+    settings, prompt, reason, caplog
+):
+    async with pools(**settings) as rig:
+        assert tokens_of(await answer(rig, prompt)) == undisturbed(prompt, 12)
+        (request,) = legs(rig.decode)
+        assert not request.HasField("latents_from")
+        assert legs(rig.prefill) == []
+        assert rig.tally.direct == {reason: 1}
+        if reason is Direct.FORM:
+            assert "its latents are v1/16, those of the prefill pool v1/64" in caplog.text
+
+
+@pytest.mark.parametrize("after", [0, 1])
+async def test_a_prefill_rank_that_fails_is_replaced_by_the_other_one(after):
+    async with pools() as rig:
+        # After the token it has made, the rank's stream is not read any more.
+        for rank in rig.prefill:
+            rank.faults.append(Fault(after=after, code=UNAVAILABLE, blame=Blame.NONE))
+        await answer(rig, max_tokens=12)
+        assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
+
+
+async def test_when_all_prefill_ranks_fail_the_decode_rank_reads_the_prompt():
+    async with pools() as rig:
+        for rank in rig.prefill:
+            rank.faults.extend([Fault(code=UNAVAILABLE, accept=False)] * 5)
+        assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
+        assert rig.tally.direct[Direct.NO_PREFILL] == 1
+        assert rig.tally.num_handed_over == 0
+
+
+async def test_a_full_prefill_pool_makes_the_decode_rank_read_the_prompt(monkeypatch):
+    monkeypatch.setattr(relay_module, "PREFILL_WAIT_S", 0.05)
+    async with pools(num_prefill=1) as rig:
+        full = Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False)
+        rig.prefill[0].faults.extend([full] * 5)
+        assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
+        assert rig.tally.direct == {Direct.CROWDED: 1}
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+async def test_a_decode_rank_that_fails_is_replaced_and_nothing_is_made_twice(after):
+    async with pools() as rig:
+        fault = Fault(after=after, code=UNAVAILABLE, blame=Blame.NONE)
+        rig.decode[0].faults.append(fault)
+        rig.decode[1].faults.append(fault)
+        assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
+        assert rig.tally.replays == 2
+        assert rig.tally.num_handed_over == 3
+
+
+async def test_hand_overs_do_not_use_up_a_requests_attempts():
+    async with pools() as rig:
+        many = await asyncio.gather(*(answer(rig, (n, *PROMPT)) for n in range(12)))
+        assert [tokens_of(one) for one in many] == [
+            undisturbed((n, *PROMPT), 12) for n in range(12)
+        ]
+        assert (rig.tally.num_handed_over, rig.tally.replays) == (12, 0)
+
+
+def test_the_first_leg_asks_for_no_more_tokens_than_it_makes():
+    request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=8, min_tokens=6)
+    leg = first_leg(replace(request, num_replayed=2))
+    assert (leg.max_tokens, leg.min_tokens, leg.hold_latents) == (1, 3, True)
+    assert not first_leg(replace(request, max_tokens=1)).hold_latents
