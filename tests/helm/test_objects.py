@@ -240,7 +240,6 @@ CONTRADICTIONS = {
     "must differ: they distinguish the roles": {
         "tls": {**TLS["tls"], "balancerName": "eq", "workerName": "eq"}
     },
-    "tls.enabled requires metrics.enabled": {**TLS, "metrics": {"enabled": False}},
     "several balancers need a shared store": {"balancer": {"replicas": 2}},
     "leader election needs a shared store": {"balancer": {"lease": "kubernetes"}},
     "mutually exclusive: set one": {

@@ -159,7 +159,7 @@ def test_probes_use_plain_http_with_tls(objects):
     assert not [key for key, probe in probes.items() if "grpc" in probe]
     for component in ("balancer", "worker"):
         assert probes[component, "readinessProbe"]["httpGet"] == {
-            "port": "metrics",
+            "port": "probes",
             "path": "/readyz",
         }
     plain = [

@@ -4,16 +4,14 @@ import asyncio
 
 import httpx2
 
-from equipoise.telemetry.exposition import metrics_at
-from equipoise.telemetry.probes import probe_routes
+from equipoise.telemetry.probes import probes_at
 
 
-async def test_probes_on_the_metrics_port_answer_with_a_single_word():
+async def test_probes_at_a_port_of_their_own_answer_with_a_single_word():
     ready = False
-    routes = probe_routes(ready=lambda: ready)
     async with (
         asyncio.timeout(120),
-        metrics_at("127.0.0.1:0", routes=routes) as address,
+        probes_at("127.0.0.1:0", ready=lambda: ready) as address,
         httpx2.AsyncClient(base_url=f"http://{address}") as client,
     ):
         live, not_ready = await client.get("/livez"), await client.get("/readyz")
@@ -22,4 +20,4 @@ async def test_probes_on_the_metrics_port_answer_with_a_single_word():
     assert (live.status_code, live.text) == (200, "ok\n")
     assert (not_ready.status_code, not_ready.text) == (503, "not ready\n")
     assert (is_ready.status_code, is_ready.text) == (200, "ok\n")
-    assert metrics.status_code == 200
+    assert metrics.status_code == 404

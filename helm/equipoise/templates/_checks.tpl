@@ -48,9 +48,6 @@
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name must name the Issuer or ClusterIssuer that signs this fleet's certificates" -}}
 {{- end -}}
-{{- if and $tls.enabled (not .Values.metrics.enabled) -}}
-{{- fail "tls.enabled requires metrics.enabled: probes cannot present a certificate and use the metrics port" -}}
-{{- end -}}
 {{- if and $tls.enabled (eq (include "equipoise.tlsBalancerName" .) (include "equipoise.tlsWorkerName" .)) -}}
 {{- fail "tls.balancerName and tls.workerName must differ: they distinguish the roles of servers" -}}
 {{- end -}}

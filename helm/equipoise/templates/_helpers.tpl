@@ -121,6 +121,11 @@ spec:
 {{- end -}}
 {{- end -}}
 
+{{/* For the kubelet only: neither a Service nor a NetworkPolicy names it. */}}
+{{- define "equipoise.probesContainerPort" -}}
+- {name: probes, containerPort: 9091}
+{{- end -}}
+
 {{/* Takes "maxUnavailable" too. */}}
 {{- define "equipoise.podDisruptionBudget" -}}
 apiVersion: policy/v1
@@ -196,6 +201,9 @@ securityContext:
 - --log-format={{ .pod.logFormat }}
 {{- if .root.Values.metrics.enabled }}
 - --metrics-listen=0.0.0.0:{{ .root.Values.metrics.port }}
+{{- end }}
+{{- if has .component (list "balancer" "worker") }}
+- --probes-listen=0.0.0.0:9091
 {{- end }}
 {{- range .pod.extraArgs }}
 - {{ . | quote }}

@@ -125,7 +125,7 @@ csi:
 Takes (dict "root" $ "port" … "service" "…" "path" "…"). */}}
 {{- define "equipoise.probe" -}}
 {{- if .root.Values.tls.enabled -}}
-httpGet: {port: metrics, path: {{ .path }}}
+httpGet: {port: probes, path: {{ .path }}}
 {{- else -}}
 grpc: {port: {{ .port }}, service: {{ .service }}}
 {{- end -}}

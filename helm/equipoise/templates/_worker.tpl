@@ -74,6 +74,7 @@ spec:
         - {name: grpc, containerPort: {{ $worker.port }}}
         - {name: rendezvous, containerPort: {{ $worker.rendezvousPort }}}
         {{- include "equipoise.metricsContainerPort" $root | nindent 8 }}
+        {{- include "equipoise.probesContainerPort" $root | nindent 8 }}
       # `live` is SERVING once the checkpoint is loaded; the other services only within an epoch.
       startupProbe:
         {{- include "equipoise.probe" (merge (dict "service" "live" "path" "/livez") $probe) | nindent 8 }}

@@ -29,7 +29,8 @@ from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
 from equipoise.policy.book import PolicyBook
 from equipoise.telemetry.errors import TelemetryError
-from equipoise.telemetry.logs import configure_logs
+from equipoise.telemetry.logs import configure_logs, log_causes_once
+from equipoise.telemetry.open_files import raise_open_files_limit
 from equipoise.telemetry.tracing import tracing
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
@@ -52,6 +53,7 @@ _log = logging.getLogger("equipoise.balancer")
 def run(settings: BalancerSettings) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 1 after one clear line."""
     configure_logs(settings.log_format, level=logging.getLevelName(settings.log_level.upper()))
+    raise_open_files_limit()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -67,6 +69,7 @@ def run(settings: BalancerSettings) -> int:
 async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    log_causes_once(loop)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     credentials = Credentials(settings.tls)
@@ -98,6 +101,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             planner=planner,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
+            probes_listen=settings.probes_listen,
             web_listen=settings.web_listen,
             register=register,
             tracer=tracer,

@@ -126,7 +126,10 @@ class BalancerParts:
     """host:port by which others reach this balancer; `listen` if empty."""
 
     metrics_listen: str = ""
-    """host:port of metrics and probes; none if empty."""
+    """host:port of metrics; none if empty."""
+
+    probes_listen: str = ""
+    """host:port of HTTP probes; none if empty."""
 
     on_metrics: Callable[[str], None] = _ignore
     """Called with the host:port of the metrics."""
@@ -209,6 +212,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             readiness=readiness,
             credentials=parts.credentials,
             metrics_listen=parts.metrics_listen,
+            probes_listen=parts.probes_listen,
             web_listen=parts.web_listen,
         )
         parts.on_metrics(metrics_at)

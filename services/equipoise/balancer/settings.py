@@ -78,6 +78,10 @@ class BalancerSettings:
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default. Port 0
     picks a free port, shown in the log."""
 
+    probes_listen: str = ""
+    """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot
+    present a certificate. Disabled by default."""
+
     web_listen: str = ""
     """host:port of an HTTP server for the read-only fleet page. Disabled by default. It does not
     authenticate, so it must listen on loopback unless --insecure is set. Port 0 picks a free port,
@@ -125,8 +129,9 @@ class BalancerSettings:
                 f"advertise must be set, because workers cannot connect to {host}: add "
                 "--advertise=HOST:PORT"
             )
-        if self.metrics_listen:
-            listen_address("metrics_listen", self.metrics_listen)
+        for name in ("metrics_listen", "probes_listen"):
+            if address := getattr(self, name):
+                listen_address(name, address)
         self._check_web()
         check_endpoint(self.tracing_endpoint)
         if not self.store:

@@ -5,7 +5,8 @@ import signal
 
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
-from equipoise.telemetry.logs import configure_logs
+from equipoise.telemetry.logs import configure_logs, log_causes_once
+from equipoise.telemetry.open_files import raise_open_files_limit
 
 
 def run(settings: GatewaySettings) -> int:
@@ -15,6 +16,7 @@ def run(settings: GatewaySettings) -> int:
         GatewayError: the gateway cannot start.
     """
     configure_logs(settings.log_format, context=lambda: {"pool": settings.pool})
+    raise_open_files_limit()
     asyncio.run(_serve_until_signalled(settings))
     return 0
 
@@ -22,6 +24,7 @@ def run(settings: GatewaySettings) -> int:
 async def _serve_until_signalled(settings: GatewaySettings) -> None:
     # A second signal changes nothing: the shutdown is bounded.
     stop = asyncio.Event()
+    log_causes_once(asyncio.get_running_loop())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(settings, stop=stop)

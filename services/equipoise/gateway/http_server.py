@@ -1,20 +1,12 @@
-"""`http_server`: uvicorn with a timeout for every wait for a client.
-
-uvicorn limits the pause between two requests of a connection, but not how long a client takes to
-send a request's header. This adds that timeout.
-"""
-
-import asyncio
-from typing import Any
+"""`http_server`: uvicorn with a timeout for every wait for a client."""
 
 import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from equipoise.gateway.errors import HeaderTooLongError, InvalidRequestError, RequestError
 from equipoise.gateway.openai_responses import error_object
-from equipoise.telemetry.http import HttpServer
+from equipoise.telemetry.http import HttpServer, bounded_http
 
 LAST_RESPONSES_S = 5
 """Time to send the responses of requests that were ended with the grace period, seconds."""
@@ -29,14 +21,10 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
     A connection may be idle for `idle_s` seconds between two requests. A request's header may take
     `header_s` seconds from the start of the connection or the end of the last request.
     """
-
-    class _Protocol(_BoundedHeader):
-        bound_s = header_s
-
     return HttpServer(
         uvicorn.Config(
             StrictHeaders(app),
-            http=_Protocol,
+            http=bounded_http(header_s=header_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -75,44 +63,3 @@ class StrictHeaders:
             error_object(error), status_code=error.status, headers={"Connection": "close"}
         )
         await answer(scope, receive, send)
-
-
-class _BoundedHeader(H11Protocol):
-    """Closes a connection that waits too long for a request's header."""
-
-    bound_s: float
-    _waiting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Start the timeout of the first request."""
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        """Stop the timeout if the header is complete; start it if a new request has begun."""
-        super().data_received(data)
-        if self._has_request():
-            self._stop_waiting()
-        elif self._waiting is None:
-            self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timeout."""
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _has_request(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _wait(self) -> None:
-        self._waiting = self.loop.call_later(self.bound_s, self._hang_up)
-
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-
-    def _hang_up(self) -> None:
-        self._waiting = None
-        if not self._has_request():
-            self.transport.close()

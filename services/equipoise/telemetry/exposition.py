@@ -7,7 +7,7 @@ changes.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -24,12 +24,22 @@ from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from equipoise.telemetry.errors import TelemetryError
-from equipoise.telemetry.http import HttpServer, address_of, open_listener
+from equipoise.telemetry.http import HttpServer, address_of, bounded_http, open_listener
 
 _STOP_GRACE_S = 1
 """Seconds that open responses have to finish when the server stops."""
+
+HEADER_S = 10.0
+"""Seconds that a client has to send a request's header."""
+
+MAX_CONNECTIONS = 64
+"""Connections of one port: a few scrapers and probes."""
+
+SEND_S = 30.0
+"""Seconds that a client has to take a response of `/metrics`."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +71,13 @@ def metrics_route(registry: CollectorRegistry) -> Route:
     """`GET /metrics`, in the format that the client accepts."""
     exposition = make_asgi_app(registry)
 
+    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEND_S):
+                await exposition(scope, receive, send)
+
     async def metrics(_: Request) -> Any:
-        return exposition
+        return bounded
 
     return Route("/metrics", metrics)
 
@@ -74,12 +89,12 @@ async def serving_http(
     listen: str,
     what: str = "metrics",
     path: str = "/metrics",
-    max_connections: int | None = None,
+    max_connections: int = MAX_CONNECTIONS,
 ) -> AsyncIterator[str]:
     """Serve `routes` on `listen` inside the block; yields host:port. Port 0 takes a free port.
 
     `what` names the server in the log and in errors, and its option, `--WHAT-listen`. `path` is the
-    path to log. Requests beyond `max_connections` are answered with 503.
+    path to log. Beyond `max_connections`, the oldest connection without a request is closed.
 
     Raises:
         TelemetryError: the address cannot be listened on.
@@ -93,14 +108,13 @@ async def serving_http(
     server = HttpServer(
         uvicorn.Config(
             Starlette(routes=routes),
-            http="h11",
+            http=bounded_http(header_s=HEADER_S, max_connections=max_connections),
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=max_connections,
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
     )
@@ -114,10 +128,8 @@ async def serving_http(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def metrics_at(
-    listen: str, *collectors: Collector, routes: Sequence[BaseRoute] = ()
-) -> AbstractAsyncContextManager[str]:
-    """Serve `/metrics` of `collectors`, and `routes`, on `listen`; nothing if `listen` is empty."""
+def metrics_at(listen: str, *collectors: Collector) -> AbstractAsyncContextManager[str]:
+    """Serve `/metrics` of `collectors` on `listen`; nothing if `listen` is empty."""
     if not listen:
         return nullcontext("")
-    return serving_http([metrics_route(registry_of(*collectors)), *routes], listen=listen)
+    return serving_http([metrics_route(registry_of(*collectors))], listen=listen)

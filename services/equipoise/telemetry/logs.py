@@ -5,9 +5,11 @@ A log call adds fields with `extra=about(pool=..., generation=...)`. Fields of t
 Characters that do not print are escaped, so that text from peers cannot forge lines.
 """
 
+import asyncio
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -25,6 +27,11 @@ FIELDS = (
     "bytes_total",
 )
 """Names of the fields that `about` accepts."""
+
+_MOST_CAUSES = 1000
+"""Causes that are told apart."""
+
+_log = logging.getLogger(__name__)
 
 LogContext = Callable[[], Mapping[str, str | int]]
 
@@ -61,6 +68,29 @@ def about(**fields: str | int | None) -> dict[str, Any]:
 def is_worth_logging(count: int) -> bool:
     """Whether to log the `count`-th occurrence of a repeated event: the 1st, 2nd, 4th, 8th..."""
     return count.bit_count() == 1
+
+
+def log_causes_once(loop: asyncio.AbstractEventLoop) -> None:
+    """Log unhandled errors of the loop by cause: the 1st, 2nd, 4th... with its number.
+
+    asyncio logs a traceback for each, for example for every connection that it cannot accept.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        message, error = str(context.get("message", "")), context.get("exception")
+        cause = (message, type(error).__name__)
+        if len(counts) < _MOST_CAUSES or cause in counts:
+            counts[cause] += 1
+        if not is_worth_logging(counts[cause]):
+            return
+        _log.error(
+            "%s: %s (%d so far)",
+            *(message, error, counts[cause]),
+            exc_info=error if counts[cause] == 1 else None,
+        )
+
+    loop.set_exception_handler(handle)
 
 
 def printable(text: str) -> str:

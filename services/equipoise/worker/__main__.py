@@ -6,7 +6,8 @@ import signal
 from opentelemetry.trace import Tracer
 
 from equipoise.rank.errors import WorkerError
-from equipoise.telemetry.logs import configure_logs
+from equipoise.telemetry.logs import configure_logs, log_causes_once
+from equipoise.telemetry.open_files import raise_open_files_limit
 from equipoise.telemetry.tracing import tracing
 from equipoise.worker.core import single_threaded
 from equipoise.worker.lifecycle import serve
@@ -23,6 +24,7 @@ def run(settings: WorkerSettings) -> int:
     configure_logs(
         settings.log_format, context=lambda: {"pool": settings.pool, "worker": settings.worker}
     )
+    raise_open_files_limit()
     single_threaded()
     failure = _serve_to_the_end(settings)
     collect_process_groups()
@@ -46,6 +48,7 @@ async def _serve_until_signalled(settings: WorkerSettings, tracer: Tracer) -> No
     # The event loop runs on the main thread, which handles signals, so a step that waits for a
     # hung peer does not delay a shutdown.
     stop = asyncio.Event()
+    log_causes_once(asyncio.get_running_loop())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(settings, stop=stop, tracer=tracer)

@@ -23,7 +23,7 @@ from equipoise.rank.errors import WorkerError
 from equipoise.rank.transfer import ExpertTransferService
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import metrics_at
-from equipoise.telemetry.probes import probe_routes
+from equipoise.telemetry.probes import probes_at
 from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
@@ -188,11 +188,13 @@ class Worker:
             WorkerError: the balancer rejects this worker, or it cannot load its experts.
         """
         try:
-            probes = probe_routes(ready=lambda: self._parts.health.takes_requests)
             collector = WorkerCollector(rank=lambda: self._epochs.rank, parts=self._parts)
             certificates = CertificateCollector(self._parts.credentials)
-            async with metrics_at(
-                self._settings.metrics_listen, collector, certificates, routes=probes
+            async with (
+                metrics_at(self._settings.metrics_listen, collector, certificates),
+                probes_at(
+                    self._settings.probes_listen, ready=lambda: self._parts.health.takes_requests
+                ),
             ):
                 await self._run(stop)
         finally:

@@ -178,6 +178,10 @@ class WorkerSettings:
     metrics_listen: str = ""
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default."""
 
+    probes_listen: str = ""
+    """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot
+    present a certificate. Disabled by default."""
+
     log_format: LogFormat = LogFormat.TEXT
     """Log format: human-readable `text`, or `json`, one object per line with pool, worker, rank,
     epoch and generation."""
@@ -216,8 +220,9 @@ class WorkerSettings:
             self.tls.check_dial(address)
         listen_address("listen", self.listen)
         self.tls.check_listen(self.listen)
-        if self.metrics_listen:
-            listen_address("metrics_listen", self.metrics_listen)
+        for name in ("metrics_listen", "probes_listen"):
+            if address := getattr(self, name):
+                listen_address(name, address)
         listen_address("advertise_host with a port", f"{self.advertise_host}:0")
         check_ranges(self)
         self._check_tokens()

@@ -1,4 +1,4 @@
-"""The HTTP ports of the balancer: metrics with probes, and the web page, at one port or two."""
+"""The HTTP ports of the balancer: probes, and metrics and the web page, at one port or two."""
 
 from contextlib import AsyncExitStack
 
@@ -10,7 +10,7 @@ from equipoise.balancer.telemetry.metrics import BalancerCollector
 from equipoise.balancer.web.server import serving_page
 from equipoise.balancer.web.state import PageState
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
-from equipoise.telemetry.probes import probe_routes
+from equipoise.telemetry.probes import probes_at
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.metrics import CertificateCollector
 
@@ -24,9 +24,10 @@ async def open_http(
     readiness: Readiness,
     credentials: Credentials,
     metrics_listen: str,
+    probes_listen: str,
     web_listen: str,
 ) -> str:
-    """Serve until `running` exits; returns the host:port of metrics and probes, empty if off.
+    """Serve until `running` exits; returns the host:port of metrics, empty if off.
 
     Raises:
         TelemetryError: an address is not available.
@@ -35,8 +36,8 @@ async def open_http(
         metrics_route(
             registry_of(BalancerCollector(seat, clock=clock), CertificateCollector(credentials))
         ),
-        *probe_routes(ready=lambda: not readiness.missing),
     )
+    await running.enter_async_context(probes_at(probes_listen, ready=lambda: not readiness.missing))
     is_one = metrics_listen == web_listen
     metrics_at = ""
     if metrics_listen and not is_one:

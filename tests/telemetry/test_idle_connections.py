@@ -1,0 +1,76 @@
+"""Clients that connect and say nothing disable neither a port nor its process."""
+
+import asyncio
+import logging
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from equipoise.telemetry import exposition
+from equipoise.telemetry.exposition import MAX_CONNECTIONS, metrics_at
+from equipoise.telemetry.logs import log_causes_once
+from tests.support.scrapes import scrape
+
+WAIT_S = 60.0
+
+
+async def connected(address):
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def test_a_connection_without_a_request_is_closed(monkeypatch):
+    monkeypatch.setattr(exposition, "HEADER_S", 0.2)
+    async with asyncio.timeout(WAIT_S), metrics_at("127.0.0.1:0") as address:
+        silent, writer = await connected(address)
+        slow, slow_writer = await connected(address)
+        slow_writer.write(b"GET /metrics HTTP/1.1\r\nHost:")
+        assert await silent.read() == b""
+        assert await slow.read() == b""
+        writer.close()
+        slow_writer.close()
+
+
+async def test_idle_connections_are_limited_and_keep_no_scraper_out():
+    async with asyncio.timeout(WAIT_S), metrics_at("127.0.0.1:0") as address:
+        idle = [await connected(address) for _ in range(3 * MAX_CONNECTIONS)]
+        for _ in range(3):
+            assert "process_resident_memory_bytes" in await scrape(address)
+        ended = [reader for reader, _ in idle if reader.at_eof() or reader.exception()]
+        assert len(idle) - len(ended) <= MAX_CONNECTIONS
+        for _, writer in idle:
+            writer.close()
+
+
+def test_the_soft_limit_on_open_files_is_raised():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= 256:
+        pytest.skip(f"the hard limit is {hard}")
+    program = (
+        "import resource\n"
+        "from equipoise.telemetry.open_files import raise_open_files_limit\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
+        "raise_open_files_limit()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536))
+
+
+async def test_an_error_of_the_loop_is_logged_once_per_cause_and_power_of_two(caplog):
+    loop = asyncio.get_running_loop()
+    log_causes_once(loop)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(1000):
+            error = OSError(24, "Too many open files")
+            message = "socket.accept() out of system resource"
+            loop.call_exception_handler({"message": message, "exception": error})
+        loop.call_exception_handler({"message": "another cause"})
+    lines = [one for one in caplog.records if one.name == "equipoise.telemetry.logs"]
+    assert len(lines) == 11
+    assert [one for one in lines if one.exc_info] == lines[:1]
+    assert lines[9].getMessage().endswith("Too many open files (512 so far)")
