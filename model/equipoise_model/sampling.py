@@ -4,21 +4,24 @@ Pure functions, vectorised over a batch of requests with different parameters. A
 depends on that row alone: every step works along rows, and `sampling_draws` supplies randomness,
 keyed by the request's seed and the token's position.
 
-Steps follow the order of vLLM and Hugging Face: banned tokens and biases, penalties, temperature,
-top-k, top-p, min-p.
+Steps follow the order of vLLM and Hugging Face: tokens that are not allowed, biases, penalties,
+temperature, top-k, top-p, min-p.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from equipoise_model.sampling_draws import uniforms
 from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
 
-_FAULTY = SampledToken(token=0, logprob=0.0, fault="its logits or probabilities are not finite")
+_FAULTY = SampledToken(
+    token=0, logprob=0.0, fault="no token is allowed, or logits or probabilities are not finite"
+)
 
 
 @torch.no_grad()
@@ -33,7 +36,8 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]
         return []
     logits_SV, is_finite_S = _finite_rows(logits_SV.float())
     log_peak_S = _log_peaks(logits_SV)
-    penalized_SV, stays_finite_S = _finite_rows(penalize(bias(logits_SV, rows), rows))
+    biased_SV = bias(allow(logits_SV, rows), rows)
+    penalized_SV, stays_finite_S = _finite_rows(penalize(biased_SV, rows))
     tokens_S = penalized_SV.argmax(dim=-1)
     drawn = [row for row, one in enumerate(rows) if not one.params.greedy]
     if drawn:
@@ -71,7 +75,7 @@ def score(
 def probabilities(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distribution that `sample` draws from, float32 [S, V]; greedy rows have a single 1."""
     assert logits_SV.shape[0] == len(rows)
-    penalized_SV = penalize(bias(logits_SV.float(), rows), rows)
+    penalized_SV = penalize(bias(allow(logits_SV.float(), rows), rows), rows)
     return _probabilities(penalized_SV, [row.params for row in rows])
 
 
@@ -86,6 +90,18 @@ def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
     below_S = torch.nextafter(total_S, torch.zeros_like(total_S))
     goal_S = torch.minimum(numbers_S.to(total_S.device) * total_S, below_S)
     return torch.searchsorted(sums_SV, goal_S.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def allow(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Set the logits of tokens that a row does not allow to minus infinity."""
+    masks = {row: one.allowed for row, one in enumerate(rows) if one.allowed is not None}
+    if not masks:
+        return logits_SV
+    chosen, words_RW = list(masks), np.stack(list(masks.values()))
+    bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, bitorder="little")
+    is_out_RV = torch.from_numpy(bits_RV[:, : logits_SV.shape[1]] == 0).to(logits_SV.device)
+    kept_RV = logits_SV[chosen].masked_fill(is_out_RV, -math.inf)
+    return logits_SV.index_copy(0, torch.tensor(chosen, device=logits_SV.device), kept_RV)
 
 
 def bias(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

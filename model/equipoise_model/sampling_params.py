@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 MAX_LOGPROBS = 20
 
 MAX_SCORED_ROWS = 256
@@ -109,6 +112,8 @@ class SamplingRow:
     output: Sequence[int]
     banned: tuple[int, ...] = ()
     """Tokens that must not be sampled."""
+    allowed: npt.NDArray[np.int32] | None = None
+    """Bits of the tokens that may be sampled, in words of 32, the lowest first; None for all."""
 
     @property
     def position(self) -> int:

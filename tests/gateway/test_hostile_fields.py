@@ -17,6 +17,7 @@ from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.alone import engine_alone
+from equipoise.worker.grammars import Grammars
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_pb2 as pb
@@ -47,6 +48,9 @@ VALUES = (
     *(str(2**31), str(2**32), str(2**63), str(-(2**63)), str(2**64), "9" * 400, "9" * 5000),
     *("[]", "[[]]", "[[[[1]]]]", "[1, -1]", "[1, 1e308]", "[null]", '["a", "b"]', r'["\ud800"]'),
     *('{"5": 1e-300, "6": 1e39}', '{"5": -100, "271": 100}', '{"messages": 1}'),
+    *('{"type": "json_object"}', '{"json": {"type": "array"}}', '{"regex": "a{1,9}{1,9}"}'),
+    *('{"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}', '"[a-"'),
+    *('{"grammar": "start: start"}', '{"choice": ["a", 1]}', '"start: (/a/{1000}){1000}"'),
     *("{}", '{"a": {}}', '{"type": "text"}', '{"include_usage": 7}', 500 * "[" + 500 * "]"),
 )
 MESSAGE = '{"role": "user", "content": "def f("}'
@@ -76,6 +80,7 @@ async def live_rank():
         itl_s=Histogram(SHORT_S),
         boot_id="boot-1",
         latents=None,
+        grammars=Grammars(packaged_checkpoint(), vocab_size=VOCAB_SIZE),
     )
     engine = await asyncio.to_thread(
         engine_alone,

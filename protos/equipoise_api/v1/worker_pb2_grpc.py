@@ -130,7 +130,8 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
         message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-        UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank keeps serving. The
+        UNAVAILABLE: use another rank. OUT_OF_RANGE: after this output the request's grammar is too complex
+        for any rank. INTERNAL: this request failed by itself; the rank keeps serving. The
         initial metadata "equipoise-accepted", sent at once, reports that the request is queued. A stream
         that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
         of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.

@@ -67,7 +67,8 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
     """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
     message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank keeps serving. The
+    UNAVAILABLE: use another rank. OUT_OF_RANGE: after this output the request's grammar is too complex
+    for any rank. INTERNAL: this request failed by itself; the rank keeps serving. The
     initial metadata "equipoise-accepted", sent at once, reports that the request is queued. A stream
     that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
     of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
@@ -83,7 +84,8 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
     message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-    UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank keeps serving. The
+    UNAVAILABLE: use another rank. OUT_OF_RANGE: after this output the request's grammar is too complex
+    for any rank. INTERNAL: this request failed by itself; the rank keeps serving. The
     initial metadata "equipoise-accepted", sent at once, reports that the request is queued. A stream
     that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
     of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.
@@ -102,7 +104,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
         """Generate streams tokens as they are generated. INVALID_ARGUMENT: the request cannot be served; the
         message names the field, its value and the range. RESOURCE_EXHAUSTED: the queue is full.
-        UNAVAILABLE: use another rank. INTERNAL: this request failed by itself; the rank keeps serving. The
+        UNAVAILABLE: use another rank. OUT_OF_RANGE: after this output the request's grammar is too complex
+        for any rank. INTERNAL: this request failed by itself; the rank keeps serving. The
         initial metadata "equipoise-accepted", sent at once, reports that the request is queued. A stream
         that ends early has the trailing metadata "equipoise-blame": "none"; "step" if the request was one
         of several in a step that failed; or "request" if it failed alone. A rank that dies sends none.

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from equipoise.gateway.errors import (
+    GrammarLimitError,
     InvalidRequestError,
     QueuedTooLongError,
     RankFullError,
@@ -51,6 +52,7 @@ async def attempt(
         RankFullError: the rank's queue is full.
         RankLostError: the rank failed, timed out, or sent an invalid response.
         InvalidRequestError: the rank rejects the request; its own message.
+        GrammarLimitError: no rank can continue the request, because of its grammar.
         QueuedTooLongError: the request waited too long for its turn on a rank that works.
     """
     audience = worker_audience(pool, worker)
@@ -152,6 +154,8 @@ def _failure(error: grpc.aio.AioRpcError, credentials: Credentials) -> Exception
             return RankFullError(details)
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequestError(details)
+        case grpc.StatusCode.OUT_OF_RANGE:
+            return GrammarLimitError(details)
         case code:
             metadata: Any = error.trailing_metadata()
             return RankLostError(f"{code.name}: {details}", blame=blame_from_metadata(metadata))

@@ -181,6 +181,7 @@ class CompletionEndpoint:
                     prompt_logprobs=request.prompt_logprobs,
                     min_tokens=request.min_tokens,
                     logit_bias=request.logit_bias,
+                    grammar=request.grammar,
                 ),
                 suspicion=suspicion,
                 is_complete=lambda: decoder.stopped,

@@ -54,6 +54,12 @@ class ContextLengthExceededError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class GrammarLimitError(InvalidRequestError):
+    """What the output must match became too complex for any rank after some tokens."""
+
+    code = "grammar_too_complex"
+
+
 class UnauthorizedError(InvalidRequestError):
     """The request has no API key, or an unknown one."""
 

@@ -20,8 +20,9 @@ from equipoise.gateway.sampling_fields import (
     tokens_of,
 )
 from equipoise.gateway.settings import GatewaySettings
+from equipoise.gateway.structured_fields import GRAMMAR_FIELDS, check_end, grammar_of
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import MAX_LOGPROBS, Sampling
+from equipoise.wire.inference import MAX_LOGPROBS, Grammar, Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI."""
@@ -41,6 +42,7 @@ _EITHER = frozenset(
         *("return_token_ids", "logit_bias", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
         # These do not affect the answer.
         *("user", "metadata", "safety_identifier", "prompt_cache_key"),
+        *GRAMMAR_FIELDS,
     }
 )
 _OF_COMPLETIONS = _EITHER | {"prompt", "echo", "best_of"}
@@ -56,7 +58,6 @@ _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -85,6 +86,9 @@ class CompletionRequest:
 
     logit_bias: tuple[tuple[int, float], ...]
     """Tokens and what to add to their logits."""
+
+    grammar: Grammar | None
+    """What each choice must match; None for anything."""
 
     min_tokens: int
     """Tokens before which neither stop tokens nor stop strings end a choice."""
@@ -272,6 +276,9 @@ class RequestParser:
         min_tokens = fields.whole("min_tokens", least=0, most=max_tokens, default=0)
         if min_tokens and len(stop_tokens) == vocab_size:
             raise fields.reject("min_tokens", "cannot be reached: every token is a stop token")
+        grammar = grammar_of(fields)
+        if grammar is not None:
+            check_end(fields, has_end=bool(self._tokenizer.end_tokens), min_tokens=min_tokens)
         include_usage, continuous_usage = _usage_options(fields, stream=stream)
         return CompletionRequest(
             prompts=prompts,
@@ -279,6 +286,7 @@ class RequestParser:
             num_choices=num_choices,
             sampling=sampling_of(fields, logprobs=logprobs, defaults=self._defaults),
             logit_bias=logit_bias_of(fields, vocab_size=vocab_size),
+            grammar=grammar,
             min_tokens=min_tokens,
             prompt_logprobs=prompt_logprobs,
             show_prompt_logprobs=shows_prompt_logprobs,

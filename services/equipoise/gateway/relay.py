@@ -15,6 +15,7 @@ import grpc
 from equipoise.gateway.attempt import attempt
 from equipoise.gateway.errors import (
     AttemptsExhaustedError,
+    GrammarLimitError,
     InvalidRequestError,
     NoRankError,
     PoisonRequestError,
@@ -141,7 +142,7 @@ class Relay:
                         self._ranks.mark_suspects()
                         self._note_break(progress, request, reason=str(lost))
                 except InvalidRequestError as rejection:
-                    if not progress.tokens:
+                    if not progress.tokens or isinstance(rejection, GrammarLimitError):
                         raise
                     # Another rank accepted the same request: this one differs from the others.
                     progress.avoid.add(progress.running.rank.address)

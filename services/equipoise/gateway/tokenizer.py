@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from equipoise.formats.end_tokens import read_end_tokens
+from equipoise.formats.errors import FormatError
 from equipoise.gateway.errors import GatewayError
 from equipoise.gateway.fields import is_whole
 from equipoise.gateway.tokenizer_file import read_tokenizer_file
@@ -41,10 +43,11 @@ class Tokenizer:
             GatewayError: a file is missing or damaged, or the kind of tokenizer is not supported.
         """
         path = folder / "config.json"
-        vocab_size, end_tokens = _vocabulary(path)
-        generation = folder / "generation_config.json"
-        if generation.exists():
-            end_tokens |= _end_tokens(generation, vocab_size=vocab_size)
+        vocab_size = _vocab_size(path)
+        try:
+            end_tokens = read_end_tokens(folder, vocab_size=vocab_size)
+        except FormatError as error:
+            raise GatewayError(str(error)) from None
         if (folder / "tokenizer.json").exists():
             read = read_tokenizer_file(folder, vocab_size=vocab_size)
             return cls(
@@ -108,8 +111,8 @@ class TokenDecoder:
         return self._decoder.decode(data, final=final)
 
 
-def _vocabulary(path: Path) -> tuple[int, frozenset[int]]:
-    """The size of the vocabulary and the tokens that end a text, from config.json."""
+def _vocab_size(path: Path) -> int:
+    """The size of the vocabulary, from config.json."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         vocab_size = config["vocab_size"]
@@ -119,17 +122,4 @@ def _vocabulary(path: Path) -> tuple[int, frozenset[int]]:
         raise GatewayError(f"{path}: not a model's config with a vocab_size") from None
     if not is_whole(vocab_size) or vocab_size < 1:
         raise GatewayError(f"{path}: vocab_size {vocab_size!r} is not a positive whole number")
-    return vocab_size, _end_tokens(path, vocab_size=vocab_size)
-
-
-def _end_tokens(path: Path, *, vocab_size: int) -> frozenset[int]:
-    """The `eos_token_id` of config.json or generation_config.json, which may be a list."""
-    try:
-        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise GatewayError(f"{path}: cannot be read: {error}") from None
-    ends = [] if end is None else end if isinstance(end, list) else [end]
-    for token in ends:
-        if not is_whole(token) or not 0 <= token < vocab_size:
-            raise GatewayError(f"{path}: eos_token_id {token!r} is not in the vocabulary")
-    return frozenset(ends)
+    return int(vocab_size)

@@ -25,6 +25,9 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 """Largest bias, in either direction, as at OpenAI."""
 
+MAX_GRAMMAR_BYTES = 2**16
+"""Longest grammar."""
+
 _LOGPROBS_PER_PART = 2048
 """At most 0.6 MB, below gRPC's limit."""
 
@@ -75,6 +78,30 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+
+
+class GrammarKind(StrEnum):
+    """The language of a grammar."""
+
+    JSON_SCHEMA = "json_schema"
+    """JSON schema, as JSON text."""
+
+    REGEX = "regex"
+    """A regular expression in the syntax of Rust's regex."""
+
+    GRAMMAR = "grammar"
+    """A context-free grammar in Lark or GBNF."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must match, without its stop token."""
+
+    kind: GrammarKind
+    """Its language."""
+
+    text: str
+    """At most `MAX_GRAMMAR_BYTES` in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +176,9 @@ class GenerateRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens and what to add to their logits."""
 
+    grammar: Grammar | None = None
+    """What the output must match; None for anything."""
+
     @property
     def num_prompt_logprobs(self) -> int:
         """How many tokens of the prompt have their logprobs reported."""
@@ -212,6 +242,7 @@ class GeneratedTokens:
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """Convert a request."""
+    grammar = request.grammar
     return pb.GenerateRequest(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -224,6 +255,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         logit_bias=dict(request.logit_bias),
         hold_latents=request.hold_latents,
         latents_from=_source_to_proto(request.latents_from) if request.latents_from else None,
+        grammar=None if grammar is None else pb.Grammar(**{grammar.kind.value: grammar.text}),
     )
 
 
@@ -278,6 +310,7 @@ def request_from_proto(
         latents_from=(
             _source_from_proto(message.latents_from) if message.HasField("latents_from") else None
         ),
+        grammar=_grammar_from_proto(message) if message.HasField("grammar") else None,
     )
 
 
@@ -422,6 +455,16 @@ def _hold_from_proto(message: pb.LatentHold) -> LatentHold:
         hold=checks.count("generate_response", "hold", message.hold, least=1),
         num_tokens=message.num_tokens,
     )
+
+
+def _grammar_from_proto(message: pb.GenerateRequest) -> Grammar:
+    kind = message.grammar.WhichOneof("kind")
+    text = getattr(message.grammar, kind) if kind else ""
+    if kind is None or len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise _invalid_request(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes of one kind")
+    if message.min_tokens:
+        raise _invalid_request("min_tokens must be 0 with a grammar, which says where outputs end")
+    return Grammar(kind=GrammarKind(kind), text=text)
 
 
 def _sampling_from_proto(message: pb.Sampling) -> Sampling:

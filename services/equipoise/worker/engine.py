@@ -34,7 +34,7 @@ from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.placement import HeldSlots
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
-from equipoise.worker.step_inputs import draft_lines, step_batch, wanted_logits
+from equipoise.worker.step_inputs import draft_lines, sampling_rows, step_batch, wanted_logits
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.drafting import Drafter
 from equipoise_model.exchange import ExchangeError
@@ -332,7 +332,7 @@ class Engine:
                 [token for c in plan.chunks for token in c.scored],
                 num_top=[c.num_top for c in plan.chunks for _ in c.scored],
             )
-            sampled = sample(sampling_SV, [row for c in plan.chunks for row in c.sampling])
+            sampled = sample(sampling_SV, sampling_rows(plan))
             drafts = self._draft(plan, sampled, output)
             loads = self._experts.loads()
         # On a device a collective may fail as late as when its result is read.

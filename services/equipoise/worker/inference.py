@@ -28,6 +28,7 @@ from equipoise.wire.inference import (
 )
 from equipoise.worker.engine import Engine, StepResult, Visited
 from equipoise.worker.errors import NotServingError, QueueFullError, StepError
+from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitError, Grammars
 from equipoise.worker.latents.puller import LatentPuller
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request
@@ -49,6 +50,7 @@ _log = logging.getLogger(__name__)
 class InferenceService(pb_grpc.InferenceServicer):
     """Serves `Generate`; used from the event loop only.
 
+    `grammars` compiles what outputs must match; without it such requests are rejected.
     `vocab_size` and `context_length` (prompt and output together) limit what a request may ask for.
     `itl_s` counts the time between two tokens of a request, seconds. `boot_id` is this process;
     `latents` fetches what another pool has read of a prompt.
@@ -62,7 +64,9 @@ class InferenceService(pb_grpc.InferenceServicer):
         itl_s: Histogram,
         boot_id: str,
         latents: LatentPuller,
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._boot_id = boot_id
         self._latents = latents
         self._vocab_size = vocab_size
@@ -148,11 +152,16 @@ class InferenceService(pb_grpc.InferenceServicer):
                 min_tokens=request.min_tokens,
                 hold_latents=request.hold_latents,
                 is_handed_over=request.latents_from is not None,
+                constraint=await self._constraint(request),
             )
         except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except SamplingError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"sampling.{error}")
+        except GrammarLimitError as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"grammar: {error}")
+        except GrammarError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"grammar: {error}")
         if self._closed or self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         assert self._engine is not None, "a service without an engine is closed"
@@ -164,7 +173,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             # Reports that the request is queued: later failures count as failures of this request.
             if request.latents_from is None:
                 await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-            await self._write(context, request, stream, key)
+            await self._write(context, request, stream, queued)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
@@ -189,11 +198,25 @@ class InferenceService(pb_grpc.InferenceServicer):
         await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
         await self._latents.pull(queued.key, queued.prompt, request.latents_from, visit=self.visit)
 
+    async def _constraint(self, request: GenerateRequest) -> Constraint | None:
+        """Which tokens the request's output may have, after those of other ranks."""
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            raise GrammarError("this worker takes no grammars")
+        output = request.prompt[len(request.prompt) - request.num_replayed :]
+        return await asyncio.to_thread(
+            self._grammars.constraint,
+            request.grammar,
+            output=output,
+            stop_tokens=request.stop_tokens,
+        )
+
     async def _write(
-        self, context: _Context, request: GenerateRequest, stream: _Stream, key: int
+        self, context: _Context, request: GenerateRequest, stream: _Stream, queued: Request
     ) -> None:
         """Send tokens up to the finish, or end the stream with the reason."""
-        last_s = 0.0
+        key, last_s = queued.key, 0.0
         while True:
             try:
                 async with asyncio.timeout(WAITING_REPORT_S):
@@ -217,8 +240,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                     await context.write(message)
             if last.sampled.fault:
                 reason = f"the request failed in step {result.step}: {last.sampled.fault}"
-                _log.warning("%s: %s", request.request_id, reason)
-                await _end(context, grpc.StatusCode.INTERNAL, reason, blame=Blame.REQUEST)
+                await _end_faulty(context, request, queued, reason)
             if last.finish is not None:
                 return
 
@@ -237,6 +259,17 @@ class InferenceService(pb_grpc.InferenceServicer):
 
 async def _end(context: _Context, code: grpc.StatusCode, reason: str, *, blame: Blame) -> NoReturn:
     await context.abort(code, reason, trailing_metadata=((BLAME_KEY, blame.value),))
+
+
+async def _end_faulty(
+    context: _Context, request: GenerateRequest, queued: Request, reason: str
+) -> NoReturn:
+    """End the stream of a request for which no token could be sampled."""
+    if queued.constraint is not None and queued.constraint.trouble:
+        reason = f"grammar: too complex after this output: {queued.constraint.trouble}"
+        await _end(context, grpc.StatusCode.OUT_OF_RANGE, reason, blame=Blame.REQUEST)
+    _log.warning("%s: %s", request.request_id, reason)
+    await _end(context, grpc.StatusCode.INTERNAL, reason, blame=Blame.REQUEST)
 
 
 async def _all_queued(stream: _Stream) -> list[_Token]:

@@ -36,6 +36,7 @@ from equipoise.wire.messages import Heartbeat, Hello, LayoutRejected, Wait
 from equipoise.worker.core import ModelCore
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.errors import RejectedError, StepError
+from equipoise.worker.grammars import Grammars
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
@@ -149,6 +150,7 @@ class Worker:
             itl_s=timings.itl_s,
             boot_id=boot_id,
             latents=puller,
+            grammars=Grammars(settings.checkpoint, vocab_size=core.checkpoint.config.vocab_size),
         )
         self._parts = WorkerParts(
             settings=settings,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from equipoise.wire.inference import FinishReason
 from equipoise.worker.blocks import BlockPool, BlockTable
+from equipoise.worker.grammars import Constraint
 from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
 
 GREEDY = SamplingParams(temperature=0)
@@ -47,6 +48,9 @@ class Request:
 
     is_handed_over: bool = False
     """Whether another pool read the prompt: what was not fetched of its full blocks is missing."""
+
+    constraint: Constraint | None = None
+    """Which tokens the output may have, after the replayed ones; None for any."""
 
     @property
     def num_scored(self) -> int:
@@ -88,6 +92,9 @@ class Chunk:
 
     num_top: int = 0
     """How many of the most likely tokens to report with each."""
+
+    constraint: Constraint | None = None
+    """The request's."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -274,6 +281,7 @@ class Sequence:
             scored=tuple(self.tokens[score_from + 1 : score_end + 1]),
             score_from=score_from - start,
             num_top=self.request.prompt_logprobs or 0,
+            constraint=self.request.constraint,
         )
 
     def _sampling_rows(self, drafts: tuple[int, ...]) -> list[SamplingRow]:
@@ -316,6 +324,8 @@ class Sequence:
             )
             if finish is not None:
                 break
+            if self.request.constraint is not None:
+                self.request.constraint.accept([sampled.token])
         self.table.publish(self.tokens, num_run=min(self.num_run, len(self.tokens)))
         return emissions
 

@@ -7,7 +7,7 @@ import torch
 
 from equipoise.worker.sequence import StepPlan
 from equipoise_model.drafting import DraftLine
-from equipoise_model.sampling_params import SampledToken
+from equipoise_model.sampling_params import SampledToken, SamplingRow
 from equipoise_model.step import StepBatch
 
 
@@ -46,6 +46,19 @@ def wanted_logits(plan: StepPlan, logits_SV: torch.Tensor) -> tuple[torch.Tensor
     return logits_SV[scoring_S], logits_SV[~scoring_S]
 
 
+def sampling_rows(plan: StepPlan) -> list[SamplingRow]:
+    """Return how to sample from each row of logits, with the tokens that grammars allow there."""
+    rows: list[SamplingRow] = []
+    for chunk in plan.chunks:
+        if chunk.constraint is None or not chunk.sampling:
+            rows += chunk.sampling
+            continue
+        masks = chunk.constraint.masks(chunk.drafts)
+        pairs = zip(chunk.sampling, masks, strict=True)
+        rows += [replace(row, allowed=mask) for row, mask in pairs]
+    return rows
+
+
 def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLine]:
     """Return what the drafter continues: each chunk's tokens, with the accepted samples."""
     tokens = iter(sampled)
@@ -56,6 +69,8 @@ def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLi
         if chunk.sampling:
             last = chunk.sampling[len(standing) - 1]
             sampling = replace(last, output=[*last.output, standing[-1]])
+            if chunk.constraint is not None:
+                sampling = replace(sampling, allowed=chunk.constraint.masks(standing)[-1])
         lines.append(
             DraftLine(
                 num_rows=len(chunk.tokens),

@@ -1,0 +1,166 @@
+"""`Grammars`: what an output must match, compiled; `Constraint`: which tokens may follow one.
+
+llguidance does both (github.com/microsoft/llguidance): grammars become parsers over bytes, and a
+mask says which tokens keep the output valid. Masks depend on the output's tokens alone, so they are
+the same in any batch and on any rank.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.formats.end_tokens import read_end_tokens
+from equipoise.formats.errors import FormatError
+from equipoise.wire.inference import Grammar, GrammarKind
+
+Masks = npt.NDArray[np.int32]
+"""Bits of tokens in words of 32, the lowest first: 1 for those that may be sampled."""
+
+MAX_COMPILED = 64
+"""Grammars that are kept compiled."""
+
+# Models may indent; without a bound they may also write white space only.
+_JSON_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+
+_NUM_BYTES = 256
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be used; the message says why."""
+
+
+class GrammarLimitError(GrammarError):
+    """A grammar became too complex after the output so far, or that does not match."""
+
+
+class Constraint:
+    """Which tokens may follow one output. Used by one thread at a time."""
+
+    def __init__(self, matcher: Any, *, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        """Append tokens to the output; False if it no longer matches."""
+        return bool(self._matcher.consume_tokens(list(tokens)))
+
+    @property
+    def trouble(self) -> str:
+        """Why no token may follow any more; empty while one may."""
+        return _in_one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def masks(self, drafts: Sequence[int] = ()) -> Masks:
+        """What may follow the output, and what may follow after each draft, [1 + drafts, words].
+
+        After a draft that may not follow, every token may: it is rejected in any case. Where
+        the grammar got too complex, no token may.
+        """
+        masks = np.full((1 + len(drafts), self._num_words), -1, dtype=np.int32)
+        # An error is for good, and a draft that is wrong must not cause one.
+        matcher = self._matcher.deep_copy() if drafts else self._matcher
+        for index, mask in enumerate(masks):
+            if not index or matcher.try_consume_tokens([drafts[index - 1]]):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            elif not matcher.is_error():
+                break
+            if matcher.is_error():
+                masks[index:] = 0
+                break
+        return masks
+
+
+class Grammars:
+    """Compiles grammars for the model whose checkpoint is in `folder`; used from any thread."""
+
+    def __init__(self, folder: Path, *, vocab_size: int) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        # None until the first grammar, because it takes about a second.
+        self._tokenizer: Any = None
+        self._end_tokens: frozenset[int] = frozenset()
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def constraint(
+        self, grammar: Grammar, *, output: Sequence[int], stop_tokens: frozenset[int]
+    ) -> Constraint:
+        """Return what may follow an output; compiling takes up to seconds.
+
+        Raises:
+            GrammarError: the grammar is invalid or too complex, this installation or model lacks
+                what it takes, or the output does not match.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar) or self._compile(grammar)
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            if not self._end_tokens & stop_tokens:
+                raise GrammarError("the model's end token must be a stop token")
+            constraint = Constraint(matcher.deep_copy(), vocab_size=self._vocab_size)
+        if output and not constraint.accept(output):
+            raise GrammarLimitError(f"after {len(output)} tokens: {constraint.trouble}")
+        return constraint
+
+    def _compile(self, grammar: Grammar) -> Any:
+        try:
+            from llguidance import LLMatcher, grammar_from  # noqa: PLC0415 - optional
+        except ImportError:
+            raise GrammarError("this worker lacks llguidance: pip install llguidance") from None
+        if self._tokenizer is None:
+            self._load_tokenizer()
+        try:
+            match grammar.kind:
+                case GrammarKind.JSON_SCHEMA:
+                    text = LLMatcher.grammar_from_json_schema(
+                        grammar.text, defaults={"whitespace_pattern": _JSON_SPACE}
+                    )
+                case GrammarKind.REGEX:
+                    text = LLMatcher.grammar_from_regex(grammar.text)
+                case GrammarKind.GRAMMAR:
+                    text = grammar_from("grammar", grammar.text)
+        # It raises no narrower error for text that it cannot convert.
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(_in_one_line(str(error))) from None
+        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(_in_one_line(matcher.get_error()))
+        return matcher
+
+    def _load_tokenizer(self) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - optional
+
+        try:
+            self._end_tokens = read_end_tokens(self._folder, vocab_size=self._vocab_size)
+        except FormatError as error:
+            raise GrammarError(str(error)) from None
+        if not self._end_tokens:
+            raise GrammarError("the model has no end token (eos_token_id)")
+        ends, path = sorted(self._end_tokens), self._folder / "tokenizer.json"
+        source = str(path) if path.exists() else TokenizerWrapper(_Bytes(self._vocab_size, ends[0]))
+        self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
+
+
+class _Bytes:
+    """A vocabulary whose first tokens are the bytes, in the form that llguidance takes."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, end_token: int) -> None:
+        self.eos_token_id = end_token
+        self.special_token_ids = list(range(_NUM_BYTES, vocab_size))
+        self.tokens = [bytes([byte]) for byte in range(_NUM_BYTES)]
+        self.tokens += [b""] * (vocab_size - _NUM_BYTES)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
