@@ -9,24 +9,36 @@ from dataclasses import replace
 import pytest
 import torch
 
-from equipoise_kernels.formats import ScaleFormat, ScaleLayout, empty_rows
+from equipoise_kernels.formats import (
+    QuantizedWeight,
+    ScaleFormat,
+    ScaleLayout,
+    empty_rows,
+    weight_scale_shape,
+)
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
-from equipoise_kernels.fp8.attention.latents import PlainLatents
+from equipoise_kernels.fp8.attention.latents import PlainLatents, QuantizedLatents
 from equipoise_kernels.fp8.attention.mla_decode import (
     MlaDecodeConfig,
     mla_decode_reference,
     mla_decode_triton,
 )
 from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput
+from equipoise_kernels.fp8.attention.mla_prefill import (
+    MlaPrefillConfig,
+    PrefillInputs,
+    mla_prefill_reference,
+    mla_prefill_triton,
+)
 from equipoise_kernels.fp8.gemm.dense import GemmConfig, gemm_reference, gemm_triton
 from equipoise_kernels.fp8.gemm.grouped import (
     GroupedGemmConfig,
     grouped_gemm_reference,
     grouped_gemm_triton,
 )
-from equipoise_kernels.fp8.gemm.schedule import MaskedRows, PrefixSumRows
+from equipoise_kernels.fp8.gemm.schedule import ContiguousRows, MaskedRows, PrefixSumRows
 from equipoise_kernels.fp8.moe.permute import combine_reference, combine_triton, permute_reference
 from equipoise_kernels.fp8.moe.route import route_reference, route_triton
 from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables, empty_routes
@@ -36,6 +48,7 @@ from equipoise_kernels.fp8.quant.silu_mul_quant import (
     silu_mul_quant_reference,
     silu_mul_quant_triton,
 )
+from equipoise_kernels.fp8.quant.weight_quant import QUANTIZE_WEIGHT
 from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 from equipoise_kernels.fp8.testing.virtual_ranks import VirtualRanks
 from equipoise_kernels.numerics import difference
@@ -124,17 +137,40 @@ def test_prefix_sum_products(counts, generator, interpreted):
     assert difference(out.nan_to_num(), wanted.nan_to_num()) < 1e-10
 
 
+# DeepGEMM's contiguous tests: blocks of 128 rows, of which padding is marked -1; empty groups.
+@pytest.mark.parametrize(
+    "counts", first_always([[0, 128, 5], [0, 0, 1], [129, 0, 128], [1, 1, 1], [300]])
+)
+def test_contiguous_products(counts, generator, interpreted):
+    groups = torch.full((sum(-(-count // 128) for count in counts), 128), -1, dtype=torch.int32)
+    first = 0
+    for group, count in enumerate(counts):
+        groups.view(-1)[128 * first : 128 * first + count] = group
+        first += -(-count // 128)
+    a = spread_rows((groups.numel(), 128), generator)
+    weight = spread_weight((len(counts) + 1, 192, 128), generator)
+    slots = int32([(2 * group + 1) % (len(counts) + 1) for group in range(len(counts))])
+    schedule = ContiguousRows(group_of_row=groups.flatten())
+    out, wanted = (torch.full((len(a.codes), 192), float("nan")) for _ in range(2))
+    grouped_gemm_triton(a, weight, slots, schedule=schedule, out=out, config=GROUPED)
+    grouped_gemm_reference(a, weight, slots, schedule=schedule, out=wanted)
+    assert torch.equal(wanted.isnan().all(1), groups.flatten() < 0)
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert difference(out.nan_to_num(), wanted.nan_to_num()) < 1e-10
+
+
 # FlashMLA's tests: odd heads, short, empty and long sequences, NaN behind their ends, shared
 # blocks, arbitrary numbers in tables beyond an end, all sizes of blocks.
 @pytest.mark.parametrize(
-    ("heads", "lengths", "block", "per_split"),
+    ("heads", "lengths", "block", "per_split", "is_fp8"),
     first_always([
-        (9, [20, 0, 65], 64, 64), (1, [1, 140, 0], 64, 64), (63, [65], 64, 128),
-        (126, [20, 140], 64, 64), (128, [140], 128, 512), (3, [20, 7, 1], 1, 64),
-        (3, [64, 128], 64, 64),
+        (9, [20, 0, 65], 64, 64, False), (1, [1, 140, 0], 64, 64, False),
+        (63, [65], 64, 128, False), (126, [20, 140], 64, 64, False),
+        (128, [140], 128, 512, False), (3, [20, 7, 1], 1, 64, False),
+        (3, [64, 128], 64, 64, False), (9, [20, 0, 65], 64, 64, True), (64, [140, 1], 64, 64, True),
     ]),
 )  # fmt: skip
-def test_attention(heads, lengths, block, per_split, generator, interpreted):
+def test_attention(heads, lengths, block, per_split, is_fp8, generator, interpreted):
     width = -(-max(lengths) // block)
     values = torch.randn(2 * width + 1, block, 144, generator=generator).bfloat16()
     tables = torch.full((len(lengths), width), 2147480000, dtype=torch.int32)
@@ -145,7 +181,7 @@ def test_attention(heads, lengths, block, per_split, generator, interpreted):
         tables[query, :1] = 0 if used else 2147480000
     if len(lengths) == 1 and lengths[0] % block:
         values[width - 1, lengths[0] % block :] = float("nan")
-    cache = PlainLatents(latents_BPC=values, rank=128)
+    cache = quantized(values) if is_fp8 else PlainLatents(latents_BPC=values, rank=128)
     query = torch.randn(len(lengths), heads, 144, generator=generator).bfloat16()
     config = MlaDecodeConfig(
         heads=64 if heads > 16 else 16, tokens=32, tokens_per_split=64, num_warps=4, num_stages=3
@@ -164,6 +200,54 @@ def test_attention(heads, lengths, block, per_split, generator, interpreted):
     ours, theirs = seen
     assert difference(ours.out_BHR, theirs.out_BHR) < 1e-5
     torch.testing.assert_close(ours.lse_BH, theirs.lse_BH, rtol=1e-5, atol=1e-5)
+
+
+def quantized(values):
+    """The latents in FP8, 128 numbers of them."""
+    num_blocks, block, _ = values.shape
+    rows = empty_rows((num_blocks * block, 128), device="cpu")
+    compressed = values[..., :128].reshape(-1, 128)
+    group_quant_reference(compressed, scale_format=ScaleFormat.FP32, out=rows)
+    return QuantizedLatents(
+        codes_BPR=rows.codes.view(num_blocks, block, 128),
+        scales_BPG=rows.scales.view(num_blocks, block, 1),
+        rotary_BPP=values[..., 128:].contiguous(),
+    )
+
+
+# FlashMLA's and sglang's dense prefill: several prompts, with prefixes, of one query, and with as
+# many positions as a tile or one more.
+@pytest.mark.parametrize(
+    ("heads", "prompts"),
+    first_always([
+        (3, [(1, 1), (33, 33)]), (1, [(128, 128)]), (2, [(129, 129), (1, 200)]),
+        (5, [(17, 64), (64, 65), (2, 2)]), (128, [(3, 19)]), (1, [(20, 300)]),
+    ]),
+)  # fmt: skip
+def test_prompts(heads, prompts, generator, interpreted):
+    num_queries, num_keys = map(sum, zip(*prompts, strict=True))
+    segments, query, key = [], 0, 0
+    for count, length in prompts:
+        segments.append([query, count, length - count, key, length, 0])
+        query, key = query + count, key + length
+    queries = torch.randn(num_queries, heads, 48, generator=generator).bfloat16()
+    given = PrefillInputs(
+        plain_THn=queries[..., :32],
+        rotary_THP=queries[..., 32:],
+        keys_values_NHw=torch.randn(num_keys, heads, 64, generator=generator).bfloat16(),
+        key_rotary_NP=torch.randn(num_keys, 16, generator=generator).bfloat16(),
+        segments_S6=int32(segments),
+        most_queries=max(count for count, _ in prompts),
+    )
+    config = MlaPrefillConfig(queries=64, keys=32, num_warps=4, num_stages=3)
+    seen = []
+    for run, options in ((mla_prefill_triton, {"config": config}), (mla_prefill_reference, {})):
+        out = torch.full((num_queries, heads, 32), float("nan"))
+        lse = torch.full((num_queries, heads), float("nan"))
+        run(given, scale=0.2, out_THv=out, lse_TH=lse, **options)
+        seen.append((out, lse))
+    assert difference(seen[0][0], seen[1][0]) < 1e-5
+    torch.testing.assert_close(seen[0][1], seen[1][1], rtol=1e-5, atol=1e-5)
 
 
 def rule(num_experts, num_groups, top_groups, top_k):
@@ -231,6 +315,30 @@ def test_casts(num_rows, dim, scale_format, generator, interpreted):
         run(rows, scale_format=scale_format, out=seen[0], **options)
         twin(rows, scale_format=scale_format, out=seen[1], **options)
         assert difference(seen[0].dequantized(), seen[1].dequantized()) < 1e-5
+
+
+# DeepGEMM's per_block_cast_to_fp8 and TileKernels' block casts: blocks that are not whole.
+@pytest.mark.parametrize(
+    ("shape", "scale_format"),
+    first_always([
+        ((129, 256), ScaleFormat.FP32), ((1, 128), ScaleFormat.UE8M0),
+        ((576, 384), ScaleFormat.FP32),
+    ]),
+)  # fmt: skip
+def test_weight_casts(shape, scale_format, generator, interpreted):
+    weight = torch.randn(shape, generator=generator).bfloat16()
+    weight[:, :128] = 0.0
+    seen = [
+        QuantizedWeight(
+            codes=torch.empty(shape, dtype=torch.float8_e4m3fn),
+            scales=torch.empty(weight_scale_shape(shape)),
+        )
+        for _ in range(2)
+    ]
+    for name, out in zip(("triton", "reference"), seen, strict=True):
+        QUANTIZE_WEIGHT.backends[name](weight, scale_format=scale_format, out=out)
+    assert torch.equal(seen[0].scales, seen[1].scales)
+    assert torch.equal(seen[0].codes.view(torch.uint8), seen[1].codes.view(torch.uint8))
 
 
 # TileKernels' mapping, expansion and reduction: rows without a choice, one slot for all, no rows.
