@@ -140,7 +140,7 @@ async def test_each_role_gets_where_it_belongs_by_its_certificate(tmp_path, auth
 
 
 async def test_a_certificates_uri_names_the_role(tmp_path, authority):
-    tls = authority.issue("pod-7", uri="spiffe://corp/equipoise/admin/ann")
+    tls = authority.issue("pod-7", uri="spiffe://cluster.local/equipoise/admin/ann")
     async with opened(tmp_path, tls=authority.issue("balancer")) as address:
         await expect_rights(address, "admin/ann", Credentials(tls))
 
@@ -366,7 +366,7 @@ def is_heard_by(channel):
 
 @pytest.mark.parametrize("who", ["worker/tiny/worker-0", "gateway", "reader", "admin/ann"])
 async def test_no_other_role_can_serve_as_a_balancer(tmp_path, authority, who):
-    reader = Credentials(authority.issue("pod-9", uri="spiffe://corp/equipoise/reader"))
+    reader = Credentials(authority.issue("pod-9", uri="spiffe://cluster.local/equipoise/reader"))
     async with opened(tmp_path, tls=authority.issue(who)) as address:
         code, words = await ask(address, reader)
         assert not await asyncio.to_thread(is_heard_by, reader.blocking_channel(address))

@@ -13,6 +13,7 @@ from tests.support.helm_chart import (
     RenderError,
     containers,
     helm,
+    helm_command,
     one_of,
     pod_specs,
     render,
@@ -151,7 +152,7 @@ def test_network_policies_allow_exactly_the_necessary_traffic():
             ]
     assert admitted == {
         "balancer": [
-            (["worker", "gateway", "balancer", "test"], ["grpc"]),
+            (["balancer", "worker", "gateway", "test"], ["grpc"]),
             ([{"namespaceSelector": {}}], ["metrics"]),
         ],
         "worker": [
@@ -253,7 +254,15 @@ CONTRADICTIONS = {
     r"worker.replicas \(2\) x worker.slotsPerRank \(12\) cannot hold worker.numExperts \(32\)": {
         "worker": {"replicas": 2}
     },
-    "must differ": {"worker": {"port": 7000, "rendezvousPort": 7000}},
+    "worker.port and worker.rendezvousPort of a worker are both 7000: they must differ": {
+        "worker": {"port": 7000, "rendezvousPort": 7000}
+    },
+    "metrics.port and worker.port of a worker are both 9090": {"worker": {"port": 9090}},
+    "gateway.port and metrics.port of a gateway are both 8080": {"metrics": {"port": 8080}},
+    "balancer.port and the page's port of a balancer are both 7080": {"balancer": {"port": 7080}},
+    "mutually exclusive: keep the policy in one place": {
+        "policy": {"existingConfigMap": "mine", "defaults": {"interval": "9s"}}
+    },
     "minReplicas must be at most maxReplicas": {
         "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
     },
@@ -266,6 +275,80 @@ CONTRADICTIONS = {
 def test_contradicting_values_fail_with_the_remedy(words, values):
     with pytest.raises(RenderError, match=words):
         render(values)
+
+
+def test_a_port_may_be_set_on_the_command_line():
+    # Numbers of --set are of another type than those of a file.
+    done = helm_command("template", "eq", CHART, "--set", "worker.port=7171")
+    assert "--listen=0.0.0.0:7171" in done
+
+
+def test_a_second_release_reaches_the_balancer_of_the_first():
+    first = one_of(render({}), "NetworkPolicy", "eq-equipoise-balancer")
+    peers = [
+        peer["podSelector"]["matchLabels"].items()
+        for peer in first["spec"]["ingress"][0]["from"]
+        if "podSelector" in peer
+    ]
+    second = render(
+        {
+            "pool": "decode",
+            "balancer": {"enabled": False, "externalAddress": "eq-equipoise-balancer.moe.svc:7070"},
+        },
+        release="decode",
+    )
+    templates = [
+        one["spec"]["template"] for one in second if one["kind"] in {"Deployment", "StatefulSet"}
+    ]
+    for template in [*templates, one_of(second, "Pod", "decode-equipoise-test-serving")]:
+        labels = template["metadata"]["labels"].items()
+        assert any(peer <= labels for peer in peers), labels
+
+
+def test_no_key_is_repeated_whatever_labels_are_set():
+    chart_label = {"app.kubernetes.io/name": "mine", "team": "ours"}
+    values = {
+        "commonLabels": chart_label,
+        **{one: {"podLabels": {**chart_label, "n": "1"}} for one in ("balancer", "worker")},
+        "metrics": {
+            "serviceMonitor": {"enabled": True, "labels": chart_label},
+            "prometheusRule": {"enabled": True, "labels": chart_label},
+        },
+    }
+    for one in render(values):  # Fails for a repeated key.
+        labels = one["metadata"]["labels"]
+        assert (labels["app.kubernetes.io/name"], labels["team"]) == ("equipoise", "ours")
+
+
+def test_odd_text_and_large_numbers_reach_the_processes_unchanged():
+    odd = {
+        "pool": 'a: "b" # c',
+        "worker": {"checkpoint": {"path": "/models/x: y"}},
+        "gateway": {"model": "m: #1", "maxOpenRequests": 2_000_000},
+        "runAsUser": 1_000_660_000,
+    }
+    objects = render(odd)
+    arguments = str([one.get("args") for one in containers(objects).values()])
+    for flag in ("--model=m: #1", "--checkpoint=/models/x: y", "--max-open-requests=2000000"):
+        assert flag in arguments
+    assert all('--pool=a: "b" # c' in one["args"] for one in _with_a_pool(objects))
+    for spec in pod_specs(objects).values():
+        assert spec["securityContext"]["runAsUser"] == 1_000_660_000
+        assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_every_namespaced_object_names_its_namespace():
+    for one in render(FULL):
+        is_cluster_wide = one["kind"].startswith("Cluster")
+        assert ("namespace" in one["metadata"]) is not is_cluster_wide, one["kind"]
+
+
+def _with_a_pool(objects):
+    return [
+        one
+        for name, one in containers(objects).items()
+        if name.rpartition("/")[2] in {"worker", "gateway", "status"}
+    ]
 
 
 def _components(peers):

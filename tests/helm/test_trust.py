@@ -3,6 +3,7 @@
 import pytest
 
 from equipoise.trust.identity import Identity, Role, certified
+from equipoise.trust.settings import TRUST_DOMAIN
 from tests.support.helm_chart import FULL, TLS, RenderError, containers, pod_specs, render
 
 POD_OF = {
@@ -27,6 +28,17 @@ def certificates(objects):
     }
 
 
+def certified_here(names):
+    return certified(common_name="", alternative_names=names, trust_domain=TRUST_DOMAIN)
+
+
+def test_the_processes_expect_the_trust_domain_of_their_certificates():
+    tls = TLS["tls"]
+    corp = {"tls": {**tls, "certManager": {**tls["certManager"], "trustDomain": "corp"}}}
+    for pod in POD_OF.values():
+        assert environment(render({**TLS, **corp}), pod)["EQUIPOISE_TLS_TRUST_DOMAIN"] == "corp"
+
+
 def environment(objects, pod):
     (container,) = [c for name, c in containers(objects).items() if name.startswith(f"{pod}/")][-1:]
     return {one["name"]: one.get("value") for one in container["env"]}
@@ -34,8 +46,7 @@ def environment(objects, pod):
 
 def test_certificates_have_identities_that_the_program_accepts(certificates):
     identities = {
-        name: certified(common_name="", alternative_names=spec["dnsNames"] + spec["uris"])
-        for name, spec in certificates.items()
+        name: certified_here(spec["dnsNames"] + spec["uris"]) for name, spec in certificates.items()
     }
     assert identities == {
         "balancer": Identity(role=Role.READER, name="balancer"),
@@ -58,7 +69,7 @@ def test_a_pool_with_a_slash_in_its_name_keeps_it():
         for one in render({**TLS, "pool": "deep seek/decode"})
         if one["kind"] == "Certificate" and one["metadata"]["name"].endswith("worker")
     ]
-    assert certified(common_name="", alternative_names=worker).pool == "deep seek/decode"
+    assert certified_here(worker).pool == "deep seek/decode"
 
 
 def test_the_csi_driver_gives_each_worker_an_identity_of_its_own():
@@ -70,7 +81,7 @@ def test_the_csi_driver_gives_each_worker_an_identity_of_its_own():
     volumes = {one["name"]: one for one in pod_specs(objects)[POD_OF["worker"]]["volumes"]}
     asked = volumes["tls"]["csi"]["volumeAttributes"]
     uri = asked["csi.cert-manager.io/uri-sans"].replace("${POD_NAME}", "eq-equipoise-worker-3")
-    assert certified(common_name="", alternative_names=[uri]) == Identity(
+    assert certified_here([uri]) == Identity(
         role=Role.WORKER, pool="deep seek/decode", worker="eq-equipoise-worker-3"
     )
     variables = environment(objects, POD_OF["worker"])

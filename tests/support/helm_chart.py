@@ -77,7 +77,17 @@ def render(values=None, *, release="eq", namespace="moe"):
         RenderError: schema or templates reject them.
     """
     text = _rendered(json.dumps(values or {}), release, namespace)
-    return [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if one]
+    return [one for one in yaml.load_all(text, Loader=_Strict) if one]
+
+
+class _Strict(yaml.CSafeLoader):
+    """Rejects repeated keys, as a cluster does."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        repeated = {key for key in keys if keys.count(key) > 1}
+        assert not repeated, f"line {node.start_mark.line}: repeated keys {repeated}"
+        return super().construct_mapping(node, deep)
 
 
 def pod_specs(objects):
@@ -108,6 +118,16 @@ def one_of(objects, kind, name):
     """The object of a kind with a name."""
     (found,) = [one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name]
     return found
+
+
+def helm_command(*arguments):
+    """What helm prints."""
+    done = subprocess.run(
+        [helm(), *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        raise RenderError(done.stderr)
+    return done.stdout
 
 
 @functools.cache

@@ -32,12 +32,17 @@ def test_the_uri_of_a_certificate_takes_precedence_over_its_common_name():
     named = certified(
         common_name="reader",
         alternative_names=["10.0.0.1", "spiffe://corp/equipoise/worker/p/w-1"],
+        trust_domain="corp",
     )
     assert named == Identity(role=Role.WORKER, pool="p", worker="w-1")
-    assert certified(common_name="reader", alternative_names=["spiffe://corp/other"]) == Identity(
-        role=Role.READER
+    named = certified(
+        common_name="reader", alternative_names=["https://corp/other"], trust_domain="corp"
     )
-    assert certified(common_name="www.corp", alternative_names=["www.corp"]) is None
+    assert named == Identity(role=Role.READER)
+    assert (
+        certified(common_name="www.corp", alternative_names=["www.corp"], trust_domain="corp")
+        is None
+    )
 
 
 def test_every_identity_must_allow_what_a_caller_does():
@@ -86,3 +91,22 @@ def test_callers_are_shown_with_their_identities_and_address():
     assert str(Caller(peer="ipv4:1.2.3.4:5")) == "anonymous at ipv4:1.2.3.4:5"
     ann = Identity(role=Role.ADMIN, name="ann")
     assert str(Caller(peer="p", identities=(ann, ann))) == "admin/ann at p"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "spiffe://evil.example/equipoise/admin/eve",
+        "spiffe://corp.evil.example/equipoise/admin/eve",
+        "spiffe://evil.example/spiffe://corp/equipoise/admin/eve",
+        "spiffe://corp/other/equipoise/admin/eve",
+    ],
+)
+def test_an_identity_of_another_trust_domain_is_none(uri):
+    names = [uri, "spiffe://corp/equipoise/admin/eve"]
+    assert certified(common_name="admin/eve", alternative_names=names, trust_domain="corp") is None
+
+
+def test_a_uri_of_another_scheme_names_no_one():
+    names = ["https://evil.example/equipoise/admin/eve"]
+    assert certified(common_name="eve", alternative_names=names, trust_domain="corp") is None

@@ -20,8 +20,9 @@
 {{- if and (ne .Values.worker.kind "None") (lt (include "equipoise.spareRanks" . | int) 0) -}}
 {{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d): add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts)) -}}
 {{- end -}}
-{{- if eq .Values.worker.port .Values.worker.rendezvousPort -}}
-{{- fail "worker.port and worker.rendezvousPort must differ" -}}
+{{- include "equipoise.portChecks" . -}}
+{{- if and .Values.policy.existingConfigMap (or .Values.policy.defaults .Values.policy.pools) -}}
+{{- fail "policy.existingConfigMap and policy.defaults or policy.pools are mutually exclusive: keep the policy in one place" -}}
 {{- end -}}
 {{- if and .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) -}}
 {{- fail "gateway.autoscaling.minReplicas must be at most maxReplicas" -}}
@@ -75,5 +76,25 @@
 {{- end -}}
 {{- if and .cacheTokens (lt (int64 .cacheTokens) (int64 .contextLength)) -}}
 {{- fail (printf "worker.cacheTokens (%d) must be at least worker.contextLength (%d), the length of one request, or 0" (int64 .cacheTokens) (int64 .contextLength)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ports of one pod must differ. Numbers of --set are int64, those of files float64. */}}
+{{- define "equipoise.portChecks" -}}
+{{- $pods := dict
+  "balancer" (dict "balancer.port" .Values.balancer.port "the page's port" 7080 "the probes' port" 9091)
+  "worker" (dict "worker.port" .Values.worker.port "worker.rendezvousPort" .Values.worker.rendezvousPort "the probes' port" 9091)
+  "gateway" (dict "gateway.port" .Values.gateway.port) -}}
+{{- $metrics := .Values.metrics -}}
+{{- range $pod, $ports := $pods -}}
+{{- if $metrics.enabled -}}{{- $_ := set $ports "metrics.port" $metrics.port -}}{{- end -}}
+{{- $taken := dict -}}
+{{- range $name, $port := $ports -}}
+{{- $number := int $port | toString -}}
+{{- if hasKey $taken $number -}}
+{{- fail (printf "%s and %s of a %s are both %s: they must differ" (index $taken $number) $name $pod $number) -}}
+{{- end -}}
+{{- $_ := set $taken $number $name -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -17,20 +17,19 @@
 
 {{/* Selector labels of Services and workloads; immutable. */}}
 {{- define "equipoise.selector" -}}
-app.kubernetes.io/name: {{ include "equipoise.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "equipoise.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* Each key once: the chart's own labels win over those of values. "labels" is optional. */}}
 {{- define "equipoise.labels" -}}
-{{ include "equipoise.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: equipoise
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := include "equipoise.selector" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "equipoise" -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
+{{- merge $own (deepCopy (default dict .labels)) (deepCopy .root.Values.commonLabels) | toYaml -}}
 {{- end -}}
 
 {{/* Metadata of an object. Optional: "name" (default: the release's name and the component), "labels" to add, and
@@ -38,6 +37,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "equipoise.metadata" -}}
 metadata:
   name: {{ .name | default (printf "%s-%s" (include "equipoise.fullname" .root) .component) }}
+  {{- if not (hasPrefix "Cluster" (default "" .kind)) }}
+  namespace: {{ .root.Release.Namespace }}
+  {{- end }}
 {{- include "equipoise.annotated" . }}
 {{- end -}}
 
@@ -49,9 +51,6 @@ metadata:
 {{- define "equipoise.annotated" }}
   labels:
     {{- include "equipoise.labels" . | nindent 4 }}
-    {{- with .labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
   {{- with .annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
@@ -60,7 +59,7 @@ metadata:
 
 {{/* Takes (dict "root" $ "image" .Values.image.…). */}}
 {{- define "equipoise.image" -}}
-image: {{ .image.repository }}{{ if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
+image: "{{ .image.repository }}{{ if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}"
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- end -}}
 
@@ -182,9 +181,11 @@ spec:
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
-  runAsUser: {{ .Values.runAsUser }}
-  runAsGroup: {{ .Values.runAsUser }}
-  fsGroup: {{ .Values.runAsUser }}
+  runAsUser: {{ int64 .Values.runAsUser }}
+  runAsGroup: {{ int64 .Values.runAsUser }}
+  fsGroup: {{ int64 .Values.runAsUser }}
+  # Large volumes are not walked at every start.
+  fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -230,7 +231,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .pod.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .pod.nodeSelector }}
 nodeSelector:

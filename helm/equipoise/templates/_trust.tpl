@@ -16,6 +16,7 @@ certificate and signing key the pod has. */}}
 - {name: EQUIPOISE_TLS_CA, value: /etc/equipoise/tls/ca.crt}
 - {name: EQUIPOISE_TLS_CERT, value: /etc/equipoise/tls/tls.crt}
 - {name: EQUIPOISE_TLS_KEY, value: /etc/equipoise/tls/tls.key}
+- {name: EQUIPOISE_TLS_TRUST_DOMAIN, value: {{ .root.Values.tls.certManager.trustDomain | quote }}}
 - {name: EQUIPOISE_TLS_BALANCER_NAME, value: {{ include "equipoise.tlsBalancerName" .root | quote }}}
 {{- if has .component (list "worker" "gateway") }}
 - {name: EQUIPOISE_TLS_WORKER_NAME, value: {{ include "equipoise.tlsWorkerName" .root | quote }}}

@@ -18,7 +18,7 @@ spec:
       args:
         - worker
         - --balancer={{ include "equipoise.balancerAddress" $root }}
-        - --pool={{ $root.Values.pool }}
+        - {{ printf "--pool=%s" $root.Values.pool | quote }}
         - --worker=$(POD_NAME)
         - --listen=0.0.0.0:{{ $worker.port }}
         {{- with include "equipoise.tokensFlag" $root | trim }}{{ . | nindent 8 }}{{ end }}
@@ -33,12 +33,12 @@ spec:
         - --zone-label={{ $topology.zoneLabel }}
         {{- end }}
         {{- with $worker.checkpoint.path }}
-        - --checkpoint={{ . }}
+        - {{ printf "--checkpoint=%s" . | quote }}
         {{- end }}
         - --num-ranks={{ $worker.replicas }}
         - --slots-per-rank={{ $worker.slotsPerRank }}
-        - --max-requests={{ $worker.maxRequests }}
-        - --max-queued-requests={{ $worker.maxQueuedRequests }}
+        - --max-requests={{ int64 $worker.maxRequests }}
+        - --max-queued-requests={{ int64 $worker.maxQueuedRequests }}
         - --context-length={{ int64 $worker.contextLength }}
         - --{{ ternary "" "no-" (eq (include "equipoise.workerBatchInvariant" $worker) "true") }}batch-invariant
         - --max-step-tokens={{ int64 $worker.maxStepTokens }}
@@ -48,7 +48,7 @@ spec:
         - --cache-tokens={{ int64 $worker.cacheTokens }}
         - --spare-slots={{ $worker.spareSlots }}
         - --speculate={{ $worker.speculate }}
-        - --max-graph-rows={{ $worker.maxGraphRows }}
+        - --max-graph-rows={{ int64 $worker.maxGraphRows }}
         {{- if $worker.pullMiBPerSecond }}
         - --pull-mib-per-s={{ $worker.pullMiBPerSecond }}
         {{- end }}

@@ -79,14 +79,19 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
             identities.append(found)
         if self._tls.is_mutual:
             common_name, alternative_names = _certified_names(context)
-            named = certified(common_name=common_name, alternative_names=alternative_names)
+            named = certified(
+                common_name=common_name,
+                alternative_names=alternative_names,
+                trust_domain=self._tls.tls_trust_domain,
+            )
             if named is not None:
                 identities.append(named)
             elif not identities:
                 raise RejectedCallerError(
                     grpc.StatusCode.PERMISSION_DENIED,
-                    f"the certificate of {common_name!r} names no role: its common name or URI "
-                    "must be worker/POOL/WORKER, gateway, reader or admin/NAME",
+                    f"the certificate of {common_name!r} names no role: its common name, or its "
+                    f"URI after spiffe://{self._tls.tls_trust_domain}/equipoise/, must be "
+                    "worker/POOL/WORKER, gateway, reader or admin/NAME",
                 )
         return Caller(peer=context.peer(), identities=tuple(identities))
 

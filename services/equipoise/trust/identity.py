@@ -1,7 +1,7 @@
 """Roles and identities of callers: `worker/POOL/WORKER`, `gateway`, `reader`, `admin/NAME`.
 
 Pure. The same notation is used in token files, in a certificate's common name, and at the end of
-its URI: `spiffe://any.domain/equipoise/worker/POOL/WORKER`.
+its URI: `spiffe://TRUST_DOMAIN/equipoise/worker/POOL/WORKER`.
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from enum import StrEnum
 from urllib.parse import unquote
 
 ANY = "*"
+_SCHEME = "spiffe://"
 _URI_MARK = "/equipoise/"
 
 
@@ -114,9 +115,16 @@ def parse_identity(text: str) -> Identity | None:
     return Identity(role=Role(role), name="".join(names))
 
 
-def certified(*, common_name: str, alternative_names: Iterable[str]) -> Identity | None:
-    """The identity in a certificate: in its first URI with `/equipoise/`, else its common name."""
+def certified(
+    *, common_name: str, alternative_names: Iterable[str], trust_domain: str
+) -> Identity | None:
+    """The identity in a certificate: in its first spiffe URI, else its common name.
+
+    A certificate whose first spiffe URI is not `spiffe://TRUST_DOMAIN/equipoise/...` has none:
+    others than this fleet gave it its name. URIs of other schemes name no one.
+    """
     for name in alternative_names:
-        if "://" in name and _URI_MARK in name:
-            return parse_identity(name.partition(_URI_MARK)[2])
+        if name.startswith(_SCHEME):
+            ours = f"{_SCHEME}{trust_domain}{_URI_MARK}"
+            return parse_identity(name.removeprefix(ours)) if name.startswith(ours) else None
     return parse_identity(common_name)

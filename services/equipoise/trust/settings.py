@@ -12,6 +12,9 @@ BALANCER_NAME = "balancer.equipoise"
 WORKER_NAME = "worker.equipoise"
 """DNS name that the certificate of every worker has, and no other certificate."""
 
+TRUST_DOMAIN = "cluster.local"
+"""Trust domain of identities where none is set; cert-manager's default."""
+
 
 def or_environment(variable: str, *, default: str | bool = "") -> Any:
     """A field whose default comes from an environment variable.
@@ -40,6 +43,10 @@ class Tls:
 
     tls_key: str = or_environment("EQUIPOISE_TLS_KEY")
     """PEM file of the certificate's private key. Reloaded when it changes."""
+
+    tls_trust_domain: str = or_environment("EQUIPOISE_TLS_TRUST_DOMAIN", default=TRUST_DOMAIN)
+    """Trust domain of this fleet. Only URIs spiffe://DOMAIN/equipoise/... in certificates name a
+    role; a certificate with a spiffe URI of another domain has none."""
 
     insecure: bool = or_environment("EQUIPOISE_INSECURE", default=False)
     """Allow plain text beyond loopback. Anyone on the network can then read or change the traffic,

@@ -1,0 +1,28 @@
+"""What helm prints after an installation."""
+
+from tests.support.helm_chart import CHART, helm_command
+
+
+def notes(*values):
+    arguments = [part for value in values for part in ("--set", value)]
+    printed = helm_command("install", "eq", CHART, "-n", "moe", "--dry-run=client", *arguments)
+    return printed.partition("\nNOTES:\n")[2]
+
+
+def test_a_second_release_names_a_command_that_reaches_the_balancer():
+    address = "balancer.externalAddress=first-balancer.fleet.svc:7171"
+    text = notes("balancer.enabled=false", address, "pool=decode")
+    assert "kubectl -n fleet port-forward svc/first-balancer 7070:7171 &" in text
+    assert "equipoise status --watch --address=127.0.0.1:7070 --pool='decode'" in text
+    assert "policy" not in text
+
+
+def test_it_says_where_the_policy_is():
+    assert "last until the next upgrade" in notes()
+    assert "in ConfigMap mine: edit it at any time" in notes("policy.existingConfigMap=mine")
+
+
+def test_a_leader_worker_set_is_not_upgraded_rank_by_rank():
+    text = notes("worker.kind=LeaderWorkerSet")
+    assert "Upgrades replace all ranks at once" in text
+    assert "one rank at a time" not in text
