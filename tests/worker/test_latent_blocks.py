@@ -91,7 +91,8 @@ def test_requests_with_holds_and_pulls_get_their_solo_tokens_and_nothing_stays(
         if holds and data.draw(st.booleans()):
             scheduler.holds.end(holds.pop(), HoldEnd.FETCHED)
         plan = scheduler.plan(now=now)
-        for emission in scheduler.commit(plan, *model.run(plan), now=now):
+        sampled, drafts, scores = model.run(plan)
+        for emission in scheduler.commit(plan, sampled, drafts, scores=scores, now=now):
             got[emission.key].append(emission.token)
             if emission.is_last:
                 finished.add(emission.key)
