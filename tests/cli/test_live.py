@@ -145,6 +145,35 @@ def test_an_exported_layout_is_the_same_when_it_is_read_again(address, tmp_path,
     assert np.array_equal(table[-NUM_LAYERS:], moved(FIRST).expert_of_slot)
 
 
+def test_a_watched_export_follows_what_is_committed(
+    address, balancer, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "layout.yaml"
+    export = LayoutExportSettings(
+        address=address, file=path, format=Format.TENSORRT_LLM, first_moe_layer=3, watch=True
+    )
+    balancer.layouts, balancer.status.generation = {1: FIRST}, 1
+    written = []
+
+    def sleep(_seconds):
+        written.append(read_placement(path, form=Format.TENSORRT_LLM).expert_of_slot[-NUM_LAYERS:])
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        balancer.layouts[2], balancer.status.generation = moved(FIRST), 2
+
+    monkeypatch.setattr(layouts.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        layouts.export(export)
+    assert np.array_equal(written[0], FIRST.expert_of_slot)
+    assert np.array_equal(written[1], moved(FIRST).expert_of_slot)
+    assert capsys.readouterr().out.count("wrote generation") == 2
+
+
+def test_only_the_committed_layout_can_be_watched(tmp_path):
+    with pytest.raises(InvalidSettingsError, match="watch and generation 1 cannot be combined"):
+        LayoutExportSettings(file=tmp_path / "x.json", generation=1, watch=True)
+
+
 def test_importing_a_file_pins_its_layout(address, balancer, tmp_path, capsys):
     path = tmp_path / "mine.json"
     layouts.export(LayoutExportSettings(address=address, file=path, generation=1))

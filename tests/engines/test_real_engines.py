@@ -20,7 +20,7 @@ ENGINES_PYTHON = os.environ.get("EQUIPOISE_ENGINES_PYTHON", "")
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not ENGINES_PYTHON, reason="the engines' wheels are not installed: make test-engines"
     ),
@@ -167,17 +167,19 @@ def test_five_thousand_passes_are_balanced_as_well_as_by_the_engine_itself(
     tmp_path, balancer, engine
 ):
     told = {}
-    for planner in ("equipoise", "engine"):
+    for planner, passes in (("equipoise", 5000), ("engine", 1600)):
         folder = tmp_path / planner
         folder.mkdir()
-        options = {"engine": engine, "passes": 5000, "pass_ms": 12.0, "planner": planner}
+        options = {"engine": engine, "passes": passes, "pass_ms": 12.0, "planner": planner}
         with engine_ranks(folder, balancer.port, **options) as process:
             found = records(folder, process)
         one = found[0]
         told[planner] = {
             "settled": round(after_changes(one["imbalance"]), 3),
-            "worst settled": max(one["imbalance"][8:50] + one["imbalance"][58:]),
-            "moves": one["moves"],
+            "worst": max(
+                one["imbalance"][8 : passes // 100] + one["imbalance"][passes // 100 + 8 :]
+            ),
+            "moves per 1000 passes": round(1000 * one["moves"] / passes),
             "switches": len(one["switches"]),
             "switch_us": sorted(switch[2] for switch in one["switches"]),
             "hook_us": [rank["hook_us"] for rank in found],

@@ -1,7 +1,9 @@
 """`equipoise layout ...`: show, compare, export and import a pool's layouts."""
 
+import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from rich.table import Table
@@ -25,11 +27,13 @@ from equipoise.planning.shares import WHOLE
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
 from equipoise_api.v1 import admin_pb2 as pb
+from equipoise_api.v1 import status_pb2
 
 EXIT_DIFFERENT = 3
 """Exit status of `diff`."""
 
 _NUM_NAMED = 6
+_RETRY_S = 1.0
 
 
 def show(settings: LayoutShowSettings) -> int:
@@ -102,7 +106,31 @@ def export(settings: LayoutExportSettings) -> int:
         FormatError: the file cannot be written, or the format cannot represent the layout.
     """
     with connected(settings) as client:
-        layout = layout_from_proto(client.layout(settings.generation).layout)
+        written = _write(client.layout(settings.generation), settings)
+        if settings.watch:
+            _write_changes(client, settings, written=written)
+    return 0
+
+
+def _write_changes(
+    client: BalancerClient, settings: LayoutExportSettings, *, written: int
+) -> NoReturn:
+    """Write every layout that is committed, until Ctrl-C, across restarts of the balancer."""
+    latest = written
+
+    def take(status: status_pb2.PoolStatus) -> None:
+        nonlocal latest
+        if status.generation not in {0, latest}:
+            latest = _write(client.layout(), settings)
+
+    while True:
+        print(client.watch(take), file=sys.stderr, flush=True)
+        time.sleep(_RETRY_S)
+
+
+def _write(response: status_pb2.GetLayoutResponse, settings: LayoutExportSettings) -> int:
+    """Write a layout to the file; returns its generation."""
+    layout = layout_from_proto(response.layout)
     placement = ExpertPlacement(
         expert_of_slot=layout.expert_of_slot,
         num_experts=layout.num_experts,
@@ -115,8 +143,11 @@ def export(settings: LayoutExportSettings) -> int:
         written = {"file": str(settings.file), "format": settings.format}
         print_json({"generation": layout.generation, **written})
     else:
-        print(f"wrote generation {layout.generation} to {settings.file} ({settings.format} format)")
-    return 0
+        print(
+            f"wrote generation {layout.generation} to {settings.file} ({settings.format} format)",
+            flush=True,
+        )
+    return layout.generation
 
 
 def import_(settings: LayoutImportSettings) -> int:

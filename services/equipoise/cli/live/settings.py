@@ -137,6 +137,16 @@ class LayoutExportSettings(BalancerClientSettings):
     first_moe_layer: int | None = None
     """Index of the model's first MoE layer, for formats that number dense layers too."""
 
+    watch: bool = False
+    """Write the file again whenever another layout is committed, until Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        BalancerClientSettings.__post_init__(self)
+        if self.watch and self.generation:
+            raise InvalidSettingsError(
+                f"watch and generation {self.generation} cannot be combined: remove one of them"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationSettings(BalancerClientSettings):
