@@ -134,17 +134,22 @@ def test_a_vllm_with_an_option_that_does_not_fit_is_left_alone_by_name(changes, 
         vllm_options(**changes)
 
 
-MANAGER = SimpleNamespace(_get_model=None)
-
-
-def sglang_options(monkeypatch, *, ranks=4, manager=MANAGER, **changes):
+def sglang_options(monkeypatch, *, is_old=False, ranks=4, **changes):
     monkeypatch.setattr(sglang.dist, "get_world_size", lambda: ranks)
-    options = {
-        "eplb_rebalance_num_iterations": 10**9,
-        "expert_distribution_recorder_buffer_size": 1,
-        "ep_dispatch_algorithm": "dynamic",
-    }
-    sglang._check(SimpleNamespace(**options | changes), SimpleNamespace(ep_size=4), manager)
+    options = SimpleNamespace(
+        **{
+            "eplb_rebalance_num_iterations": 10**9,
+            "expert_distribution_recorder_buffer_size": 1,
+            "ep_dispatch_algorithm": "dynamic",
+        }
+        | changes
+    )
+    manager, context = SimpleNamespace(_get_model=None), SimpleNamespace()
+    if is_old:
+        manager._server_args = options
+    else:
+        context.get_exec = lambda: SimpleNamespace(moe=options)
+    sglang._check(sglang._options(context, manager), 4)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +159,21 @@ def sglang_options(monkeypatch, *, ranks=4, manager=MANAGER, **changes):
         ({"expert_distribution_recorder_buffer_size": 50}, "recorder-buffer-size 1"),
         ({"ep_dispatch_algorithm": "lp"}, "use dynamic"),
         ({"ranks": 8}, "--ep-size 8"),
-        ({"manager": SimpleNamespace()}, "install 0.5.16 or later"),
     ],
 )
 def test_an_sglang_with_an_option_that_does_not_fit_is_left_alone_by_name(
     changes, remedy, monkeypatch
 ):
-    sglang_options(monkeypatch)
-    with pytest.raises(UnsupportedEngineError, match=re.escape(remedy)):
-        sglang_options(monkeypatch, **changes)
+    for is_old in (False, True):
+        sglang_options(monkeypatch, is_old=is_old)
+        with pytest.raises(UnsupportedEngineError, match=re.escape(remedy)):
+            sglang_options(monkeypatch, is_old=is_old, **changes)
+
+
+@pytest.mark.parametrize("manager", [SimpleNamespace(), SimpleNamespace(_get_model=None)])
+def test_an_sglang_whose_options_are_elsewhere_is_left_alone_by_name(manager):
+    with pytest.raises(UnsupportedEngineError, match=re.escape("install 0.5.16 or later")):
+        sglang._options(SimpleNamespace(), manager)
 
 
 class EplbState:

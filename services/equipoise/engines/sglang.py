@@ -6,6 +6,7 @@ options (`SILENT_PLANNER`) make the recorder count every pass.
 
 import importlib
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -157,15 +158,14 @@ class Hooks:
         """
         location = importlib.import_module("sglang.srt.eplb.expert_location")
         context = importlib.import_module("sglang.srt.runtime_context")
-        moe, parallel = context.get_exec().moe, context.get_parallel()
-        _check(moe, parallel, manager)
-        link = EngineLink(self._settings)
         metadata = location.get_global_expert_location_metadata()
+        _check(_options(context, manager), int(metadata.ep_size))
+        link = EngineLink(self._settings)
         weights = manager._get_model().routed_experts_weights_of_layer  # noqa: SLF001
         self._layers = sorted(weights)
         slots = [EngineSlots(list(weights[layer])) for layer in self._layers]
         table = metadata.physical_to_logical_map_cpu[list(self._layers)]
-        ranks, rank = int(metadata.ep_size), int(parallel.moe_ep_rank)
+        ranks, rank = int(metadata.ep_size), int(context.get_parallel().moe_ep_rank)
         group = dist.new_group(list(range(ranks)), backend="gloo", timeout=_GROUP_TIMEOUT)
         tables, commit = _tables_of(metadata, self._layers, rank=rank)
         return EngineSeat(
@@ -196,7 +196,21 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _check(moe: Any, parallel: Any, manager: Any) -> None:
+def _options(context: Any, manager: Any) -> Any:
+    """Return SGLang's options for experts, which a manager of an older release has itself.
+
+    Raises:
+        UnsupportedEngineError: this release has them elsewhere.
+    """
+    options = getattr(manager, "_server_args", None)
+    if hasattr(context, "get_exec"):
+        options = context.get_exec().moe
+    if options is None or not hasattr(manager, "_get_model"):
+        raise UnsupportedEngineError("its EPLBManager is unknown: install 0.5.16 or later")
+    return options
+
+
+def _check(moe: Any, ranks: int) -> None:
     size = dist.get_world_size()
     problems = (
         (
@@ -209,10 +223,9 @@ def _check(moe: Any, parallel: Any, manager: Any) -> None:
             "--ep-dispatch-algorithm lp chooses replicas by a plan of its own: use dynamic",
         ),
         (
-            parallel.ep_size != size,
-            f"only {parallel.ep_size} of {size} ranks share experts: set --ep-size {size}",
+            ranks != size,
+            f"only {ranks} of {size} ranks share experts: set --ep-size {size}",
         ),
-        (not hasattr(manager, "_get_model"), "its EPLBManager is unknown: install 0.5.16 or later"),
     )
     for is_wrong, remedy in problems:
         if is_wrong:
@@ -244,13 +257,7 @@ def _tables_of(
             (metadata.logical_to_all_physical_map_num_valid, counts),
         ]
         if metadata.logical_to_rank_dispatch_physical_map is not None:
-            location = importlib.import_module("sglang.srt.eplb.expert_location")
-            static = location.compute_logical_to_rank_dispatch_physical_map(
-                logical_to_all_physical_map=slots,
-                ep_size=layout.num_ranks,
-                num_physical_experts=num_slots,
-                ep_rank=rank,
-            )
+            static = _static_table(slots, ranks=layout.num_ranks, num_slots=num_slots, rank=rank)
             pairs.append((metadata.logical_to_rank_dispatch_physical_map, static))
         return [(table, values.to(table)) for table, values in pairs]
 
@@ -268,3 +275,21 @@ def _tables_of(
         used = most
 
     return tables, commit
+
+
+def _static_table(slots: Tensor, *, ranks: int, num_slots: int, rank: int) -> Tensor:
+    """Return a rank's static dispatch table, by SGLang's own function."""
+    location = importlib.import_module("sglang.srt.eplb.expert_location")
+    make = location.compute_logical_to_rank_dispatch_physical_map
+    named: dict[str, Any] = {}
+    if "server_args" in inspect.signature(make).parameters:  # In older releases.
+        context = importlib.import_module("sglang.srt.runtime_context")
+        named["server_args"] = context.get_server_args()
+    table: Tensor = make(
+        logical_to_all_physical_map=slots,
+        ep_size=ranks,
+        num_physical_experts=num_slots,
+        ep_rank=rank,
+        **named,
+    )
+    return table
