@@ -100,7 +100,7 @@ class Rank:
         eplb_state.get_node_count = lambda: 1
         eplb_communicator.is_local_first_rank = lambda: False
         eplb_state.PIN_MEMORY = False
-        torch.Event = eplb_state.torch.Event = Event
+        torch.Event = torch.cuda.Event = eplb_state.torch.Event = Event
         ours = options.planner == "equipoise"
         if options.planner != "engine":
             vllm.register()
