@@ -1,4 +1,4 @@
-"""Callers with a valid credential of another pool, who say whatever they like."""
+"""Callers with a credential of another pool, who say whatever they like; a leader of the past."""
 
 import asyncio
 import random
@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 
 from equipoise.trust.identity import Identity, Role
-from equipoise.wire.convert import to_balancer
+from equipoise.wire.balancer_messages import Abort
+from equipoise.wire.convert import to_balancer, to_worker
 from equipoise.wire.messages import GroupLost, Heartbeat, Hello
 from tests.simulation.loop import Process
 from tests.support.mutations import Mutator
@@ -104,3 +105,14 @@ async def say(
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, StopAsyncIteration):
         pass
     connection.cancel()
+
+
+def push_of_the_term_before(world: Any, worker: Any) -> None:
+    """Send a worker what only a leader whose term is over would send."""
+    term = world.observer.obeyed(worker) - 1
+    if term < 1:
+        return
+    old = Abort(term=term, epoch=1, generation=1, reason="sent by a leader whose term is over")
+    for call in world.network.calls(worker.process, "Connect"):
+        if call.is_open:
+            call.answer(to_worker(old).SerializeToString())

@@ -226,6 +226,11 @@ class Faults:
         self.start_worker("w4")
         self._until(for_s, lambda: None)
 
+    def do_old_leader(self, name: str) -> None:
+        """A leader whose term is over, and does not know it, pushes once more to one worker."""
+        if name in self.workers:
+            byzantine.push_of_the_term_before(self, self.workers[name])
+
     def do_wrong_layout(self, name: str) -> None:
         """A leader with a bug tells one rank another layout than the others."""
         self.tampered.add(name)

@@ -67,6 +67,10 @@ class Network:
             connection.reset()
         return len(found)
 
+    def calls(self, client: Process, method: str) -> "list[Connection]":
+        """The calls of a method that a process has open."""
+        return [c for c in self._connections if c.client is client and c.method == method]
+
     def delay_s(self) -> float:
         return self.rng.uniform(*DELAY_S) * self.delay_factor
 
@@ -184,11 +188,11 @@ class Connection:
     """One call: a client's stream to a server's method."""
 
     def __init__(self, network: Network, client: Process, address: str, method: str) -> None:
-        self.network, self.client, self._method = network, client, method
+        self.network, self.client, self.method = network, client, method
         self.answers = _Inbox()
         self._requests = _Inbox()
         self._task: asyncio.Task[Any] | None = None
-        self._is_open = False
+        self.is_open = False
         self.done = False
         self.identity: Any = None
         found = network.listener(address)
@@ -233,11 +237,11 @@ class Connection:
         self.network.forget(self)
 
     def _connect_timeout(self) -> None:
-        if not self._is_open:
+        if not self.is_open:
             self._fail("connection timed out")
 
     def _at_client(self, item: Any) -> None:
-        self._is_open = True
+        self.is_open = True
         if self.done:
             return
         if item is _BROKEN:
@@ -260,6 +264,8 @@ class Connection:
         elif item is END:
             self._requests.finish()
         elif item is _BROKEN:
+            # Even the opening of the call, if it was overtaken, comes too late now.
+            self._up.closed = True
             if self._task is not None:
                 self._task.cancel()
             self._requests.finish()
@@ -278,7 +284,7 @@ class Connection:
             raise
         except Exception as error:  # noqa: BLE001 - as a server does
             status = _Status(grpc.StatusCode.UNKNOWN, repr(error))
-            self.network.loop.faults.append(f"{self._method}: {error!r}")
+            self.network.loop.faults.append(f"{self.method}: {error!r}")
         self._down.send(status)
 
     def answer(self, item: Any) -> None:

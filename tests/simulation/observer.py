@@ -10,7 +10,7 @@ import numpy as np
 
 from equipoise.balancer.leadership.leader_state import LeaderRole
 from equipoise.planning.layout import Layout
-from equipoise.wire.balancer_messages import JoinEpoch, Stage
+from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 from tests.simulation.experts import expert_bytes
 from tests.simulation.leases import TIMING
 
@@ -214,10 +214,16 @@ class Observer:
             case Stage():
                 self._check_obeyed(worker, message)
                 self._check_staged(worker, message)
+            case Abort():
+                self._check_obeyed(worker, message)
+
+    def obeyed(self, worker: Any) -> int:
+        """The highest term of what a worker was sent and took."""
+        return self._obeyed.get(worker.process, 0)
 
     def _check_obeyed(self, worker: Any, message: Any) -> None:
         """A worker obeys no term before another; a store that forgot may have begun again."""
-        highest = self._obeyed.get(worker.process, 0)
+        highest = self.obeyed(worker)
         if message.term < highest and not self._world.store.num_losses:
             self.violate(
                 "old-term-obeyed",

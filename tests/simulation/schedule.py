@@ -126,6 +126,7 @@ MAKERS: dict[str, Any] = {
     "lie": lambda r: _lie(r.choice(LIES), _duration(r), r.random() < 0.5),
     "join_worker": lambda r: (_duration(r),),
     "wrong_layout": lambda r: (_worker(r),),
+    "old_leader": lambda r: (_worker(r),),
 }
 """What may happen: arguments of each kind from a random source."""
 
