@@ -4,7 +4,9 @@ It looks at the balancer that leads twice a second. What a leader could not do w
 or while the store or the network failed it, does not count.
 """
 
+from collections import deque
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from equipoise.planning.rollout import State
 from tests.simulation.loop import Process, outside
@@ -17,6 +19,9 @@ SLACK_S = 1.5
 
 WRITTEN_S = 2.5
 """Seconds in which a leader writes an epoch to a store that works."""
+
+MAX_ACCEPTED = 64
+"""Epochs whose records are remembered: the one that a leader is in is among the latest."""
 
 _TIMEOUTS = {
     State.PLANNED: "stage_timeout_s",
@@ -31,14 +36,19 @@ class LeaderWatch:
     def __init__(self, world: Any) -> None:
         self._world = world
         self._hindered_s: dict[Process, float] = {}
-        self._unwritten: tuple[Process, int] | None = None
+        self._unwritten: tuple[Process, int, int] | None = None
         self._unwritten_s = 0.0
-        self._waves: dict[tuple[Process, int], int] = {}
+        self._accepted: deque[tuple[int, int, tuple[str, ...]]] = deque(maxlen=MAX_ACCEPTED)
+        self._planned: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def begin(self) -> None:
         """Look once, and again after a while."""
         self._look()
         self._world.loop.call_later(LOOK_S, self.begin, context=outside())
+
+    def accepted(self, term: int, members: Any) -> None:
+        """The store has recorded the members of an epoch."""
+        self._accepted.append((term, members.epoch, members.workers))
 
     def _look(self) -> None:
         now_s = self._world.loop.time()
@@ -51,30 +61,40 @@ class LeaderWatch:
             self._unwritten = None
             return
         pool = pools.find(POOL).pool
-        self._check_epoch(leader, pool, now_s)
+        self._watch_plans(pool)
+        self._check_epoch(leader, pool, pools.term, now_s)
         if now_s > self._hindered_s.get(leader.process, 0.0) + SLACK_S:
             self._check_wave(leader, pool)
             self._check_silence(leader, pool)
 
-    def _check_epoch(self, leader: Any, pool: Any, now_s: float) -> None:
-        """An epoch that the leader opened is in the store soon after the store works.
-
-        A store that lost what it had accepted shows that at the next write.
-        """
-        if self._world.store.num_losses:
-            return
+    def _check_epoch(self, leader: Any, pool: Any, term: int, now_s: float) -> None:
+        """An epoch that the leader opened is in the store soon after the store works."""
         stored = self._world.store.data.get(("members", POOL))
         is_stored = stored is not None and stored.epoch >= pool.roster.epoch
-        opened = leader.process, pool.roster.epoch
-        if is_stored or not self._is_store_near(leader) or opened != self._unwritten:
-            self._unwritten = None if is_stored or not self._is_store_near(leader) else opened
-            self._unwritten_s = now_s
+        opened = leader.process, term, pool.roster.epoch
+        if is_stored or self._is_lost(pool, term) or not self._is_store_near(leader):
+            self._unwritten = None
+        elif opened != self._unwritten:
+            self._unwritten, self._unwritten_s = opened, now_s
         elif now_s > self._unwritten_s + WRITTEN_S:
             self._world.observer.violate(
                 "epoch-not-written",
                 f"{leader.process.name} has not written epoch {pool.roster.epoch} for "
                 f"{now_s - self._unwritten_s:.1f} s, although the store works",
             )
+
+    def _is_lost(self, pool: Any, term: int) -> bool:
+        """Whether the store accepted the epoch, and lost it: a leader notices at its next write.
+
+        An epoch that the leader found was written in an earlier term.
+        """
+        members = pool.roster.epoch_members()
+        terms = {
+            by
+            for by, epoch, workers in self._accepted
+            if (epoch, workers) == (members.epoch, members.workers)
+        }
+        return term in terms if pool.roster.opened_here else bool(terms)
 
     def _is_store_near(self, leader: Any) -> bool:
         world, name = self._world, leader.process.name
@@ -83,16 +103,32 @@ class LeaderWatch:
         is_broken = store.is_down or store.hangs or store.is_full
         return not is_broken and not is_cut and world.network.delay_factor == 1.0
 
+    def _watch_plans(self, pool: Any) -> None:
+        """Note in which epoch each plan of a pool begins: a wave may be over before it is seen."""
+        rollouts = pool.rollouts
+        if rollouts in self._planned:
+            return
+        self._planned[rollouts] = pool.roster.epoch
+        for name in ("start", "resume"):
+            setattr(rollouts, name, self._noting(pool, getattr(rollouts, name)))
+
+    def _noting(self, pool: Any, begin: Any) -> Any:
+        def noted(*args: Any, **about: Any) -> Any:
+            self._planned[pool.rollouts] = pool.roster.epoch
+            return begin(*args, **about)
+
+        return noted
+
     def _check_wave(self, leader: Any, pool: Any) -> None:
         """A wave leaves its state in time, and ends with the epoch that it was planned for."""
         wave = pool.rollouts.current
         if wave is None:
             return
-        known = self._waves.setdefault((leader.process, wave.target.generation), pool.roster.epoch)
-        if known != pool.roster.epoch:
+        planned = self._planned[pool.rollouts]
+        if planned != pool.roster.epoch:
             self._world.observer.violate(
                 "wave-of-another-epoch",
-                f"generation {wave.target.generation} was planned in epoch {known} and is "
+                f"generation {wave.target.generation} was planned in epoch {planned} and is "
                 f"{wave.state} in epoch {pool.roster.epoch}",
             )
         waited_s = leader.clock() - wave.entered_s

@@ -12,6 +12,7 @@ from equipoise.balancer.leadership.leader_state import LeaderRole
 from equipoise.planning.layout import Layout
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 from tests.simulation.experts import expert_bytes
+from tests.simulation.leader_watch import POOL
 from tests.simulation.leases import TIMING
 
 MAX_REMEMBERED = 4096
@@ -256,6 +257,8 @@ class Observer:
                 self._check_commit(key[1], value, after)
             elif key[0] == "members":
                 self.note(f"epoch {value.epoch} of {key[1]} is stored: {', '.join(value.workers)}")
+                if key[1] == POOL:
+                    self._world.watch.accepted(after["term"], value)
                 known = before.get(key)
                 if known is not None and known.epoch > value.epoch:
                     self.violate("epoch-falls", f"{known.epoch} to {value.epoch} in the store")
