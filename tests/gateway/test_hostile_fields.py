@@ -170,7 +170,7 @@ async def test_no_value_of_a_field_ends_the_rank_or_the_gateway(client, path, fi
     await check_serves(client)
 
 
-@pytest.mark.parametrize("field", ["role", "content", "name", "refusal"])
+@pytest.mark.parametrize("field", ["role", "content", "name", "refusal", "reasoning_content"])
 async def test_no_value_in_a_message_ends_the_rank_or_the_gateway(client, field):
     bodies = [
         [f'"messages": [{{"role": "user", "content": "a", "{field}": {value}}}]']

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
+from equipoise.gateway.reasoning import ReasoningSplit
 from equipoise.gateway.stop_text import StopText
 from equipoise.gateway.tokenizer import TokenDecoder, Tokenizer
 from equipoise.wire.inference import FinishReason, GeneratedTokens, PromptReport, TokenLogprob
@@ -61,6 +62,9 @@ class ChoiceDelta:
     finish: FinishReason | None
     """Set on the last part."""
 
+    reasoning: str = ""
+    """Reasoning that is safe to send, if it is kept apart from the text."""
+
     is_first: bool = False
     """Set on the first part."""
 
@@ -71,7 +75,7 @@ class ChoiceDelta:
 class ChoiceDecoder:
     """Decodes one choice, which ends with its first stop string after `min_tokens` tokens.
 
-    Special tokens have text if `with_special`.
+    Special tokens have text if `with_special`. `reasoning` parts off the model's reasoning.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class ChoiceDecoder:
         min_tokens: int = 0,
         with_special: bool = False,
         echo: Echo | None = None,
+        reasoning: ReasoningSplit | None = None,
     ) -> None:
+        self._reasoning = reasoning
         self._decoder = tokenizer.decoder(with_special=with_special)
         self._prompt_decoder = tokenizer.decoder(with_special=with_special)
         self._stop = StopText(stops)
@@ -113,8 +119,13 @@ class ChoiceDecoder:
         rest = self._decode(generated, num_free, len(generated.tokens))
         text += self._stop.read(rest, final=final)
         self._num_shown += len(text)
+        reasoning = ""
+        if self._reasoning is not None:
+            is_end = final or self._stop.stopped
+            reasoning, text = self._reasoning.read(text, final=is_end)
         return ChoiceDelta(
             text=text,
+            reasoning=reasoning,
             tokens=generated.tokens,
             shown=self._shown(all_remaining=final and not self._stop.stopped),
             finish=FinishReason.STOP if self._stop.stopped else generated.finish,

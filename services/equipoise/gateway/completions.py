@@ -26,6 +26,7 @@ from equipoise.gateway.openai_responses import (
     error_object,
     usage,
 )
+from equipoise.gateway.reasoning import ReasoningSplit
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
@@ -136,7 +137,7 @@ class CompletionEndpoint:
                     if opening := self._form.opening(context, index):
                         await client.send_event({**opening, **more(index)})
                 num_generated[index] += len(delta.tokens)
-                if delta.text or delta.shown or delta.finish or request.return_token_ids:
+                if _shows(delta) or request.return_token_ids:
                     await client.send_event(self._form.part(context, {index: delta}, **more(index)))
         if request.include_usage:
             counts = usage(
@@ -168,6 +169,7 @@ class CompletionEndpoint:
                 min_tokens=request.min_tokens,
                 with_special=request.with_special,
                 echo=echo if request.echo else None,
+                reasoning=ReasoningSplit() if request.splits_reasoning else None,
             )
             tokens = self._relay.stream(
                 GenerateRequest(
@@ -191,6 +193,10 @@ class CompletionEndpoint:
         return merged_deltas([choice(index) for index in range(request.num_all_choices)])
 
 
+def _shows(delta: ChoiceDelta) -> bool:
+    return bool(delta.text or delta.reasoning or delta.shown or delta.finish)
+
+
 def _num_cached(first: ChoiceDelta) -> int:
     """Tokens of a choice's prompt that its rank had in its cache."""
     return 0 if first.prompt is None else first.prompt.num_cached
@@ -199,6 +205,7 @@ def _num_cached(first: ChoiceDelta) -> int:
 def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
         text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         shown=tuple(one for delta in deltas for one in delta.shown),
         finish=deltas[-1].finish,

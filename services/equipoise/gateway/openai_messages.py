@@ -27,7 +27,8 @@ def _message(value: Any, *, path: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{path} must be an object", param=path)
     message = Fields(value, path=f"{path}.")
-    message.only({"role", "content", "name", *_EMPTY_IN_MESSAGES})
+    # Reasoning comes back with our own answers; templates of reasoning models leave it out.
+    message.only({"role", "content", "name", "reasoning_content", *_EMPTY_IN_MESSAGES})
     for field in _EMPTY_IN_MESSAGES:
         if message.get(field) not in (None, []):
             raise message.reject(field, "is not supported")

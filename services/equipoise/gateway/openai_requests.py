@@ -12,6 +12,7 @@ from typing import Any
 from equipoise.gateway.errors import ContextLengthExceededError, NoRankError, UnknownModelError
 from equipoise.gateway.fields import Fields, is_whole, shown
 from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader
+from equipoise.gateway.reasoning import ReasoningParser
 from equipoise.gateway.sampling_fields import (
     SamplingDefaults,
     logit_bias_of,
@@ -123,6 +124,9 @@ class CompletionRequest:
     with_special: bool
     """Whether special tokens have text."""
 
+    splits_reasoning: bool
+    """Whether the model's reasoning is kept apart from its answer."""
+
     @property
     def num_all_choices(self) -> int:
         """Answers to all prompts; those to one prompt are consecutive."""
@@ -193,6 +197,7 @@ class RequestParser:
         return self._request(
             fields,
             prompts=(prompt,),
+            is_chat=True,
             max_tokens=self._chat_tokens(fields, num_prompt=len(prompt)),
             logprobs=logprobs,
         )
@@ -255,6 +260,7 @@ class RequestParser:
         max_tokens: int,
         logprobs: int | None,
         echo: bool = False,
+        is_chat: bool = False,
     ) -> CompletionRequest:
         vocab_size = self._tokenizer.vocab_size
         self._check_context(num_prompt=max(map(len, prompts)), max_tokens=max_tokens)
@@ -298,6 +304,10 @@ class RequestParser:
             continuous_usage=continuous_usage,
             return_token_ids=fields.flag("return_token_ids"),
             with_special="skip_special_tokens" in fields and not fields.flag("skip_special_tokens"),
+            # An output that matches a grammar has no reasoning.
+            splits_reasoning=is_chat
+            and grammar is None
+            and self._settings.reasoning_parser is not ReasoningParser.NONE,
         )
 
     def _check_context(self, *, num_prompt: int, max_tokens: int) -> None:

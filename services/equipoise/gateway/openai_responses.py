@@ -147,7 +147,7 @@ class ChatForm:
             context.choice(
                 index,
                 delta,
-                delta={"content": delta.text} if delta.text else {},
+                delta=_chat_delta(delta),
                 logprobs=_chat_logprobs(context, delta),
             )
             for index, delta in deltas.items()
@@ -162,7 +162,7 @@ class ChatForm:
             context.choice(
                 index,
                 delta,
-                message={"role": "assistant", "content": delta.text, "refusal": None},
+                message=_chat_message(context, delta),
                 logprobs=_chat_logprobs(context, delta),
             )
             for index, delta in deltas.items()
@@ -207,6 +207,19 @@ def error_object(error: RequestError) -> dict[str, Any]:
             "code": error.code,
         }
     }
+
+
+def _chat_delta(delta: ChoiceDelta) -> dict[str, str]:
+    fields = {"reasoning_content": delta.reasoning, "content": delta.text}
+    return {name: text for name, text in fields.items() if text}
+
+
+def _chat_message(context: ResponseContext, delta: ChoiceDelta) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    if context.request.splits_reasoning:
+        message["reasoning_content"] = delta.reasoning or None
+        message["content"] = delta.text or None
+    return message
 
 
 def _chat_logprobs(context: ResponseContext, delta: ChoiceDelta) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.gateway.reasoning import ReasoningParser
 from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
@@ -45,6 +46,9 @@ class GatewaySettings:
 
     model: str = ""
     """Model name for clients. Default: the name of the checkpoint folder."""
+
+    reasoning_parser: ReasoningParser = ReasoningParser.NONE
+    """How chat answers are parted into reasoning_content and content: deepseek_r1 at </think>."""
 
     api_keys: Path | None = None
     """File of accepted API keys, one per line; reloaded when it changes. Default: no

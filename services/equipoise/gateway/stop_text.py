@@ -16,20 +16,23 @@ class StopText:
 
     def read(self, text: str, *, final: bool) -> str:
         """The text that is certain to precede any stop string; empty after the first one."""
-        if self.stopped:
-            return ""
+        return "" if self.stopped else self.split(text, final=final)[0]
+
+    def split(self, text: str, *, final: bool) -> tuple[str, str]:
+        """The same before the first stop string, and the text after it if it is complete now."""
+        assert not self.stopped
         text, self._held = self._held + text, ""
         found = [
             (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
         if found:
             self.stopped = True
-            _, start = min(found)
-            return text[:start]
+            end, start = min(found)
+            return text[:start], text[end:]
         if not final:
             held = max((_overlap(text, stop) for stop in self._stops), default=0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
-        return text
+        return text, ""
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,0 +1,78 @@
+"""Reasoning is kept apart from the answer, however the text is cut."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.gateway.reasoning import ReasoningSplit
+from equipoise_api.v1 import worker_pb2 as pb
+from tests.support.scripted_ranks import END_TOKEN, Fault, all_events
+
+
+def split(parts):
+    reader = ReasoningSplit()
+    read = [reader.read(part, final=index == len(parts) - 1) for index, part in enumerate(parts)]
+    return tuple("".join(pieces) for pieces in zip(*read, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nwhy\n</think>\n\nbecause", ("why\n", "because")),
+        ("why</think>because</think>!", ("why", "because</think>!")),
+        ("still thinking </thin", ("still thinking </thin", "")),
+        ("<thin", ("<thin", "")),
+        ("</think>", ("", "")),
+        ("", ("", "")),
+    ],
+)
+def test_the_text_is_parted_at_the_end_of_thinking(text, expected):
+    assert split([text]) == expected
+    assert split(list(text) or [""]) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["<think>", "</think>", "</thi", "nk>", " ", "a"]), min_size=1))
+def test_the_parts_do_not_depend_on_how_the_text_is_cut(parts):
+    assert split(parts) == split(["".join(parts)]) == split(list("".join(parts)))
+
+
+def says(text):
+    tokens = [*text.encode(), END_TOKEN]
+    return Fault(
+        also=tuple(
+            pb.GenerateResponse(
+                tokens=[token], finish_reason=pb.FINISH_REASON_STOP if token == END_TOKEN else 0
+            )
+            for token in tokens
+        )
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_has_reasoning_and_answer(run_gateway, fleet, stream):
+    fleet.fail(says("<think>so</think>\nyes"))
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 99, "stream": stream}
+    async with run_gateway(
+        workers=tuple(fleet.addresses), reasoning_parser="deepseek_r1"
+    ) as gateway:
+        path = "/v1/chat/completions"
+        async with gateway.client.stream("POST", path, json=body) as response:
+            if stream:
+                *events, _ = await all_events(response)
+            else:
+                events = [await response.aread()]
+        sent = json.loads(events[0])["choices"][0]
+        answer = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
+        again = {**body, "messages": [*body["messages"], answer], "stream": False}
+        fleet.fail(says("more"))
+        assert (await gateway.client.post(path, json=again)).status_code == 200
+    if not stream:
+        assert sent["message"]["reasoning_content"] == "so"
+        assert sent["message"]["content"] == "yes"
+        return
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "so"
+    assert "".join(delta.get("content", "") for delta in deltas) == "yes"
