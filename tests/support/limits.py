@@ -118,14 +118,15 @@ def is_map(field: FieldDescriptor) -> bool:
 def _map_changes(field: FieldDescriptor, present: dict, name: str) -> Iterator[tuple]:
     """Maps of scalars, which are all that the contract has."""
     key, value = (field.message_type.fields_by_name[part] for part in ("key", "value"))
-    known = dict(present) or {"x": next(_values(value, None))[1]}
+    as_key = str if key.cpp_type == FieldDescriptor.CPPTYPE_STRING else int
+    known = dict(present) or {as_key(1): next(_values(value, None))[1]}
     one = next(iter(known.values()))
     yield (field.name,), f"{name}={{}}", {}
     for what, text in _values(key, None):
         yield (field.name,), f"{name}.key={what}", {text: one}
     for what, number in _values(value, one):
         yield (field.name,), f"{name}.value={what}", dict.fromkeys(known, number)
-    yield (field.name,), f"{name}=many", {f"{number}": one for number in range(MANY)}
+    yield (field.name,), f"{name}=many", {as_key(number): one for number in range(MANY)}
 
 
 def _list_changes(field: FieldDescriptor, present: Iterable, name: str) -> Iterator[tuple]:
