@@ -26,6 +26,10 @@ def _sizes(config: ModelConfig) -> dict[str, object]:
         "denseBytes": _term(config, "dense weights"),
         "slotBytes": _term(config, "experts"),
         "latentBytes": f"{{bf16: {_latents(config)}, fp8: {_latents(config, fp8_latents=True)}}}",
+        "draftDenseBytes": _of_drafts(config, "dense weights"),
+        "draftSlotBytes": _of_drafts(config, "experts"),
+        "draftLatentBytes": f"{{bf16: {_of_drafts(config, 'latents') // 2}, "
+        f"fp8: {_of_drafts(config, 'latents', fp8_latents=True) // 2}}}",
         "choices": config.num_experts_per_tok,
         "residualBytes": row.residual,
         "attentionBytes": row.attention,
@@ -42,7 +46,15 @@ def _latents(config: ModelConfig, *, fp8_latents: bool = False) -> int:
     return _term(config, "latents", fp8_latents=fp8_latents) // 2
 
 
-def _term(config: ModelConfig, name: str, *, fp8_latents: bool = False) -> int:
+def _of_drafts(config: ModelConfig, name: str, *, fp8_latents: bool = False) -> int:
+    """What drafting adds to a term."""
+    plain, drafting = (
+        _term(config, name, fp8_latents=fp8_latents, speculate=speculate) for speculate in (0, 1)
+    )
+    return drafting - plain
+
+
+def _term(config: ModelConfig, name: str, *, fp8_latents: bool = False, speculate: int = 0) -> int:
     """A term of a rank with one slot and one token."""
     sizes = RankSizes(
         is_fp8=True,
@@ -57,7 +69,7 @@ def _term(config: ModelConfig, name: str, *, fp8_latents: bool = False) -> int:
         max_requests=1,
         max_step_tokens=1,
         max_graph_rows=0,
-        speculate=0,
+        speculate=speculate,
     )
     plan = plan_memory(config, sizes)
     return {term.name: term.num_bytes for term in plan.terms}[name]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from equipoise_kernels.formats import GROUP, weight_scale_shape
 from equipoise_model.checkpoint_fp8 import STRIP_BYTES, dequantize_strip, quantize
-from equipoise_model.checkpoint_manifest import COMMAND, MANIFEST, Manifest, Payloads, format_name
+from equipoise_model.checkpoint_manifest import COMMAND, MANIFEST, Manifest, Payloads
 from equipoise_model.checkpoint_shard import CheckpointError, Shard, stored_bytes
 from equipoise_model.checkpoint_tensors import F32, FP8, SCALE_SUFFIX, TensorSpec, tensor_specs
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
@@ -131,12 +131,11 @@ class Checkpoint:
         stored = self._shards[name].tensors[name]
         return stored.end - stored.start
 
-    @property
-    def payload_checksums(self) -> Payloads | None:
-        """Checksums of what `read_expert` returns; None if the manifest lacks this format."""
+    def payload_checksums(self, *, mtp: bool = False) -> Payloads | None:
+        """Checksums of what `read_expert` returns; None if the manifest lacks some of them."""
         if self.manifest is None:
             return None
-        return self.manifest.payloads.get(format_name(self.config.quantization_config))
+        return self.manifest.checksums(self.config.quantization_config, mtp=mtp)
 
     @property
     def fingerprint(self) -> str:
@@ -173,15 +172,13 @@ class Checkpoint:
         """
         model = Transformer(self.config, row_block=row_block, mtp=mtp)
         self.load_dense(model, progress=progress)
-        identity = [range(self.config.n_routed_experts)] * self.config.num_moe_layers
+        identity = [range(self.config.n_routed_experts)] * len(model.slots)
         self.load_slots(model, identity, progress=progress)
         return model.eval()
 
     @torch.no_grad()
     def load_dense(self, model: ServingModel, *, progress: ProgressCallback | None = None) -> None:
         """Load everything but the routed experts, which a layout places.
-
-        Loads multi-token-prediction modules whole, if the model has them.
 
         Raises:
             CheckpointError: the model has multi-token-prediction modules and the checkpoint does
@@ -211,7 +208,10 @@ class Checkpoint:
         *,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Load routed experts into this rank's slots, integers [MoE layers, slots per rank]."""
+        """Load routed experts into this rank's slots, integers [layers, slots per rank].
+
+        Multi-token-prediction modules are the last layers, if the model has them.
+        """
         assert model.config == self.config
         table = np.asarray(expert_of_slot)
         done, total = 0, table.size * self.config.expert_bytes
@@ -226,9 +226,11 @@ class Checkpoint:
     def read_expert(self, layer: int, expert: int) -> Tensor:
         """Read a logical expert's payload, uint8 [expert_bytes]; MoE layers count from 0.
 
+        Those of multi-token-prediction modules, which must be stored, come last.
+
         Gate, up and down in BF16, or with `keep_fp8` their codes, then their scales.
         """
-        assert 0 <= layer < self.config.num_moe_layers
+        assert 0 <= layer < self.config.num_expert_layers
         assert 0 <= expert < self.config.n_routed_experts
         names = payload_names(self.config, layer=layer, expert=expert)
         # Pages of its own: small objects would otherwise settle in the holes that payloads leave in

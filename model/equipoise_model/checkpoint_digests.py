@@ -27,16 +27,19 @@ _Item = TypeVar("_Item")
 _log = logging.getLogger(__name__)
 
 
-def verified(checkpoint: Checkpoint, *, progress: ProgressCallback | None = None) -> Checkpoint:
+def verified(
+    checkpoint: Checkpoint, *, mtp: bool = False, progress: ProgressCallback | None = None
+) -> Checkpoint:
     """Return the checkpoint with a manifest that has the checksums of its payloads.
 
-    What was computed is written to the folder; if that is read-only, it stays in memory. Several
-    processes may do this at once: each replaces the file as a whole, with the same contents.
+    With `mtp`, also those of its multi-token-prediction modules. What was computed is written to
+    the folder; if that is read-only, it stays in memory. Several processes may do this at once:
+    each replaces the file as a whole, with the same contents.
 
     Raises:
         CheckpointError: a file cannot be read or is damaged.
     """
-    manifest = complete(checkpoint, progress=progress)
+    manifest = complete(checkpoint, mtp=mtp, progress=progress)
     if manifest is checkpoint.manifest:
         return checkpoint
     file = checkpoint.path / MANIFEST
@@ -54,8 +57,10 @@ def verified(checkpoint: Checkpoint, *, progress: ProgressCallback | None = None
     return checkpoint.with_manifest(manifest)
 
 
-def complete(checkpoint: Checkpoint, *, progress: ProgressCallback | None = None) -> Manifest:
-    """Return the manifest; compute what it lacks, which reads every weight.
+def complete(
+    checkpoint: Checkpoint, *, mtp: bool, progress: ProgressCallback | None = None
+) -> Manifest:
+    """Return the manifest; compute what it lacks, which reads every weight, or every module.
 
     Raises:
         CheckpointError: a file cannot be read or is damaged.
@@ -64,9 +69,14 @@ def complete(checkpoint: Checkpoint, *, progress: ProgressCallback | None = None
     if manifest is None:
         manifest = compute(checkpoint, progress=progress)
     checkpoint = checkpoint.with_manifest(manifest)
-    if checkpoint.payload_checksums is None:
-        name = format_name(checkpoint.config.quantization_config)
-        manifest = manifest.with_payloads(name, _payloads(checkpoint, progress=progress))
+    config, name = checkpoint.config, format_name(checkpoint.config.quantization_config)
+    if name not in manifest.payloads:
+        table = _payloads(checkpoint, range(config.num_moe_layers), progress=progress)
+        manifest = manifest.with_payloads(name, table, drafts=False)
+    if mtp and name not in manifest.draft_payloads:
+        modules = range(config.num_moe_layers, config.num_expert_layers)
+        table = _payloads(checkpoint, modules, progress=progress)
+        manifest = manifest.with_payloads(name, table, drafts=True)
     return manifest
 
 
@@ -104,15 +114,18 @@ def verify_all(checkpoint: Checkpoint, *, progress: ProgressCallback | None = No
     _in_parallel(read, checkpoint.names, total=total, progress=progress)
 
 
-def _payloads(checkpoint: Checkpoint, *, progress: ProgressCallback | None) -> Payloads:
-    """Compute the checksums of all payloads as `read_expert` returns them."""
+def _payloads(
+    checkpoint: Checkpoint, layers: range, *, progress: ProgressCallback | None
+) -> Payloads:
+    """Compute the checksums of some layers' payloads as `read_expert` returns them."""
     config = checkpoint.config
-    shape = (config.num_moe_layers, config.n_routed_experts)
+    shape = (len(layers), config.n_routed_experts)
     table = np.zeros((*shape, CHECKSUM_BYTES), dtype=np.uint8)
 
     def add(place: tuple[int, ...]) -> int:
         layer, expert = place
-        table[place] = np.frombuffer(checksum(checkpoint.read_expert(layer, expert)), np.uint8)
+        payload = checkpoint.read_expert(layers[layer], expert)
+        table[place] = np.frombuffer(checksum(payload), np.uint8)
         return config.expert_bytes
 
     total = config.expert_bytes * shape[0] * shape[1]
@@ -127,7 +140,8 @@ def _groups(checkpoint: Checkpoint) -> list[Sequence[str]]:
     groups: list[Sequence[str]] = [
         (name,) for name in checkpoint.names if placed_expert(name, config) is None
     ]
-    for layer, expert in np.ndindex(config.num_moe_layers, config.n_routed_experts):
+    num_layers = config.num_expert_layers if checkpoint.has_mtp else config.num_moe_layers
+    for layer, expert in np.ndindex(num_layers, config.n_routed_experts):
         names = payload_names(config, layer=layer, expert=expert)
         groups.append([name + suffix for name in names for suffix in suffixes])
     return groups

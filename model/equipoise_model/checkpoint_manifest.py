@@ -9,7 +9,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ UNFINISHED = f"{MANIFEST}.*.new"
 COMMAND = "equipoise checkpoint manifest --checkpoint"
 
 Payloads = npt.NDArray[np.uint8]
-"""Checksums of experts' payloads in one format, [MoE layers, experts, 16]."""
+"""Checksums of experts' payloads in one format, [layers, experts, 16]."""
 
 _VERSION = 1
 
@@ -45,7 +45,11 @@ class Manifest:
     """Digest of each tensor's stored bytes, by checkpoint name."""
 
     payloads: Mapping[str, Payloads]
-    """Checksums of payloads by format: at least that in which the checkpoint is stored."""
+    """Checksums of the MoE layers' payloads by format: at least the one that is stored."""
+
+    draft_payloads: Mapping[str, Payloads] = field(default_factory=dict)
+    """Checksums of the multi-token-prediction modules' payloads by format. Earlier releases wrote
+    none, so that a format may be missing."""
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
@@ -58,7 +62,8 @@ class Manifest:
             document = _document(file.read_bytes())
             return cls(
                 tensors={name: bytes.fromhex(one) for name, one in document["tensors"].items()},
-                payloads={name: _table(rows) for name, rows in document["payloads"].items()},
+                payloads=_tables(document["payloads"]),
+                draft_payloads=_tables(document.get("draft_payloads", {})),
             )
         except FileNotFoundError:
             return None
@@ -88,8 +93,21 @@ class Manifest:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def with_payloads(self, name: str, checksums: Payloads) -> "Manifest":
-        """Return the manifest with the checksums of one more format."""
+    def checksums(self, fp8: Fp8Config | None, *, mtp: bool) -> Payloads | None:
+        """Checksums of payloads in one format; None if some of them are unknown.
+
+        With `mtp`, those of the multi-token-prediction modules follow those of the MoE layers.
+        """
+        name = format_name(fp8)
+        layers, drafts = self.payloads.get(name), self.draft_payloads.get(name)
+        if layers is None or (mtp and drafts is None):
+            return None
+        return np.concatenate([layers, drafts]) if mtp and drafts is not None else layers
+
+    def with_payloads(self, name: str, checksums: Payloads, *, drafts: bool) -> "Manifest":
+        """Return the manifest with the checksums of one more format, of layers or of modules."""
+        if drafts:
+            return replace(self, draft_payloads={**self.draft_payloads, name: checksums})
         return replace(self, payloads={**self.payloads, name: checksums})
 
     def check(self, config: ModelConfig, names: Iterable[str], *, file: Path) -> None:
@@ -98,11 +116,17 @@ class Manifest:
         Raises:
             CheckpointError: it is about another checkpoint.
         """
-        shape = (config.num_moe_layers, config.n_routed_experts, CHECKSUM_BYTES)
+        row = (config.n_routed_experts, CHECKSUM_BYTES)
         stored = format_name(config.quantization_config)
         different = sorted(set(names) ^ self.tensors.keys())
         shapes = {table.shape for table in self.payloads.values()}
-        if different or shapes != {shape} or stored not in self.payloads:
+        of_drafts = {table.shape for table in self.draft_payloads.values()}
+        is_other = (
+            stored not in self.payloads
+            or shapes != {(config.num_moe_layers, *row)}
+            or not of_drafts <= {(config.num_nextn_predict_layers, *row)}
+        )
+        if different or is_other:
             about = f": {different[0]} is in one of them only" if different else ""
             raise CheckpointError(
                 f"{file} describes another checkpoint than the files beside it{about}: copy both "
@@ -112,7 +136,8 @@ class Manifest:
     def fingerprint(self, config: ModelConfig) -> str:
         """Return 32 hex digits that identify the weights under a config, wherever they are stored.
 
-        They change with every bit of every tensor, and with the format of payloads.
+        They change with every bit of every tensor, and with the format of payloads. Modules count
+        by their tensors, whether or not the checksums of their payloads are known.
         """
         digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
         digest.update(json.dumps(config.to_dict(), sort_keys=True).encode())
@@ -122,14 +147,15 @@ class Manifest:
         return digest.hexdigest()
 
     def _document(self) -> dict[str, Any]:
-        return {
+        document: dict[str, Any] = {
             "version": _VERSION,
             "tensors": {name: self.tensors[name].hex() for name in sorted(self.tensors)},
-            "payloads": {
-                name: [layer.tobytes().hex() for layer in self.payloads[name]]
-                for name in sorted(self.payloads)
-            },
+            "payloads": _rows(self.payloads),
         }
+        # Readers of earlier releases expect MoE layers only among the payloads.
+        return document | (
+            {"draft_payloads": _rows(self.draft_payloads)} if self.draft_payloads else {}
+        )
 
 
 class ManifestBuilder:
@@ -143,8 +169,9 @@ class ManifestBuilder:
         """`config` is that of the checkpoint as stored."""
         self._config = config
         self._tensors: dict[str, bytes] = {}
-        shape = (config.num_moe_layers, config.n_routed_experts, CHECKSUM_BYTES)
+        shape = (config.num_expert_layers, config.n_routed_experts, CHECKSUM_BYTES)
         self._payloads = np.zeros(shape, dtype=np.uint8)
+        self._has_drafts = False
         self._open: dict[tuple[int, int], _Payload] = {}
 
     def add(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -160,13 +187,19 @@ class ManifestBuilder:
         self._tensors[name] = own.digest()
         if place is not None and payload is not None and name == self._last_name(*place):
             self._payloads[place] = np.frombuffer(payload.digest(), dtype=np.uint8)
+            self._has_drafts |= place[0] >= self._config.num_moe_layers
             del self._open[place]
 
     def build(self) -> Manifest:
         """Return the manifest of everything that was added."""
         assert not self._open, "every expert is complete"
         stored = format_name(self._config.quantization_config)
-        return Manifest(tensors=self._tensors, payloads={stored: self._payloads})
+        layers, drafts = np.split(self._payloads, [self._config.num_moe_layers])
+        return Manifest(
+            tensors=self._tensors,
+            payloads={stored: layers},
+            draft_payloads={stored: drafts} if self._has_drafts else {},
+        )
 
     def _last_name(self, layer: int, expert: int) -> str:
         last = payload_names(self._config, layer=layer, expert=expert)[-1]
@@ -213,6 +246,14 @@ def _document(data: bytes) -> dict[str, Any]:
 def _digest_of(document: Mapping[str, Any]) -> bytes:
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=CHECKSUM_BYTES).digest()
+
+
+def _rows(tables: Mapping[str, Payloads]) -> dict[str, list[str]]:
+    return {name: [layer.tobytes().hex() for layer in tables[name]] for name in sorted(tables)}
+
+
+def _tables(rows_of: Mapping[str, list[str]]) -> dict[str, Payloads]:
+    return {name: _table(rows) for name, rows in rows_of.items()}
 
 
 def _table(rows: list[str]) -> Payloads:

@@ -80,8 +80,13 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with routed experts, without MTP layers: the `layers` of a layout."""
+        """Layers with routed experts, without multi-token-prediction modules."""
         return self.num_hidden_layers - self.first_k_dense_replace
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with routed experts, with the modules, which come last: those of a layout."""
+        return self.num_moe_layers + self.num_nextn_predict_layers
 
     @property
     def expert_bytes(self) -> int:

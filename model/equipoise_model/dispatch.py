@@ -20,7 +20,7 @@ rows, and the host does not need them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -82,10 +82,12 @@ class ExpertParallel:
     ) -> Self:
         """One rank that holds every expert; slot e holds expert e, unless a placement is given.
 
+        Without one, its layers include those of the multi-token-prediction modules.
+
         Its tables move to `device`, if given.
         """
         placement = placement or PlacementTables.identity(
-            num_layers=config.num_moe_layers, num_experts=config.n_routed_experts
+            num_layers=config.num_expert_layers, num_experts=config.n_routed_experts
         )
         placement = placement if device is None else placement.to(device)
         return cls(placement, ranks=RowExchange(group=None, rank=0, count=1))
@@ -182,6 +184,8 @@ class ExpertParallel:
 class ExpertStep:
     """One forward step. Its MoE layers call `run` once each, in order, on all ranks.
 
+    The layers of multi-token-prediction modules do so in a step that is `resumed`.
+
     FP8 layers call `enter_layer` instead, and use the tables, counters and exchange themselves.
     """
 
@@ -205,6 +209,21 @@ class ExpertStep:
     def alone(self) -> bool:
         """Whether this rank holds every expert."""
         return self.ranks.alone
+
+    def resumed(self, *, layer: int, tokens_by_rank: Sequence[int]) -> Self:
+        """Return the step from `layer` on, for all of its rows on some ranks and none on others.
+
+        Its rows choose the same replicas; what was captured is launched.
+        """
+        num_tokens = tokens_by_rank[self.ranks.rank]
+        assert num_tokens in (0, self.token_ids_T.shape[0])
+        return replace(
+            self,
+            tokens_by_rank=tuple(tokens_by_rank),
+            token_ids_T=self.token_ids_T[:num_tokens],
+            is_captured=False,
+            _layer=layer,
+        )
 
     def enter_layer(self) -> int:
         """Return the index of the next layer, for layers that do not call `run`."""

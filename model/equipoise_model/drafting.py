@@ -6,7 +6,8 @@ modules after each step; the scheduler decides which sequences draft and what to
 Module k runs on every row of a step, because it has latents of its own. It sees a position once: if
 the following tokens were drafts then, and were rejected, deeper modules keep latents of the wrong
 tokens. That may cost later drafts, never tokens. Drafts may depend on the batch: the modules use
-the fast form, and all their experts are on this rank.
+the fast form. Their experts are spread over the ranks like those of other layers, so all ranks run
+a module together, some of them without rows.
 """
 
 import dataclasses
@@ -15,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.plain.transformer import Transformer
 from equipoise_model.sampling import sample
 from equipoise_model.sampling_params import SamplingRow
+from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepOutput
 
 
@@ -38,36 +38,46 @@ class DraftLine:
 class Drafter:
     """The first `num_drafts` modules of a model that has them; used from the engine's thread."""
 
-    def __init__(self, model: Transformer, *, num_drafts: int) -> None:
+    def __init__(self, model: ServingModel, *, num_drafts: int) -> None:
         assert 1 <= num_drafts <= model.num_mtp_layers
-        self._model = model
-        self._num_drafts = num_drafts
-        self._experts = ExpertParallel.local(model.config, device=model.embed_tokens.weight.device)
+        self._lm_head = model.lm_head
+        self.num_drafts = num_drafts
 
     @torch.no_grad()
-    def draft(self, output: StepOutput, lines: Sequence[DraftLine]) -> list[tuple[int, ...]]:
+    def draft(
+        self,
+        output: StepOutput,
+        lines: Sequence[DraftLine],
+        tokens_by_depth: Sequence[Sequence[int]],
+    ) -> list[tuple[int, ...]]:
         """Draft tokens for each line, in the order of the step's rows.
 
-        Lines without sampling get none. A draft is sampled as the token itself will be, with the
-        same penalties, temperature, seed and random number, so that the two are likely to be equal.
+        All ranks of a step call this together. `tokens_by_depth` holds the rows that each rank
+        brings to each module that any of them runs: all of its step's rows or none. Lines without
+        sampling get no draft, nor does a line beyond the modules that this rank runs. A draft is
+        sampled as the token itself will be, with the same penalties, temperature, seed and random
+        number, so that the two are likely to be equal.
         If the modules' logits are not finite, the draft is any token; the model rejects it.
+
+        Raises:
+            ExchangeError: another rank is gone or stuck, or runs another generation.
         """
         guesses: list[tuple[int, ...]] = [() for _ in lines]
-        if not output.hidden_TD.shape[0]:
-            return guesses
         hidden_TD, device = output.hidden_TD, output.hidden_TD.device
         asked = [index for index, line in enumerate(lines) if line.sampling is not None]
         rows_S = torch.tensor(_last_rows(lines), dtype=torch.int64, device=device)
-        for depth in range(1, self._num_drafts + 1):
-            following = _following(lines, guesses, depth=depth)
-            hidden_TD = self._model.forward_draft(
+        for depth, tokens_by_rank in enumerate(tokens_by_depth, start=1):
+            is_own = bool(lines) and depth <= self.num_drafts
+            following = _following(lines, guesses, depth=depth) if is_own else []
+            hidden_TD = output.draft(
                 hidden_TD,
-                torch.tensor(following, device=device),
+                torch.tensor(following, dtype=torch.int64, device=device),
                 depth=depth,
-                output=output,
-                experts=self._experts,
+                tokens_by_rank=tokens_by_rank,
             )
-            logits_SV = self._model.lm_head(hidden_TD[rows_S])
+            if not is_own:
+                continue
+            logits_SV = self._lm_head(hidden_TD[rows_S])
             chosen = sample(logits_SV, [_row(lines[i].sampling, guesses[i]) for i in asked])
             for index, one in zip(asked, chosen, strict=True):
                 guesses[index] += (one.token,)

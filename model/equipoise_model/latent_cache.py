@@ -6,7 +6,7 @@ sequence. Attention does the arithmetic, and the scheduler assigns blocks to seq
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -224,6 +224,10 @@ class CacheStep:
     """Where each token's latent is stored, in positions from the start of the cache."""
     groups: tuple[QueryGroup, ...]
     """Queries that attend together."""
+
+    def without_rows(self) -> "CacheStep":
+        """Return a step that stores and reads nothing."""
+        return replace(self, written_T=self.written_T[:0], groups=())
 
     def write(self, layer: int, latents_TC: Tensor) -> None:
         """Store the latents of the step's tokens in decoder layer `layer`."""

@@ -141,7 +141,7 @@ def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
 
     `config` is the model as it computes: with `quantization_config` in the FP8 plane.
     """
-    layers = config.num_moe_layers
+    layers = _num_layers(config, sizes)
     slot_bytes = layers * _slot_bytes(config, sizes)
     least_slots = min(sizes.slots_per_rank, ceil(config.n_routed_experts / sizes.num_ranks))
     spare = sizes.spare_slots if sizes.is_fp8 else 0
@@ -294,7 +294,7 @@ def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
 
 
 def _host_terms(config: ModelConfig, sizes: RankSizes) -> tuple[Term, ...]:
-    payload = config.num_moe_layers * config.expert_bytes
+    payload = _num_layers(config, sizes) * config.expert_bytes
     process = Term(
         name="process",
         num_bytes=4 * GIB,
@@ -310,6 +310,11 @@ def _host_terms(config: ModelConfig, sizes: RankSizes) -> tuple[Term, ...]:
         remedy="lower --slots-per-rank",
     )
     return (process, epoch)
+
+
+def _num_layers(config: ModelConfig, sizes: RankSizes) -> int:
+    """Layers with slots: with drafts, those of the multi-token-prediction modules too."""
+    return config.num_expert_layers if sizes.speculate else config.num_moe_layers
 
 
 def _exchange_tokens(sizes: RankSizes) -> int:
@@ -337,7 +342,7 @@ def _dense_bytes(config: ModelConfig, sizes: RankSizes) -> int:
     """Bytes of all weights and tables but the experts' slots, from the model itself."""
     with torch.device("meta"):
         model: ServingModel = (
-            Fp8Transformer(config, num_slots=1, num_spare=0)
+            Fp8Transformer(config, num_slots=1, num_spare=0, mtp=sizes.speculate > 0)
             if sizes.is_fp8
             else Transformer(config, num_slots=1, dtype=sizes.dtype, mtp=sizes.speculate > 0)
         )

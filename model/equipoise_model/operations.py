@@ -187,7 +187,7 @@ class Operations:
         """Build a model of a config, without weights.
 
         `num_spare` and `max_graph_rows` (rows of the largest captured step, 0 for none) only apply
-        to the FP8 plane, `row_block` and `mtp` only to the plain one.
+        to the FP8 plane, `row_block` only to the plain one.
         """
         with self.device:
             if self.fp8 is None:
@@ -199,6 +199,7 @@ class Operations:
                 config,
                 num_slots=num_slots,
                 num_spare=num_spare,
+                mtp=mtp,
                 graphs=DecodeGraphs(max_rows=max_graph_rows) if captures else None,
             )
 

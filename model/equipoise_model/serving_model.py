@@ -9,6 +9,7 @@ from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.plain.layers import Linear
 from equipoise_model.step import StepBatch, StepOutput
 
 
@@ -19,16 +20,21 @@ class ServingModel(nn.Module, ABC):
     """Sizes, and how the weights are stored."""
     layers: nn.ModuleList
     """The blocks, each with attention `self_attn` and feed-forward `mlp`."""
+    mtp_layers: nn.ModuleList
+    """Multi-token-prediction modules, each a block with more around it; may be empty."""
+    lm_head: Linear
+    """Hidden states to logits, of the model and of its modules."""
 
     @property
     def num_mtp_layers(self) -> int:
         """Multi-token-prediction modules that this model holds."""
-        return 0
+        return len(self.mtp_layers)
 
     @property
     def moe_layers(self) -> list[Any]:
-        """The MoE parts in order; their index is the `layer` of layouts and counters."""
-        return [block.mlp for block in self.layers if hasattr(block.mlp, "experts")]
+        """The MoE parts in order, the modules' last; their index is the `layer` of layouts."""
+        blocks = [*self.layers, *self.mtp_layers]
+        return [block.mlp for block in blocks if hasattr(block.mlp, "experts")]
 
     @property
     def slots(self) -> list[PhysicalSlots]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
-
-from equipoise_model.latent_cache import CacheStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,14 +31,26 @@ class StepBatch:
         return int(self.tokens_T.shape[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftState:
-    """What multi-token prediction reuses of a step."""
+class DraftPass(Protocol):
+    """Runs one multi-token-prediction module on a step's rows, and stores their latents."""
 
-    rotary: tuple[Tensor, Tensor]
-    """Cosines and sines of the step's positions."""
-    cache_step: CacheStep
-    """Where the step's latents are stored."""
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        following_T: Tensor,
+        *,
+        depth: int,
+        tokens_by_rank: Sequence[int],
+    ) -> Tensor:
+        """Return hidden states [T, D] of module `depth`, from 1.
+
+        `hidden_TD` comes from the depth before (from the step itself for depth 1); `following_T`
+        holds the tokens `depth` positions after the rows, int64 on the device. All ranks call
+        together, each with all rows of its step, or with none of them: `tokens_by_rank`.
+
+        Raises:
+            ExchangeError: another rank is gone or stuck, or runs another generation.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,5 +61,5 @@ class StepOutput:
     """Logits of the rows in `StepBatch.sample_rows_S`."""
     hidden_TD: Tensor
     """Hidden states of all rows, after the final norm."""
-    draft_state: DraftState | None = None
-    """Input of multi-token prediction; None from a model that does not draft."""
+    draft: DraftPass
+    """Runs the model's multi-token-prediction modules on the same rows, before the next step."""

@@ -19,28 +19,25 @@ _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
 
 
 def dense_tensors(model: ServingModel) -> dict[str, Tensor]:
-    """Return everything but the experts that layouts place, by checkpoint name.
+    """Return everything but the routed experts, by checkpoint name.
 
-    Includes the experts of multi-token-prediction modules, which layouts do not place. Tensors
-    share the model's memory.
+    Tensors share the model's memory.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if not name.endswith(_STACKED):
-            tensors[_checkpoint_name(name, model.config)] = tensor
-        elif _MTP.match(name):
-            tensors |= _unstacked(name, tensor, model.config)
-    return tensors
+    return {
+        _checkpoint_name(name, model.config): tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith(_STACKED)
+    }
 
 
 def expert_tensors(model: Transformer) -> dict[str, Tensor]:
-    """Return the experts that layouts place, by checkpoint name; slot e must hold expert e.
+    """Return the routed experts by checkpoint name; slot e must hold expert e.
 
     Tensors share the model's memory.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if name.endswith(_STACKED) and not _MTP.match(name):
+        if name.endswith(_STACKED):
             tensors |= _unstacked(name, tensor, model.config)
     return tensors
 
@@ -56,15 +53,15 @@ def mtp_copies(model: Transformer) -> dict[str, Tensor]:
 
 
 def payload_names(config: ModelConfig, *, layer: int, expert: int) -> list[str]:
-    """The tensors of one expert's payload, in order; MoE layers count from 0."""
+    """The tensors of one expert's payload, in order; MoE layers count from 0, modules last."""
     prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.experts.{expert}"
     return [f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
 
 
 def placed_expert(name: str, config: ModelConfig) -> tuple[int, int] | None:
-    """Return the MoE layer, from 0, and the expert of a tensor of an expert that layouts place."""
+    """Return the MoE layer, from 0, and the expert of a routed expert's tensor."""
     match = _EXPERT.match(name)
-    if match is None or is_mtp(name, config):
+    if match is None:
         return None
     return int(match[1]) - config.first_k_dense_replace, int(match[2])
 

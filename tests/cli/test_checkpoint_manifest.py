@@ -61,7 +61,7 @@ def test_a_change_on_purpose_needs_to_be_said(folder):
 
 def test_the_payloads_of_another_format_are_recorded_for_workers_that_convert(folder):
     assert manifest(folder, "--weights", "fp8")["formats"] == ["bf16", "fp8"]
-    table = Checkpoint.open(folder, quantize_as=Fp8Config()).payload_checksums
+    table = Checkpoint.open(folder, quantize_as=Fp8Config()).payload_checksums()
     assert table is not None
     assert not manifest(folder, "--weights", "fp8")["written"]
 

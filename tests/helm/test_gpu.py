@@ -100,6 +100,10 @@ TOO_LARGE = {
     ),
     "one rank": ({"replicas": 1, "slotsPerRank": 256, "cacheTokens": 40_000}, "add ranks, or use"),
     "latents in fp8": ({"latents": "fp8", "cacheTokens": 800_000}, "lower worker.cacheTokens"),
+    "drafts": (
+        {"speculate": 1, "slotsPerRank": 14},
+        "lower worker.slotsPerRank (experts can shrink the most)",
+    ),
     "few slots": (
         {"replicas": 64, "slotsPerRank": 4, "cacheTokens": 900_000},
         "lower worker.cache",

@@ -52,7 +52,7 @@ def read_everything(checkpoint):
     checkpoint.load_dense(model)
     return [
         checkpoint.read_expert(*place)
-        for place in np.ndindex(SMALL.num_moe_layers, SMALL.n_routed_experts)
+        for place in np.ndindex(SMALL.num_expert_layers, SMALL.n_routed_experts)
     ]
 
 
@@ -62,6 +62,30 @@ def test_what_is_written_is_what_is_computed_from_the_files(path, stored_as):
     assert written.tensors == computed.tensors
     assert written.payloads.keys() == computed.payloads.keys() == {stored_as}
     assert np.array_equal(written.payloads[stored_as], computed.payloads[stored_as])
+    assert np.array_equal(written.draft_payloads[stored_as], computed.draft_payloads[stored_as])
+
+
+def test_the_manifest_of_an_earlier_release_lacks_the_modules_which_are_added_when_they_are_placed(
+    path, stored_as
+):
+    written = Manifest.read(path / MANIFEST)
+    fingerprint = opened(path).fingerprint
+    dataclasses.replace(written, draft_payloads={}).write(path / MANIFEST)
+    earlier = verified(opened(path))
+    assert earlier.payload_checksums() is not None
+    assert earlier.payload_checksums(mtp=True) is None
+    assert "draft_payloads" not in json.loads((path / MANIFEST).read_text())
+    read = []
+    now = verified(opened(path), mtp=True, progress=lambda done, total: read.append(total))
+    assert set(read) == {SMALL.n_routed_experts * now.config.expert_bytes}, "only the modules"
+    assert np.array_equal(
+        now.payload_checksums(mtp=True),
+        np.concatenate([written.payloads[stored_as], written.draft_payloads[stored_as]]),
+    )
+    # Workers of both releases belong together, and an earlier one reads what this one writes.
+    assert now.fingerprint == earlier.fingerprint == fingerprint
+    document = json.loads((path / MANIFEST).read_text())
+    assert [len(rows) for rows in document["payloads"].values()] == [SMALL.num_moe_layers]
 
 
 def test_the_checksum_of_every_payload_is_known_in_every_format(path, stored_as):
@@ -69,12 +93,14 @@ def test_the_checksum_of_every_payload_is_known_in_every_format(path, stored_as)
     if stored_as == "bf16":
         formats.append({"quantize_as": Fp8Config()})
     for chosen in formats:
-        checkpoint = verified(Checkpoint.open(path, **chosen))
-        table = checkpoint.payload_checksums
+        checkpoint = verified(Checkpoint.open(path, **chosen), mtp=True)
+        table = checkpoint.payload_checksums(mtp=True)
+        assert len(table) == SMALL.num_expert_layers > SMALL.num_moe_layers
+        assert np.array_equal(checkpoint.payload_checksums(), table[: SMALL.num_moe_layers])
         for place in np.ndindex(table.shape[:2]):
             assert table[place].tobytes() == checksum(checkpoint.read_expert(*place))
         again = Checkpoint.open(path, **chosen)
-        assert np.array_equal(again.payload_checksums, table), "it was written"
+        assert np.array_equal(again.payload_checksums(mtp=True), table), "it was written"
 
 
 def test_a_good_checkpoint_is_read_whole(path):
@@ -102,7 +128,7 @@ def test_one_flipped_bit_of_an_expert_is_found_by_its_reader(path, keep_fp8):
     [
         "lm_head.weight",
         "model.layers.1.mlp.gate.e_score_correction_bias",
-        "model.layers.3.mlp.experts.0.up_proj.weight",
+        "model.layers.3.eh_proj.weight",
     ],
 )
 def test_one_flipped_bit_of_the_dense_part_is_found_when_it_is_loaded(path, name):

@@ -56,7 +56,7 @@ class Serving:
             )
             for n, first, rows, known in parts
         ]
-        return self.drafter.draft(output, lines)
+        return self.drafter.draft(output, lines, [[len(places)]] * self.drafter.num_drafts)
 
 
 def sequences(seed=3):
@@ -102,7 +102,7 @@ def test_rows_of_failed_guesses_are_passed_over(drafting):
     output = drafting.step(rows, serving.cache, serving.experts)
     sampling = SamplingRow(params=serving.params, prompt=a[:11], output=[])
     line = DraftLine(num_rows=3, tokens=a[9:11], sampling=sampling)
-    assert serving.drafter.draft(output, [line]) == [expected(drafting, a, 11)[:1]]
+    assert serving.drafter.draft(output, [line], [[3]]) == [expected(drafting, a, 11)[:1]]
     assert serving.run((0, 10, 1, 12)) == [expected(drafting, a, 12)[:1]]
 
 
@@ -132,4 +132,4 @@ def test_a_step_without_rows_guesses_nothing(drafting):
         sample_rows_S=nothing,
     )
     output = drafting.step(batch, serving.cache, serving.experts)
-    assert serving.drafter.draft(output, []) == []
+    assert serving.drafter.draft(output, [], [[0]] * DEPTHS) == []

@@ -17,7 +17,7 @@ from tests.support.fp8_models import WIDE
 from tests.support.pretended_device import CUDA, OnDevice, pretended_device
 
 CPU = torch.device("cpu")
-FP8 = dataclasses.replace(WIDE, quantization_config=Fp8Config())
+FP8 = dataclasses.replace(WIDE, quantization_config=Fp8Config(), num_nextn_predict_layers=1)
 
 
 def sizes(**changes):
@@ -75,11 +75,19 @@ def allocated(value):
     [
         (True, False, 0, CPU),
         (True, True, 0, CPU),
+        (True, True, 1, CPU),
         (False, False, 0, CPU),
         (False, False, 1, CPU),
         (False, False, 1, CUDA),
     ],
-    ids=["fp8", "fp8 latents", "float32", "float32 with drafts", "bfloat16 with drafts"],
+    ids=[
+        "fp8",
+        "fp8 latents",
+        "fp8 latents with drafts",
+        "float32",
+        "float32 with drafts",
+        "bfloat16 with drafts",
+    ],
 )
 def test_weights_and_latents_take_the_planned_memory(fp8, fp8_latents, speculate, device):
     config, on_gpu = FP8 if fp8 else TINY, device == CUDA
@@ -107,7 +115,7 @@ def check_memory(config, chosen, operations):
     planned = bytes_of(plan_memory(config, chosen))
     weights = sum(planned[name] for name in ("dense weights", "experts", "staging slots"))
     # The map of slots to places: four bytes each, which the plan leaves out.
-    maps = 4 * chosen.slots_per_rank * config.num_moe_layers if fp8 else 0
+    maps = 4 * chosen.slots_per_rank * len(model.slots) if fp8 else 0
     assert allocated(model) == weights + maps
     assert allocated(cache) == planned["latents"]
     slots = sum(allocated(one) for one in model.slots)

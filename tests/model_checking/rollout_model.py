@@ -229,6 +229,7 @@ def _header(says: tuple[Content, Content | None], steps: int) -> StepHeader:
         epoch=1,
         step=steps,
         num_tokens=1,
+        num_drafts=0,
         generation=running.generation,
         staged_generation=staged.generation if staged else 0,
         leaving=0,

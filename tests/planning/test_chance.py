@@ -53,6 +53,15 @@ def test_another_sample_of_the_same_load_moves_nothing(current, algorithm, seed)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_sample_that_is_small_in_one_layer_moves_nothing_there(current, algorithm):
+    """The modules that draft tokens run for few requests only."""
+    load = counted(shares(0), seed=3)
+    load[-1] = counted(shares(0)[-1:], seed=4, samples=SAMPLES // 1000)[0]
+    made = planned(load, current, algorithm, load.sum(axis=1).mean())
+    assert made.moves == 0, made.reason
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_without_a_sample_size_a_plan_follows_noise(current, algorithm):
     made = planned(counted(shares(0), seed=2), current, algorithm, None)
     assert made.moves > 0

@@ -179,6 +179,21 @@ def test_sampling_noise_alone_is_never_a_shift(assignments):
         assert not shift.detected, shift.reason
 
 
+def test_noise_in_a_layer_that_counts_fewer_is_no_shift_either():
+    """The modules that draft tokens run for few requests only."""
+    rng = np.random.default_rng(7)
+    true_shares = rng.dirichlet(np.full(32, 0.5), size=4)
+    counts = [2000, 2000, 2000, 20]
+    for _ in range(200):
+        sampled = np.array(
+            [rng.multinomial(n, row) for n, row in zip(counts, true_shares, strict=True)],
+            dtype=float,
+        )
+        mean = sum(counts) / len(counts)
+        shift = detect_shift(sampled, true_shares * 1e9, assignments=mean, threshold=0.05)
+        assert not shift.detected, shift.reason
+
+
 def test_the_noise_bound_is_above_the_mean_distance_of_samples():
     rng = np.random.default_rng(8)
     shares = rng.dirichlet(np.full(32, 0.5), size=1)

@@ -158,16 +158,16 @@ class Pool:
 
 
 @asynccontextmanager
-async def pool_of(*names, folder, slots_per_rank=12, balancer=None):
+async def pool_of(*names, folder, slots_per_rank=12, balancer=None, arguments=()):
     """The pool and its first status, as soon as all these workers serve.
 
-    `balancer` is the program of its balancer, if not ours.
+    `balancer` is the program of its balancer, if not ours; `arguments` are the workers'.
     """
     pool = Pool(folder, num_ranks=len(names), slots_per_rank=slots_per_rank)
     async with pool.fleet:
         await pool.start_balancer(program=balancer)
         for name in names:
-            await pool.start_worker(name)
+            await pool.start_worker(name, *arguments)
         following = asyncio.create_task(pool.feed.run())
         try:
             yield pool, await pool.serving(*names)

@@ -8,11 +8,18 @@ import torch
 from torch.distributed import DistBackendError
 
 from equipoise.rank.errors import GroupError
+from equipoise.rank.header import HEADER_WIDTH, StepHeader
 from equipoise.wire.inference import Blame, FinishReason
-from equipoise.worker.engine import IDLE_WAIT_S, LONG_IDLE_TURNS, LONG_IDLE_WAIT_S, idle_wait_s
+from equipoise.worker.engine import (
+    IDLE_WAIT_S,
+    LONG_IDLE_TURNS,
+    LONG_IDLE_WAIT_S,
+    idle_wait_s,
+)
 from equipoise.worker.errors import QueueFullError, StepError
 from equipoise.worker.placement import placement_of
 from equipoise.worker.sequence import Request
+from equipoise.worker.step_inputs import draft_tokens
 from equipoise_model.dispatch import ExpertParallel
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
@@ -196,3 +203,13 @@ def test_a_request_without_finite_logits_fails_alone_and_leaves_no_nan_behind(ra
     assert client.tokens[2] == solo(good.prompt, 4)
     assert not any(store.isnan().any() for store in core.cache._stores)
     assert engine.progress().stats.tokens_generated == 4
+
+
+def test_a_draft_module_runs_if_any_rank_drafts_on_the_rows_of_those_that_do():
+    blank = StepHeader(*[0] * HEADER_WIDTH)
+    busy, drafting, deeper = (
+        blank._replace(num_tokens=n, num_drafts=depth) for n, depth in ((9, 0), (2, 1), (3, 2))
+    )
+    assert draft_tokens((blank, busy)) == []
+    assert draft_tokens((drafting, busy, blank)) == [[2, 0, 0]]
+    assert draft_tokens((busy, deeper, drafting)) == [[0, 3, 2], [0, 3, 0]]

@@ -23,7 +23,7 @@ from tests.support.worker_parts import join_epoch_of
 
 
 def header(rank):
-    return StepHeader(1, 5, rank, 3, 0, 0, 11, -12, 0)
+    return StepHeader(1, 5, rank, 0, 3, 0, 0, 11, -12, 0)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ def header(**changes):
         "epoch": 1,
         "step": 7,
         "num_tokens": 3,
+        "num_drafts": 0,
         "generation": 4,
         "staged_generation": 0,
         "leaving": 0,
@@ -137,7 +138,10 @@ def test_ranks_that_were_sent_the_same_form():
     check_arrivals([arrival(rank=0), arrival(rank=1)], names=("w-0", "w-1"))
 
 
-@pytest.mark.parametrize("text", ["", "torch", "[]", '{"a": 1}', "[1, 2, 3, 4, 5]"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "torch", "[]", '{"a": 1}', "[1, 2, 3, 4]", "[1, 2, 3, 4, 5]", "[1, 2, 3, 4, 10, 6]"],
+)
 def test_what_another_release_publishes_is_one_clear_error(text):
     with pytest.raises(ValueError, match="restart the worker that runs another release"):
         Arrival.from_json(text)

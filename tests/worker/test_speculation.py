@@ -99,7 +99,7 @@ def test_drafts_give_the_same_greedy_tokens_in_fewer_steps(core):
 
 
 def test_drafts_do_not_change_sampled_tokens_with_penalties_and_seeds(core):
-    """Verified drafts count as load, accepted or not; drafting itself does not."""
+    """Verified drafts count as load, accepted or not; drafting counts in a layer of its own."""
 
     def sampling(key):
         return SamplingParams(
@@ -113,6 +113,7 @@ def test_drafts_do_not_change_sampled_tokens_with_penalties_and_seeds(core):
     assert 0 < stats.drafts_accepted < stats.drafts
     verified = stats.tokens_processed + stats.drafts - stats.drafts_accepted
     top_k = core.checkpoint.config.num_experts_per_tok
+    assert core.shape.num_layers == core.checkpoint.config.num_moe_layers + 1
     assert load.slot_load_LS.sum(axis=1).tolist() == [verified * top_k] * core.shape.num_layers
 
 
@@ -127,6 +128,9 @@ def test_drafting_starts_once_few_enough_requests_are_active(core):
     assert [len(made) for made in tokens.values()] == [6, 12, NUM_TOKENS, NUM_TOKENS]
     # Earlier steps were not drafted from, so the module has not seen their tokens.
     assert 10 < stats.drafts <= 2 * (NUM_TOKENS - 12)
+    # Nor does its layer count them.
+    *layers, module = progress.loads[0].slot_load_LS.sum(axis=1).tolist()
+    assert 0 < module < min(layers) == max(layers)
     assert stats.drafts_accepted >= 0.5 * stats.drafts
 
 

@@ -6,12 +6,20 @@
 {{- $ranks := int64 $w.replicas -}}
 {{- $slots := int64 $w.slotsPerRank -}}
 {{- $least := min $slots (div (add (int64 $w.numExperts) $ranks -1) $ranks) -}}
+{{- $denseBytes := int64 $model.denseBytes -}}
 {{- $slotBytes := int64 $model.slotBytes -}}
 {{- $blockBytes := mul 16 (int64 (index $model.latentBytes $w.latents)) -}}
+{{- if gt (int64 $w.speculate) 0 -}}
+{{- $denseBytes = add $denseBytes (int64 $model.draftDenseBytes) -}}
+{{- $slotBytes = add $slotBytes (int64 $model.draftSlotBytes) -}}
+{{- $blockBytes = add $blockBytes (mul 16 (int64 (index $model.draftLatentBytes $w.latents))) -}}
+{{- end -}}
 {{- $perRequest := div (add (int64 $w.contextLength) 15) 16 -}}
 {{- $blocks := add 1 (mul (int64 $w.maxRequests) $perRequest) -}}
 {{- if $w.cacheTokens -}}{{- $blocks = add 1 (div (add (int64 $w.cacheTokens) 15) 16) -}}{{- end -}}
-{{- $graphRows := min (int64 $w.maxGraphRows) (int64 $w.maxRequests) -}}
+{{/* The worker drafts for up to 4 requests at a time. */}}
+{{- $drafting := mul (min 4 (int64 $w.maxRequests)) (add 1 (int64 $w.speculate)) -}}
+{{- $graphRows := min (int64 $w.maxGraphRows) (max (int64 $w.maxRequests) $drafting) -}}
 {{- $room := max $graphRows (min (int64 $w.maxStepTokens) 256) -}}
 {{- $exchange := 0 -}}
 {{- if gt $ranks 1 -}}{{- $exchange = mul 4 $ranks $slots $room (int64 $model.messageBytes) -}}{{- end -}}
@@ -21,7 +29,7 @@
 {{- $activations := include "equipoise.stepBytes" (merge (dict "rows" (int64 $w.maxStepTokens)) $step) | int64 -}}
 {{- $smallest := include "equipoise.stepBytes" (merge (dict "rows" (min (int64 $w.maxStepTokens) (int64 $w.maxRequests))) $step) | int64 -}}
 {{- $terms := list
-  (dict "name" "dense weights" "bytes" (int64 $model.denseBytes) "least" (int64 $model.denseBytes) "remedy" "")
+  (dict "name" "dense weights" "bytes" $denseBytes "least" $denseBytes "remedy" "")
   (dict "name" "experts" "bytes" (mul $slots $slotBytes) "least" (mul $least $slotBytes) "remedy" "worker.slotsPerRank")
   (dict "name" "staging slots" "bytes" (mul (int64 $w.spareSlots) $slotBytes) "least" 0 "remedy" "worker.spareSlots")
   (dict "name" "latents" "bytes" (mul $blocks $blockBytes) "least" (mul (min $blocks (add 1 $perRequest)) $blockBytes) "remedy" "worker.cacheTokens, maxRequests or contextLength")

@@ -1,6 +1,7 @@
 """`Fp8Transformer`: the whole model in FP8, for serving."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel, ExpertStep
 from equipoise_model.fp8.block import Fp8Block
 from equipoise_model.fp8.graphs import DecodeGraphs
+from equipoise_model.fp8.mtp import Fp8MultiTokenPrediction
 from equipoise_model.fp8.prefill import ExpandedRows, expanded_rows
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.latent_cache import LatentCache
@@ -25,7 +27,8 @@ class Fp8Transformer(ServingModel):
         config: sizes, for which `obstacle` returns None.
         num_slots: physical slots per MoE layer on this rank.
         num_spare: places beyond the slots, for staged experts.
-        graphs: captures decode steps; None to launch every kernel in every step.
+        mtp: whether to build the multi-token-prediction modules, for drafting.
+        graphs: captures decode steps, without drafting; None to launch every kernel in every step.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Fp8Transformer(ServingModel):
         *,
         num_slots: int,
         num_spare: int,
+        mtp: bool = False,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         super().__init__()
@@ -52,6 +56,10 @@ class Fp8Transformer(ServingModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=torch.bfloat16)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=torch.bfloat16)
         self.rope = Rope(config)
+        self.mtp_layers = nn.ModuleList(
+            Fp8MultiTokenPrediction(config, num_slots=num_slots, num_spare=num_spare)
+            for _ in range(config.num_nextn_predict_layers if mtp else 0)
+        )
         self._graphs = graphs
         self.requires_grad_(requires_grad=False)
 
@@ -80,6 +88,7 @@ class Fp8Transformer(ServingModel):
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
+            draft=partial(self._draft, rows=rows, cache=cache, step=step),
         )
 
     def forward(
@@ -112,6 +121,52 @@ class Fp8Transformer(ServingModel):
             )
         hidden_TD: Tensor = self.norm(x_TD + delta_TD)
         return hidden_TD
+
+    def forward_draft(
+        self,
+        hidden_TD: Tensor,
+        following_T: Tensor,
+        *,
+        depth: int,
+        rows: StepRows,
+        cache: LatentCache,
+        experts: ExpertStep,
+    ) -> Tensor:
+        """Return hidden states [T, D] of module `depth`, from 1; see `DraftPass`."""
+        module = self.mtp_layers[depth - 1]
+        assert isinstance(module, Fp8MultiTokenPrediction)
+        return module.forward_draft(
+            hidden_TD,
+            next_embedding_TD=self.embed_tokens(following_T),
+            rows=rows,
+            rotary=self.rope.at(rows.positions_T),
+            latents=cache.latents(self.config.num_hidden_layers + depth - 1),
+            experts=experts,
+        )
+
+    def _draft(
+        self,
+        hidden_TD: Tensor,
+        following_T: Tensor,
+        *,
+        depth: int,
+        tokens_by_rank: Sequence[int],
+        rows: StepRows,
+        cache: LatentCache,
+        step: ExpertStep,
+    ) -> Tensor:
+        """See `DraftPass`; the other arguments are the step's own, rows on the host."""
+        num_rows = following_T.shape[0]
+        return self.forward_draft(
+            hidden_TD[:num_rows],
+            following_T,
+            depth=depth,
+            rows=rows.first(num_rows).to(hidden_TD.device),
+            cache=cache,
+            experts=step.resumed(
+                layer=self.config.num_moe_layers + depth - 1, tokens_by_rank=tokens_by_rank
+            ),
+        )
 
     def _blocks(self) -> Iterator[Fp8Block]:
         for block in self.layers:

@@ -81,6 +81,17 @@ def _run(
                 num_valid=num_valid if is_captured else None,
             )
             model.lm_head(hidden_TD)
+            for depth in range(1, 1 + model.num_mtp_layers):
+                hidden_TD = model.forward_draft(
+                    hidden_TD,
+                    rows.tokens_T,
+                    depth=depth,
+                    rows=replace(rows, tables_TS=tables_TS),
+                    cache=cache,
+                    experts=step.resumed(
+                        layer=model.config.num_moe_layers + depth - 1, tokens_by_rank=(num_rows,)
+                    ),
+                )
 
 
 def _run_prompt(model: Fp8Transformer, cache: LatentCache, *, num_rows: int) -> None:
@@ -133,7 +144,7 @@ def _step(
 def _placement(model: Fp8Transformer, *, num_replicas: int = 1) -> PlacementTables:
     """Tables that send every expert to one of this rank's slots, so that none is unknown."""
     config, num_slots = model.config, model.slots[0].num_slots
-    shape = (config.num_moe_layers, config.n_routed_experts)
+    shape = (len(model.moe_layers), config.n_routed_experts)
     slots_E = torch.arange(config.n_routed_experts) % num_slots
     return PlacementTables(
         generation=0,

@@ -25,8 +25,8 @@ class SharedHead(nn.Module):
 class MultiTokenPrediction(Block):
     """Depth k of the chain: from hidden states and the next token's embedding to hidden states."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(config, sparse=True, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, num_slots: int | None, dtype: torch.dtype) -> None:
+        super().__init__(config, sparse=True, num_slots=num_slots, dtype=dtype)
         dim, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(dim, eps=eps, dtype=dtype)
         self.hnorm = RMSNorm(dim, eps=eps, dtype=dtype)
@@ -64,7 +64,7 @@ class MultiTokenPrediction(Block):
     ) -> Tensor:
         """Run a serving step's rows [T, D] and store their latents as cache layer `layer`.
 
-        `rotary` holds cosines and sines of the rows' own positions.
+        T may be 0. `rotary` holds cosines and sines of the rows' own positions.
         """
         y_TD = self.forward_cached(
             self._joined(hidden_TD, next_embedding_TD),

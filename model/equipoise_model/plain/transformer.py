@@ -1,22 +1,23 @@
 """`Transformer`: the whole model, for training and for serving."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertParallel
-from equipoise_model.latent_cache import LatentCache
+from equipoise_model.dispatch import ExpertParallel, ExpertStep
+from equipoise_model.latent_cache import CacheStep, LatentCache
 from equipoise_model.plain.block import Block
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
 from equipoise_model.plain.mtp import MultiTokenPrediction
 from equipoise_model.plain.router import Router, Routing
 from equipoise_model.rope import Rope
 from equipoise_model.serving_model import ServingModel
-from equipoise_model.step import DraftState, StepBatch, StepOutput
+from equipoise_model.step import StepBatch, StepOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Transformer(ServingModel):
             which a token's result does not depend on its batch, to the last bit.
         dtype: of weights and activations. Routers are in float32 in any case.
         mtp: whether to build the multi-token-prediction modules, for training and for drafting.
-            They hold all their experts on every rank, and have only the fast form.
+            They have only the fast form.
     """
 
     def __init__(
@@ -75,22 +76,17 @@ class Transformer(ServingModel):
         self.lm_head = Linear(dim, config.vocab_size, row_block=row_block, dtype=dtype)
         self.rope = Rope(config)
         self.mtp_layers = nn.ModuleList(
-            MultiTokenPrediction(config, dtype=dtype)
+            MultiTokenPrediction(config, num_slots=num_slots, dtype=dtype)
             for _ in range(config.num_nextn_predict_layers if mtp else 0)
         )
         self._initialize()
-
-    @property
-    def num_mtp_layers(self) -> int:
-        """Multi-token-prediction modules that this model holds."""
-        return len(self.mtp_layers)
 
     def forward_train(self, tokens_BT: Tensor) -> TrainOutput:
         """Run whole sequences of int64 tokens with every expert local, differentiable."""
         batch, length = tokens_BT.shape
         experts = ExpertParallel.local(self.config, device=tokens_BT.device)
         cos_TF, sin_TF = self.rope.at(torch.arange(length, device=tokens_BT.device))
-        with _recorded(self.moe_layers) as routings:
+        with _recorded(self.layers) as routings:
             step = experts.begin_step(num_tokens=batch * length)
             x_BTD: Tensor = self.embed_tokens(tokens_BT)
             for block in self._blocks():
@@ -126,35 +122,37 @@ class Transformer(ServingModel):
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
-            draft_state=DraftState(rotary=(cos_TF, sin_TF), cache_step=cache_step),
+            draft=partial(
+                self._draft, rotary=(cos_TF, sin_TF), cache_step=cache_step, step=expert_step
+            ),
         )
 
     @torch.no_grad()
-    def forward_draft(
+    def _draft(
         self,
         hidden_TD: Tensor,
         following_T: Tensor,
         *,
         depth: int,
-        output: StepOutput,
-        experts: ExpertParallel,
+        tokens_by_rank: Sequence[int],
+        rotary: tuple[Tensor, Tensor],
+        cache_step: CacheStep,
+        step: ExpertStep,
     ) -> Tensor:
-        """Run MTP module `depth`, from 1, on a step's rows, and store their latents.
-
-        Returns hidden states [T, D]. `hidden_TD` comes from the depth before (from the step itself
-        for depth 1); `following_T` holds the tokens `depth` positions after the rows. `experts` are
-        the modules' own.
-        """
+        """See `DraftPass`; the other arguments are the step's own."""
         module = self.mtp_layers[depth - 1]
         assert isinstance(module, MultiTokenPrediction)
-        assert output.draft_state is not None
+        num_rows = following_T.shape[0]
+        cos_TF, sin_TF = rotary
         return module.forward_draft(
-            hidden_TD,
+            hidden_TD[:num_rows],
             next_embedding_TD=self.embed_tokens(following_T),
-            rotary=output.draft_state.rotary,
+            rotary=(cos_TF[:num_rows], sin_TF[:num_rows]),
             layer=self.config.num_hidden_layers + depth - 1,
-            cache_step=output.draft_state.cache_step,
-            expert_step=experts.begin_step(num_tokens=hidden_TD.shape[0]),
+            cache_step=cache_step if num_rows else cache_step.without_rows(),
+            expert_step=step.resumed(
+                layer=self.config.num_moe_layers + depth - 1, tokens_by_rank=tokens_by_rank
+            ),
         )
 
     def _train_mtp(
@@ -204,7 +202,7 @@ class Transformer(ServingModel):
 
 
 @contextmanager
-def _recorded(layers: Sequence[nn.Module]) -> Iterator[list[Routing]]:
+def _recorded(layers: Iterable[nn.Module]) -> Iterator[list[Routing]]:
     """Collect the routings that the layers' routers compute, in order."""
     routings: list[Routing] = []
 

@@ -293,6 +293,7 @@ class EngineSeat:
             epoch=self.epoch,
             step=self._passes,
             num_tokens=0,
+            num_drafts=0,
             generation=layout.generation if layout else 0,
             staged_generation=staged.generation if staged else 0,
             leaving=int(bool(leaving)),

@@ -274,9 +274,9 @@ def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float
     The distance of a layer is the total variation between its normalised rows p (slow) and
     q (fast), sum |p - q| / 2. If q were n samples of p, then for each expert
     E|q - p| <= sqrt(p (1 - p) / n), so the mean distance by chance is at most
-    sum sqrt(p (1 - p) / n) / 2, where n is the `assignments` per layer in `fast`. Both are averaged
-    over the layers with traffic in both. It is a shift if the distance exceeds the noise by more
-    than `threshold`.
+    sum sqrt(p (1 - p) / n) / 2, where n is the layer's part of `assignments`, the average per layer
+    in `fast`. Both are averaged over the layers with traffic in both. It is a shift if the distance
+    exceeds the noise by more than `threshold`.
     """
     both = (fast.sum(axis=1) > 0) & (slow.sum(axis=1) > 0)
     if assignments <= 0 or not both.any():
@@ -286,7 +286,9 @@ def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float
     # The mixture of both, because experts new to `slow` are noisy too.
     expected = (recent + usual) / 2
     distance = float(np.abs(recent - usual).sum(axis=1).mean() / 2)
-    noise = float(np.sqrt(expected * (1 - expected) / assignments).sum(axis=1).mean() / 2)
+    # A layer that drafts counts fewer than the others.
+    counted = assignments * fast[both].sum(axis=1, keepdims=True) / assignments_per_layer(fast)
+    noise = float(np.sqrt(expected * (1 - expected) / counted).sum(axis=1).mean() / 2)
     detected = distance - noise > threshold
     return Shift(
         detected=detected,

@@ -8,7 +8,7 @@ but do not prove it, so both also carry digests of the content (`Layout.digest`)
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class StepHeader(NamedTuple):
     """Number of steps completed in the epoch."""
     num_tokens: int
     """Tokens that the rank runs in the coming step."""
+    num_drafts: int
+    """Draft modules that the rank runs on these tokens after the step; 0 if it does not draft."""
     generation: int
     staged_generation: int
     """0 if no generation is staged."""
@@ -65,6 +67,8 @@ class Arrival:
     """Hex digest of its layout."""
     announcement: str
     """What the rank computes with."""
+    header_width: int = HEADER_WIDTH
+    """Fields of its step headers, which releases may change."""
 
     @classmethod
     def of(cls, join_epoch: JoinEpoch, *, announcement: str) -> "Arrival":
@@ -87,12 +91,18 @@ class Arrival:
         Raises:
             ValueError: it is not an arrival.
         """
+        other = f"a rank published {text[:80]!r}: restart the worker that runs another release"
         try:
-            return cls(*json.loads(text))
+            published = json.loads(text)
+            arrival = cls(*published)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a rank published {text[:80]!r}: restart the worker that runs another release"
-            ) from error
+            raise ValueError(other) from error
+        if len(published) != _ARRIVAL_WIDTH or arrival.header_width != HEADER_WIDTH:
+            raise ValueError(other)
+        return arrival
+
+
+_ARRIVAL_WIDTH = len(fields(Arrival))
 
 
 def peers_digest(peers: Sequence[Peer]) -> bytes:

@@ -78,7 +78,7 @@ class ModelCore:
         loading = loading or Loading(log_format=settings.log_format)
         try:
             with loading.of("digests") as report:
-                checkpoint = verified(checkpoint, progress=report)
+                checkpoint = verified(checkpoint, mtp=settings.speculate > 0, progress=report)
             with loading.of("dense weights") as report:
                 checkpoint.load_dense(model, progress=report)
         except CheckpointError as error:
@@ -129,13 +129,12 @@ class ModelCore:
         """Return what drafts tokens; None if the settings turn speculative decoding off."""
         if not settings.speculate:
             return None
-        assert isinstance(self.model, Transformer)
         return Drafter(self.model, num_drafts=settings.speculate)
 
     @property
     def payload_checksums(self) -> Payloads:
-        """Checksums of all experts' payloads by the checkpoint's manifest."""
-        checksums = self.checkpoint.payload_checksums
+        """Checksums of all placed experts' payloads by the checkpoint's manifest."""
+        checksums = self.checkpoint.payload_checksums(mtp=self.model.num_mtp_layers > 0)
         assert checksums is not None, "the checkpoint is verified"
         return checksums
 
@@ -146,7 +145,7 @@ class ModelCore:
 
     @property
     def slots(self) -> list[PhysicalSlots]:
-        """This rank's physical slots, by MoE layer."""
+        """This rank's physical slots, by MoE layer; draft modules are the last ones."""
         return self.model.slots
 
     @property
@@ -154,7 +153,7 @@ class ModelCore:
         """The model's dimensions, which all workers of a pool must share."""
         config = self.checkpoint.config
         return ModelShape(
-            num_layers=config.num_moe_layers,
+            num_layers=len(self.slots),
             num_experts=config.n_routed_experts,
             num_groups=config.n_group,
             expert_bytes=config.expert_bytes,
@@ -177,10 +176,6 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
             latents=settings.latents,
             block_tokens=settings.block_tokens,
         )
-        if operations.fp8 is not None and settings.speculate:
-            raise WorkerError(
-                f"speculate {settings.speculate} is not available in FP8: choose 0, or weights bf16"
-            )
         if operations.fp8 == stored.config.quantization_config:
             return stored, operations
         if operations.fp8 is None:

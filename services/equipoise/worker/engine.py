@@ -34,7 +34,13 @@ from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.placement import HeldSlots
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
-from equipoise.worker.step_inputs import draft_lines, sampling_rows, step_batch, wanted_logits
+from equipoise.worker.step_inputs import (
+    draft_lines,
+    draft_tokens,
+    sampling_rows,
+    step_batch,
+    wanted_logits,
+)
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.drafting import Drafter
 from equipoise_model.exchange import ExchangeError
@@ -241,7 +247,7 @@ class Engine:
         emissions: tuple[Emission, ...] = ()
         is_idle = not any(tokens_by_rank)
         if not is_idle:
-            emissions = self._step(plan, tokens_by_rank, began=began)
+            emissions = self._step(plan, headers, began=began)
             with self._lock:
                 # A rank that waits for its peers is not busy.
                 waited_s = self._waited_s - waited_s
@@ -269,6 +275,7 @@ class Engine:
             epoch=self._group.epoch,
             step=self._num_steps,
             num_tokens=plan.num_tokens,
+            num_drafts=self._num_drafts(plan),
             generation=self.generation,
             staged_generation=staged.generation if staged else 0,
             leaving=int(leaving),
@@ -317,11 +324,12 @@ class Engine:
         )
 
     def _step(
-        self, plan: StepPlan, tokens_by_rank: list[int], *, began: float
+        self, plan: StepPlan, headers: tuple[StepHeader, ...], *, began: float
     ) -> tuple[Emission, ...]:
         """Run a plan's tokens, even none, together with the other ranks, and commit the result."""
+        tokens_by_rank = [header.num_tokens for header in headers]
         self._experts.agree(tokens_by_rank)
-        # Other ranks' tokens run here too, up to the logits.
+        # Other ranks' tokens run here too, up to the logits and while drafting.
         num_foreign = sum(tokens_by_rank) - plan.num_tokens
         try:
             output = self._model.step(step_batch(plan), self._cache, self._experts)
@@ -333,7 +341,9 @@ class Engine:
                 num_top=[c.num_top for c in plan.chunks for _ in c.scored],
             )
             sampled = sample(sampling_SV, sampling_rows(plan))
-            drafts = self._draft(plan, sampled, output)
+            if tokens_by_depth := draft_tokens(headers):
+                num_foreign = sum(tokens_by_depth[0]) - tokens_by_depth[0][self._group.rank]
+            drafts = self._draft(plan, sampled, output, tokens_by_depth)
             loads = self._experts.loads()
         # On a device a collective may fail as late as when its result is read.
         except (ExchangeError, DistError) as error:
@@ -358,14 +368,22 @@ class Engine:
             self._step_s.observe(duration_us / 1e6)
         return tuple(emissions)
 
+    def _num_drafts(self, plan: StepPlan) -> int:
+        """Draft modules that this rank runs on a plan's tokens."""
+        if self._drafter is None or not (plan.drafts and plan.num_tokens):
+            return 0
+        return self._drafter.num_drafts
+
     def _draft(
-        self, plan: StepPlan, sampled: list[SampledToken], output: StepOutput
+        self, plan: StepPlan, sampled: list[SampledToken], output: StepOutput, rows: list[list[int]]
     ) -> dict[int, tuple[int, ...]]:
-        """Return guesses, by request, at what follows the tokens of this step."""
-        if self._drafter is None or not plan.drafts:
+        """Return guesses, by request, at what follows this step; `rows` as of `draft_tokens`."""
+        if self._drafter is None or not rows:
             return {}
-        guesses = self._drafter.draft(output, draft_lines(plan, sampled))
-        return {chunk.key: guess for chunk, guess in zip(plan.chunks, guesses, strict=True)}
+        chunks = plan.chunks if self._num_drafts(plan) else ()
+        lines = draft_lines(plan, sampled) if chunks else []
+        guesses = self._drafter.draft(output, lines, rows)
+        return {chunk.key: guess for chunk, guess in zip(chunks, guesses, strict=True)}
 
 
 def idle_wait_s(num_idle_turns: int) -> float:

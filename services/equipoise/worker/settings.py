@@ -105,8 +105,9 @@ class WorkerSettings:
 
     speculate: Annotated[int, Range(0)] = 0
     """Draft tokens per generated token, from the checkpoint's multi-token-prediction modules; at
-    most the number of modules. The output is the same with and without. Every worker holds the
-    modules with all their experts."""
+    most the number of modules. The output is the same with and without. The modules are further
+    MoE layers, whose experts are placed and balanced like others; workers with and without them do
+    not form a pool."""
 
     speculate_up_to: Annotated[int, Range(1)] = 4
     """Maximum number of concurrently generated requests with which draft tokens are used. With
@@ -230,8 +231,9 @@ class WorkerSettings:
 
     @property
     def graph_rows(self) -> int:
-        """Rows of the largest captured decode step."""
-        return min(self.max_graph_rows, self.max_requests)
+        """Rows of the largest captured decode step: one for each request and its draft tokens."""
+        drafting = min(self.max_requests, self.speculate_up_to) * (1 + self.speculate)
+        return min(self.max_graph_rows, max(self.max_requests, drafting))
 
     def _check_tokens(self) -> None:
         if 0 < self.cache_tokens < self.context_length:

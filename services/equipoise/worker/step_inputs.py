@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from equipoise.rank.header import StepHeader
 from equipoise.worker.sequence import StepPlan
 from equipoise_model.drafting import DraftLine
 from equipoise_model.sampling_params import SampledToken, SamplingRow
@@ -79,3 +80,14 @@ def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLi
             )
         )
     return lines
+
+
+def draft_tokens(headers: tuple[StepHeader, ...]) -> list[list[int]]:
+    """Return the rows that each rank brings to each draft module that any of them runs.
+
+    All ranks run a module if any of them does, because its experts are spread over all of them.
+    """
+    return [
+        [one.num_tokens if one.num_drafts >= depth else 0 for one in headers]
+        for depth in range(1, 1 + max(one.num_drafts for one in headers))
+    ]

@@ -1,6 +1,7 @@
 """The model in FP8: its torch twins against the model in BF16, the interpreted kernels against its
 twins, switches of its map, and captured steps against eager ones."""
 
+import dataclasses
 import warnings
 from itertools import chain
 
@@ -140,6 +141,39 @@ def test_the_twins_match_the_model_within_the_precision_of_fp8(path, checkpoint)
     logits, _ = served(loaded(checkpoint), checkpoint)
     for ours, theirs in zip(logits, expected, strict=True):
         assert difference(ours, theirs) < 5e-3
+
+
+def drafted(model, *, dtype):
+    """Hidden states and logits of the module's rows in each step, and what all layers counted."""
+    experts = ExpertParallel.local(model.config)
+    cache = LatentCache(model.config, num_blocks=8, max_len=64, mtp=True, dtype=dtype)
+    made = []
+    for step in STEPS:
+        output = model.step(batch(step), cache, experts)
+        rows = len(output.hidden_TD)
+        hidden_TD = output.draft(
+            output.hidden_TD, torch.arange(rows) + 7, depth=1, tokens_by_rank=(rows,)
+        )
+        made += [hidden_TD.float(), model.lm_head(hidden_TD).detach().float()]
+    return made, experts.loads()[0].slot_load_LS
+
+
+def test_the_draft_module_matches_the_one_in_bf16_and_is_counted(random_model, tmp_path):
+    config = dataclasses.replace(NARROW, num_nextn_predict_layers=1)
+    save(random_model(config, mtp=True), tmp_path / "mtp", fp8=Fp8Config())
+    expected, expected_loads = drafted(
+        Checkpoint.open(tmp_path / "mtp").load_model(mtp=True), dtype=torch.float32
+    )
+    checkpoint = Checkpoint.open(tmp_path / "mtp", keep_fp8=True)
+    model = Fp8Transformer(checkpoint.config, num_slots=4, num_spare=1, mtp=True)
+    checkpoint.load_dense(model)
+    checkpoint.load_slots(model, [range(4)] * 2)
+    ours, loads = drafted(model, dtype=torch.bfloat16)
+    for mine, theirs in zip(ours, expected, strict=True):
+        # It starts from hidden states that differ as much as the model's.
+        assert difference(mine, theirs) < 1e-2
+    assert loads.sum(axis=1).tolist() == expected_loads.sum(axis=1).tolist() == [9 * 2] * 2
+    assert len(model.slots) == 2
 
 
 @pytest.mark.parametrize(

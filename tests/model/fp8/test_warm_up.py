@@ -62,14 +62,14 @@ def launches(monkeypatch):
 
 def test_a_warm_up_launches_every_operation_at_every_size_and_changes_no_latent(monkeypatch):
     torch.manual_seed(3)
-    config = replace(NARROW, quantization_config=Fp8Config())
-    model = Fp8Transformer(config, num_slots=3, num_spare=1)
+    config = replace(NARROW, quantization_config=Fp8Config(), num_nextn_predict_layers=1)
+    model = Fp8Transformer(config, num_slots=3, num_spare=1, mtp=True)
     for name, tensor in model.state_dict().items():
         if tensor.dtype is torch.bfloat16:
             tensor.normal_(std=0.2)
         elif tensor.dtype is torch.float32:
             tensor.fill_(0.01 if "scale" in name else 0.0)
-    cache = LatentCache(NARROW, num_blocks=5, max_len=64, dtype=torch.bfloat16)
+    cache = LatentCache(config, num_blocks=5, max_len=64, mtp=True, dtype=torch.bfloat16)
     before = cache.latents(0).latents_BPC.clone()
     seen = launches(monkeypatch)
     # This model is too small for the expanded form to pay.

@@ -35,7 +35,7 @@ def run(settings: ManifestSettings) -> int:
 
             if known is not None:
                 verify_all(checkpoint, progress=report)
-            manifest = complete(checkpoint, progress=report)
+            manifest = complete(checkpoint, mtp=checkpoint.has_mtp, progress=report)
         if manifest is not known:
             manifest.write(file)
     except CheckpointError as error:

@@ -24,7 +24,7 @@ def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> t
     Args:
         problem: the load and the placement in use.
         gain: the decrease of max / mean rank load under the plan, [layers].
-        samples: assignments per layer in the load.
+        samples: assignments per layer in the load, averaged over the layers.
     """
     load, busy = problem.load, problem.is_busy
     if not busy.any():
@@ -32,7 +32,9 @@ def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> t
     num_ranks = problem.topology.num_ranks
     total = np.where(busy, load.sum(axis=1), 1.0)
     variance = _variance_of_rank_loads(problem)
-    sigma = np.sqrt(variance.max(axis=1) * total / samples) / (total / num_ranks)
+    # A count that a unit of load stands for; a layer that drafts counts fewer than the others.
+    count = samples / load.sum(axis=1).mean()
+    sigma = np.sqrt(variance.max(axis=1) / count) / (total / num_ranks)
     chance = math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_ranks, 2)))
     num_cells = num_ranks * int(busy.sum())
     single = 2.0 * math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_cells, 2)))
