@@ -1,5 +1,6 @@
 """One rank of vLLM's `EplbState` on a CPU: its real planner, mover, tables and counters."""
 
+import inspect
 import time
 from types import SimpleNamespace
 
@@ -70,15 +71,20 @@ class Layer:
     def set_eplb_state(
         self, moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count
     ):
-        self.eplb_state.set_layer_state(
-            moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count
-        )
+        tables = (expert_load_view, logical_to_physical_map, logical_replica_count)
+        if hasattr(self.eplb_state, "set_layer_state"):
+            self.eplb_state.set_layer_state(moe_layer_idx, *tables)
+            return
+        names = ("expert_load_view", "logical_to_physical_map", "logical_replica_count")
+        for name, table in zip(names, tables, strict=True):  # As releases before 0.30 do.
+            setattr(self.eplb_state, name, table[moe_layer_idx])
 
 
 class Model(MixtureOfExperts):
     num_expert_groups, num_shared_experts = 1, 0
 
     def __init__(self, options, rank):
+        self.expert_weights = []
         self.num_moe_layers = options.layers
         self.num_logical_experts = self.num_routed_experts = options.experts
         self.num_redundant_experts = options.redundant
@@ -193,14 +199,16 @@ class Rank:
 
     def compare(self, before, after, copies):
         """Compare a switch with vLLM's own mover and maps."""
-        rearrange_expert_weights_inplace(
-            before,
-            after,
-            copies,
-            [torch.empty_like(tensor) for tensor in copies[0]],
-            parallel_state._EP.device_group,
-            self.model_state.communicator,
-        )
+        known = {
+            "old_global_expert_indices": before,
+            "new_global_expert_indices": after,
+            "expert_weights": copies,
+            "expert_buffer": [torch.empty_like(tensor) for tensor in copies[0]],
+            "ep_group": parallel_state._EP.device_group,
+            "communicator": self.model_state.communicator,
+        }
+        wanted = inspect.signature(rearrange_expert_weights_inplace).parameters
+        rearrange_expert_weights_inplace(**{n: known[n] for n in wanted if n in known})
         maps, counts = eplb_state.compute_logical_maps(after, self.options.experts)
         padded = torch.full_like(self.model_state.logical_to_physical_map, -1)
         padded[:, :, : maps.shape[2]] = maps
