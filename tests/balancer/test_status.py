@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.service.status import loads_response, pool_status, pool_summary
+from equipoise.cli.live.view import status_line
+from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 
 
@@ -69,6 +71,21 @@ def test_windows_are_listed_oldest_first_with_the_generation_they_closed_in(
     assert status.balancedness == status.windows[-1].balancedness
     assert status.balancedness_min_layer <= status.balancedness
     assert status.window_assignments == pytest.approx(3 * 10 * 10_000, rel=0.01)
+
+
+def test_a_window_without_traffic_measures_nothing(serving_harness, skewed):
+    harness = serving_harness
+    before = as_json(pool_status(harness.pool, now=harness.now))
+    assert before["balancedness"] is None
+    harness.run_traffic(skewed(1) * 0, seconds=10)
+    idle = pool_status(harness.pool, now=harness.now)
+    assert idle.windows_closed == 1
+    shown = as_json(idle)
+    assert shown["balancedness"] is shown["balancedness_min_layer"] is None
+    assert shown["windows"][0]["balancedness"] is None
+    assert as_json(pool_summary(harness.pool))["balancedness"] is None
+    assert "balancedness no data" in status_line(idle)
+    assert "1.000" not in status_line(idle)
 
 
 def test_gone_and_silent_ranks_are_distinguished(serving_harness):

@@ -28,6 +28,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
         self.pools = {}
         self.leader = ""
         self.decisions = []
+        self.store_fault = ""
         self.changed = asyncio.Condition()
 
     async def tell(self, status):
@@ -50,6 +51,8 @@ class Balancer(status_pb2_grpc.StatusServicer):
 
     async def ListDecisions(self, request, context):  # noqa: N802 - gRPC's name
         await self._pool(request.pool, context)
+        if self.store_fault:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.store_fault)
         return pb.ListDecisionsResponse(decisions=self.decisions[: request.limit])
 
     async def WatchStatus(self, request, context):  # noqa: N802 - gRPC's name
@@ -152,6 +155,34 @@ async def test_many_pools_are_listed_and_one_can_be_chosen(balancer, address, ca
     ]
 
 
+async def test_json_has_one_shape_whatever_the_number_of_pools(balancer, address, capsys):
+    assert await look(address, json=True) == EXIT_NOT_ALL_SERVE
+    assert json.loads(capsys.readouterr().out) == {"pools": []}
+    await balancer.tell(a_pool("decode"))
+    shapes = []
+    for settings in ({}, {"pool": "decode"}):
+        assert await look(address, json=True, **settings) == 0
+        shapes.append(json.loads(capsys.readouterr().out))
+    await balancer.tell(a_pool("prefill"))
+    assert await look(address, json=True) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert shapes[0] == shapes[1] == {"pools": both["pools"][:1]}
+    assert set(both["pools"][0]) == set(both["pools"][1]) == set(as_json(a_pool()))
+
+
+async def test_the_status_is_shown_although_the_store_cannot_be_read(balancer, address, capsys):
+    pool = a_pool()
+    pool.last_decision.CopyFrom(pb.Decision(sequence=9, reason="because of 9"))
+    await balancer.tell(pool)
+    balancer.store_fault = "redis:6379 cannot be reached"
+    assert await look(address) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "pool decode serving" in out
+    assert "because of 9" in out
+    assert "earlier decisions cannot be read" in out
+    assert "redis:6379 cannot be reached" in out
+
+
 async def test_a_follower_is_asked_only_who_leads(balancer, address):
     await balancer.tell(a_pool())
     follower = Balancer()
@@ -171,7 +202,7 @@ async def test_a_balancer_without_a_pool_is_reported(address, capsys):
 async def test_json_has_every_field_in_plain_values(balancer, address, capsys):
     await balancer.tell(a_pool())
     assert await look(address, json=True) == 0
-    status = json.loads(capsys.readouterr().out)
+    (status,) = json.loads(capsys.readouterr().out)["pools"]
     assert status.keys() == {field.name for field in pb.PoolStatus.DESCRIPTOR.fields}
     assert status["generation"] == 2**40
     assert status["health"] == "serving"

@@ -506,7 +506,9 @@ class PoolStatus(_message.Message):
     generation: _builtins.int
     """Committed generation."""
     balancedness: _builtins.float
-    """Mean over layers of mean/max rank load in the latest closed window, 0 to 1."""
+    """Mean over layers of mean/max rank load in the latest closed window, 0 to 1; not a number
+    without traffic.
+    """
     balancedness_min_layer: _builtins.float
     """Worst layer of the same."""
     window_assignments: _builtins.int
@@ -879,7 +881,9 @@ class WindowStatus(_message.Message):
     closed_unix_s: _builtins.float
     """Unix time at which it closed, seconds."""
     balancedness: _builtins.float
-    """Mean over layers of mean/max rank load, 0 to 1; measured under the layouts that ran."""
+    """Mean over layers of mean/max rank load, 0 to 1; measured under the layouts that ran. Not a
+    number without traffic.
+    """
     assignments: _builtins.int
     """Assignments (token-expert pairs) in it, all layers."""
     generation: _builtins.int
@@ -1023,7 +1027,7 @@ class PoolSummary(_message.Message):
     num_ranks: _builtins.int
     """Ranks the pool is meant to have."""
     balancedness: _builtins.float
-    """Balancedness of the latest window."""
+    """Balancedness of the latest window; not a number without traffic."""
     phase: _builtins.str
     """As in PoolStatus."""
     @_builtins.property

@@ -1,5 +1,6 @@
 """A pool's state as the Status service shows it. Read-only."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,9 +69,10 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
     if pool.roster.shape is not None:
         status.model.CopyFrom(model_to_proto(pool.roster.shape.model))
     window = pool.windows.latest
+    status.balancedness = status.balancedness_min_layer = math.nan
     if window is not None:
-        status.balancedness = window.balancedness
-        status.balancedness_min_layer = window.balancedness_min_layer
+        status.balancedness = measured(window.balancedness, window)
+        status.balancedness_min_layer = measured(window.balancedness_min_layer, window)
         status.window_assignments = round(window.assignments)
         if window.shares is not None:
             status.shares.CopyFrom(pb.ShareStatus(**fields_of(window.shares)))
@@ -82,6 +84,11 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
     if pool.journal.hold.reason:
         status.hold.CopyFrom(_hold_status(pool))
     return status
+
+
+def measured(value: float, window: ClosedWindow) -> float:
+    """A measure of a window; not a number for one without traffic, which measures nothing."""
+    return value if window.assignments else math.nan
 
 
 def pool_summary(pool: Pool) -> pb.PoolSummary:
@@ -96,7 +103,7 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
             for member in pool.roster.seated()
         ),
         num_ranks=max(pool.roster.num_ranks, pool.roster.intended_ranks),
-        balancedness=latest.balancedness if latest is not None else 0.0,
+        balancedness=math.nan if latest is None else measured(latest.balancedness, latest),
         phase=pool.roster.phase or "",
         latent_forms=sorted({one.hello.latent_form for one in pool.roster.seated()} - {""}),
     )
@@ -287,8 +294,8 @@ def _window_status(window: ClosedWindow) -> pb.WindowStatus:
     return pb.WindowStatus(
         window=window.number,
         closed_unix_s=window.closed_s,
-        balancedness=window.balancedness,
-        max_over_mean=window.max_over_mean,
+        balancedness=measured(window.balancedness, window),
+        max_over_mean=measured(window.max_over_mean, window),
         assignments=round(window.assignments),
         generation=window.generation,
         shift_detected=window.shift.detected,

@@ -86,12 +86,11 @@ const draw = {
 };
 
 function drawFigures(pool) {
-  const window = pool.windows.at(-1);
   const busiest = Math.max(0, ...pool.ranks.map((rank) => rank.load_share)) * pool.num_ranks;
   const rollout = pool.rollout;
   const figures = [
-    ["balancedness", window ? pool.balancedness.toFixed(3) : "–", "", tone(window && pool.balancedness)],
-    ["worst layer", window ? pool.balancedness_min_layer.toFixed(3) : "–", "", tone(window && pool.balancedness_min_layer)],
+    ["balancedness", pool.balancedness?.toFixed(3) ?? "no data", "", tone(pool.balancedness)],
+    ["worst layer", pool.balancedness_min_layer?.toFixed(3) ?? "no data", "", tone(pool.balancedness_min_layer)],
     ["busiest rank", busiest ? busiest.toFixed(2) : "–", busiest ? " × mean" : ""],
     ...engines(pool).map((engine) => ["engine", engine, ""]),
     ["ranks", pool.num_ranks, [pool.phase, pool.model && `${pool.model.num_layers} layers`].filter(Boolean).map((one) => ` · ${one}`).join("")],

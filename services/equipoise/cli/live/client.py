@@ -96,9 +96,10 @@ class BalancerClient:
         """A summary of every pool."""
         return list(self._call(self._stub.ListPools, pb.ListPoolsRequest()).pools)
 
-    def status(self) -> pb.PoolStatus:
-        """The pool's status."""
-        return self._call(self._stub.GetStatus, pb.GetStatusRequest(pool=self._pool)).status
+    def status(self, pool: str = "") -> pb.PoolStatus:
+        """The status of a pool; by default of the settings' one."""
+        request = pb.GetStatusRequest(pool=pool or self._pool)
+        return self._call(self._stub.GetStatus, request).status
 
     def layout(self, generation: int = 0) -> pb.GetLayoutResponse:
         """A layout; generation 0 is the committed one."""

@@ -1,5 +1,6 @@
 """`equipoise loads`: rank load as a heat map, and the busiest experts."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from rich.text import Text
 from equipoise.cli.display import console, print_json
 from equipoise.cli.live.client import BalancerRejectedError, connected
 from equipoise.cli.live.settings import LoadsSettings
+from equipoise.cli.live.view import balance_text
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 
@@ -35,6 +37,11 @@ class Heat:
 
     expert_load: Load
     """[layers, experts]."""
+
+    @property
+    def balancedness(self) -> float:
+        """Mean over layers of mean / max rank load; not a number without load."""
+        return balancedness(self.rank_load) if self.rank_load.any() else math.nan
 
     @property
     def times_mean(self) -> Load:
@@ -68,15 +75,17 @@ def run(settings: LoadsSettings) -> int:
 
         title = (
             f"pool {heat.pool}, generation {heat.generation}: balancedness "
-            f"{balancedness(heat.rank_load):.3f}"
+            f"{balance_text(heat.balancedness)}"
         )
         draw_loads(heat.times_mean, settings.out, title=title, highest=HIGHEST)
     if settings.json:
         document = {
             "pool": heat.pool,
             "generation": heat.generation,
-            "balancedness": balancedness(heat.rank_load),
-            "balancedness_of_layer": balancedness_per_layer(heat.rank_load).tolist(),
+            "balancedness": heat.balancedness if heat.rank_load.any() else None,
+            "balancedness_of_layer": [
+                balancedness(layer[None]) if layer.any() else None for layer in heat.rank_load
+            ],
             "rank_load": heat.rank_load.tolist(),
             "expert_load": heat.expert_load.tolist(),
         }
@@ -105,12 +114,15 @@ def heat_view(heat: Heat, *, width: int, top: int) -> RenderableType:
         Text.assemble(
             ("pool ", "dim"), (heat.pool, "bold"),
             (f"  generation {heat.generation}  balancedness ", "dim"),
-            (f"{balancedness(heat.rank_load):.3f}", "bold"),
+            balance_text(heat.balancedness),
         ),
         Text(f"layer  balance  ranks 0 to {num_ranks - 1}, load / mean", style="dim"),
     ]  # fmt: skip
     for layer in range(num_layers):
-        row = Text.assemble((f"{layer:>5}  ", "dim"), f"{per_layer[layer]:>7.3f}  ")
+        row = Text.assemble(
+            (f"{layer:>5}  ", "dim"),
+            f"{per_layer[layer]:>7.3f}  " if times[layer].any() else "no data  ",
+        )
         for value in cells[layer]:
             fits = cell_width >= _ROOM_FOR_NUMBER
             cell = f"{value:.2f}".center(cell_width) if fits else " " * cell_width

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from equipoise.cli.display import print_json
-from equipoise.cli.live.client import BalancerClient, connected
+from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
 from equipoise.wire.plain import as_json
@@ -33,17 +33,27 @@ def run(settings: StatusSettings) -> int:
     with connected(settings) as client:
         if settings.watch:
             return _watch(client, settings, console)
-        if not settings.pool:
-            pools = client.pools()
-            if len(pools) != 1:
-                return _show_pools(pools, client, settings, console)
-        status = client.status()
-        decisions = [] if settings.json else client.decisions(limit=NUM_DECISIONS)
-    if settings.json:
-        print_json(as_json(status))
-    else:
-        console.print(pool_view(status, decisions=decisions))
+        names = [settings.pool] if settings.pool else [one.pool for one in client.pools()]
+        if settings.json:
+            found = [client.status(name) for name in names]
+            print_json({"pools": [as_json(status) for status in found]})
+            return _exit_status([status.health for status in found])
+        if len(names) != 1:
+            return _show_pools(client, console)
+        status = client.status(names[0])
+        decisions, fault = _latest_decisions(client)
+    console.print(pool_view(status, decisions=decisions))
+    if fault:
+        console.print(Text(f"earlier decisions cannot be read: {fault}", style="yellow"))
     return _exit_status([status.health])
+
+
+def _latest_decisions(client: BalancerClient) -> tuple[Sequence[status_pb2.Decision], str]:
+    """The latest decisions, and why there are none: they are in the store, the status is not."""
+    try:
+        return client.decisions(limit=NUM_DECISIONS), ""
+    except BalancerRejectedError as error:
+        return (), str(error)
 
 
 class Picture:
@@ -77,15 +87,9 @@ class Picture:
         return Group(self._view, Text(note, style="yellow" if self.fault else "dim"))
 
 
-def _show_pools(
-    pools: list[status_pb2.PoolSummary],
-    client: BalancerClient,
-    settings: StatusSettings,
-    console: Console,
-) -> int:
-    if settings.json:
-        print_json({"pools": [as_json(pool) for pool in pools]})
-    elif pools:
+def _show_pools(client: BalancerClient, console: Console) -> int:
+    pools = client.pools()
+    if pools:
         console.print(pools_view(pools))
     else:
         print(f"the balancer at {client.address} has no pool yet: no worker has connected")
@@ -99,7 +103,8 @@ def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -
         while True:
             print(client.watch(_printer(settings)), file=sys.stderr, flush=True)
             time.sleep(_RETRY_S)
-    picture = Picture(client.decisions(limit=NUM_DECISIONS))
+    decisions, _ = _latest_decisions(client)
+    picture = Picture(decisions)
     with Live(get_renderable=picture.renderable, console=console, refresh_per_second=2):
         while True:
             picture.fault = client.watch(picture.take)

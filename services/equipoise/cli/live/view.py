@@ -3,6 +3,7 @@
 Text from messages is never interpreted as markup. Used by `equipoise status` and the demo.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -15,6 +16,9 @@ from equipoise_api.v1 import status_pb2
 
 GOOD_BALANCEDNESS = 0.9
 FAIR_BALANCEDNESS = 0.8
+
+NO_DATA = "no data"
+"""In place of a measure of nothing."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉█"
@@ -81,7 +85,7 @@ def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
             Text(health_name(pool.health), style=_health_style(pool.health)),
             f"{pool.ranks_serving}/{pool.num_ranks}",
             str(pool.generation),
-            Text(f"{pool.balancedness:.2f}", style=balance_style(pool.balancedness)),
+            balance_text(pool.balancedness, digits=2),
         )
     return Group(table, *(Text(line, style="yellow") for line in unpaired_prefill(pools)))
 
@@ -113,7 +117,7 @@ def status_line(status: status_pb2.PoolStatus) -> str:
     ]
     if status.windows_closed:
         parts.append(
-            f"window {status.windows_closed}: balancedness {status.balancedness:.3f} "
+            f"window {status.windows_closed}: balancedness {balance_text(status.balancedness)} "
             f"on {status.window_assignments:,} assignments"
         )
     if status.HasField("rollout"):
@@ -147,8 +151,8 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
     picture = sparkline([window.balancedness if window.assignments else None for window in windows])
     facts = Text.assemble(
         ("balancedness ", "dim"),
-        (f"{status.balancedness:.3f}", f"bold {balance_style(status.balancedness)}"),
-        (f"  worst layer {status.balancedness_min_layer:.3f}", "dim"),
+        balance_text(status.balancedness),
+        (f"  worst layer {balance_text(status.balancedness_min_layer)}", "dim"),
         (f"  window {status.windows_closed}: {status.window_assignments:,} assignments", "dim"),
         (f" in {status.interval_s:g} s", "dim"),
     )
@@ -240,6 +244,13 @@ def decision_text(decision: status_pb2.Decision) -> str:
 def health_name(health: status_pb2.PoolHealth.ValueType) -> str:
     """A health as one word, such as "serving"."""
     return status_pb2.PoolHealth.Name(health).removeprefix("POOL_HEALTH_").lower()
+
+
+def balance_text(balancedness: float, *, digits: int = 3) -> Text:
+    """A balancedness; `no data` if it is not a number, as without traffic."""
+    if math.isnan(balancedness):
+        return Text(NO_DATA, style="dim")
+    return Text(f"{balancedness:.{digits}f}", style=f"bold {balance_style(balancedness)}")
 
 
 def balance_style(balancedness: float) -> str:
