@@ -4,7 +4,6 @@ The rank is a real engine of the tiny checkpoint in this process, behind real gR
 """
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import grpc
 import httpx2
@@ -15,19 +14,14 @@ from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.gateway import openai_requests as requests
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
-from equipoise.telemetry.histogram import SHORT_S, Histogram
-from equipoise.worker.alone import engine_alone
-from equipoise.worker.grammars import Grammars
-from equipoise.worker.inference import InferenceService
-from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
+from tests.support.live_rank import live_rank
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BOUND_S = 60.0
 CONTEXT_LENGTH = 64
-VOCAB_SIZE = 272
 PROMPT = tuple(b"def f(")
 
 # Raw JSON, because much of it is more than a JSON library would write.
@@ -69,42 +63,9 @@ FIELDS = [
 ]
 
 
-@asynccontextmanager
-async def live_rank():
-    """A real engine alone behind gRPC; its thread must be alive at the end."""
-    settings = WorkerSettings(context_length=CONTEXT_LENGTH, max_requests=16)
-    loop = asyncio.get_running_loop()
-    service = InferenceService(
-        vocab_size=VOCAB_SIZE,
-        context_length=CONTEXT_LENGTH,
-        itl_s=Histogram(SHORT_S),
-        boot_id="boot-1",
-        latents=None,
-        grammars=Grammars(packaged_checkpoint(), vocab_size=VOCAB_SIZE),
-    )
-    engine = await asyncio.to_thread(
-        engine_alone,
-        settings,
-        publish=lambda result: loop.call_soon_threadsafe(service.deliver, result),
-    )
-    service.open(engine)
-    stepping = asyncio.create_task(asyncio.to_thread(engine.run))
-    server = grpc.aio.server()
-    worker_pb2_grpc.add_InferenceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-        assert not stepping.done(), stepping.exception()
-    finally:
-        engine.leave()
-        await server.stop(None)
-        await asyncio.wait_for(stepping, BOUND_S)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address():
-    async with live_rank() as address:
+    async with live_rank(context_length=CONTEXT_LENGTH) as address:
         yield address
 
 

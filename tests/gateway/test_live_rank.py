@@ -1,0 +1,73 @@
+"""What clients compute from a real engine's answers."""
+
+import asyncio
+
+import openai
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel
+
+from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.gateway.server import serve
+from equipoise.gateway.settings import GatewaySettings
+from tests.support.live_rank import BOUND_S, live_rank
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONTEXTS = ("def f(", "class A:\n", "12 + ")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client():
+    """OpenAI's client of a gateway in front of a live rank."""
+    stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+    async with live_rank(context_length=256) as address:
+        settings = GatewaySettings(
+            listen="127.0.0.1:0", workers=(address,), checkpoint=packaged_checkpoint()
+        )
+        task = asyncio.create_task(serve(settings, stop=stop, listening=listening.set_result))
+        base_url = f"http://{await asyncio.wait_for(listening, BOUND_S)}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
+            yield client
+        stop.set()
+        await asyncio.wait_for(task, BOUND_S)
+
+
+async def test_loglikelihoods_as_lm_eval_computes_them(client):
+    """Its local-completions model: the prompt's logprobs without the one generated token."""
+    fields = {"model": "tiny", "temperature": 0, "logprobs": 1}
+    made = await client.completions.create(prompt=list(CONTEXTS), max_tokens=8, **fields)
+    texts = [choice.text for choice in made.choices]
+    pairs = zip(CONTEXTS, texts, strict=True)
+    wholes = [[*context.encode(), *text.encode()] for context, text in pairs]
+    scored = await client.completions.create(prompt=wholes, max_tokens=1, echo=True, **fields)
+    for context, text, generated, choice in zip(
+        CONTEXTS, texts, made.choices, scored.choices, strict=True
+    ):
+        values = choice.logprobs.token_logprobs[len(context) : -1]
+        tops = choice.logprobs.top_logprobs[len(context) : -1]
+        assert len(values) == len(text)
+        assert values == pytest.approx(generated.logprobs.token_logprobs, abs=1e-5)
+        assert all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
+    other = [*CONTEXTS[0].encode(), *b"\x01\x02"]
+    (choice,) = (
+        await client.completions.create(prompt=other, max_tokens=1, echo=True, **fields)
+    ).choices
+    assert sum(choice.logprobs.token_logprobs[-3:-1]) < -5
+
+
+class Answer(BaseModel):
+    ok: bool
+    size: int
+
+
+async def test_openais_client_parses_what_the_schema_promises(client):
+    for seed in range(4):
+        answer = await client.chat.completions.parse(
+            model="tiny",
+            messages=[{"role": "user", "content": "x = "}],
+            response_format=Answer,
+            temperature=1,
+            seed=seed,
+        )
+        assert isinstance(answer.choices[0].message.parsed, Answer)
