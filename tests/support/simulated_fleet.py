@@ -191,6 +191,7 @@ class SimulatedRank:
             slots_per_rank=settings.slots_per_rank,
             num_ranks=settings.num_ranks,
             checkpoint_fingerprint="simulated",
+            phase=pb.PHASE_DECODE,
             experts_digest=checksums_digest(self._pool.checksums),
             protocol_version=PROTOCOL_VERSION,
         )

@@ -191,7 +191,7 @@ async def test_what_cannot_be_fetched_is_read_and_counted(
         ({"keys": []}, "INVALID_ARGUMENT", "latents_count", "0 blocks are asked for"),
         ({"keys": [bytes(16)] * 7}, "INVALID_ARGUMENT", "latents_count", "7 blocks are asked"),
         ({"keys": [bytes(15)]}, "INVALID_ARGUMENT", "latents_key", "key 0 has 15 bytes, not 16"),
-        ({"form": "v1/other"}, "FAILED_PRECONDITION", "latents_form", "v1/small, not 'v1/other'"),
+        ({"form": "v1/other"}, "FAILED_PRECONDITION", "latents_form", "v1/small, not v1/other"),
         ({"boot_id": "earlier"}, "NOT_FOUND", "latents_boot", "another process"),
     ],
 )

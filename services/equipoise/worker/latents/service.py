@@ -8,8 +8,7 @@ from contextlib import suppress
 
 import grpc
 
-from equipoise.telemetry.logs import is_worth_logging
-from equipoise.wire.checks import shorten
+from equipoise.telemetry.logs import is_worth_logging, printable
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.latents import check_fetch, parts_of
 from equipoise.worker.errors import NotServingError
@@ -87,7 +86,7 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "latents_form",
-                f"the latents of this worker are {store.form}, not {shorten(request.form)}",
+                f"the latents of this worker are {store.form}, not {printable(request.form)[:253]}",
             )
         if request.boot_id != store.boot_id:
             await self._refuse(
