@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 
 from equipoise_model.config import ModelConfig
+from equipoise_model.fp8.prefill import STRETCH, expands, stretch_bytes
 from equipoise_model.memory import ALLOWANCE_BYTES, RankSizes, RowBytes, plan_memory
 from equipoise_model.presets import DEEPSEEK_V3
+from equipoise_model.sampling_params import MAX_SCORED_ROWS
 
 FILE = Path(__file__).parent / "equipoise" / "files" / "models.yaml"
 MODELS = {"deepseek-v3": DEEPSEEK_V3}
@@ -34,11 +36,21 @@ def _sizes(config: ModelConfig) -> dict[str, object]:
         "residualBytes": row.residual,
         "attentionBytes": row.attention,
         "partialBytes": row.partial,
+        "expandedRows": _expanded_rows(config),
+        "rebuiltBytes": stretch_bytes(config, num_queries=STRETCH, num_positions=STRETCH)
+        // STRETCH,
         "logitBytes": row.logits,
+        "scoredRows": MAX_SCORED_ROWS,
         "expertRowBytes": row.expert,
         "messageBytes": row.message,
         "allowanceBytes": ALLOWANCE_BYTES,
     }
+
+
+def _expanded_rows(config: ModelConfig) -> int:
+    """Fewest rows of a prompt that attend in the expanded form, behind a long prefix."""
+    rows = range(1, STRETCH)
+    return next(n for n in rows if expands(config, num_queries=n, num_positions=8 * STRETCH))
 
 
 def _latents(config: ModelConfig, *, fp8_latents: bool = False) -> int:

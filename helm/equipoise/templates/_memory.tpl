@@ -60,12 +60,17 @@
 {{- $splits := div (add (int64 $w.contextLength) 8191) 8192 -}}
 {{- $attention := int64 .model.attentionBytes -}}
 {{- if gt $splits 1 -}}{{- $attention = add $attention (mul $splits (int64 .model.partialBytes)) -}}{{- end -}}
+{{/* Keys and values of up to 4096 positions are rebuilt for long prompts. */}}
+{{- $rebuilt := 0 -}}
+{{- if ge (int64 .rows) (int64 .model.expandedRows) -}}
+{{- $rebuilt = mul (min 4096 (max (int64 .rows) (int64 $w.contextLength))) (int64 .model.rebuiltBytes) -}}
+{{- end -}}
 {{- $atOnce := .rows -}}
 {{- if gt (int64 $w.replicas) 1 -}}{{- $atOnce = min .rows .room -}}{{- end -}}
 {{- $pairs := min (int64 .model.choices) (int64 $w.slotsPerRank) -}}
 {{- $expertRows := add (mul (int64 $w.replicas) $atOnce $pairs) (mul (int64 $w.slotsPerRank) 128) -}}
-{{- $sampled := min .rows (mul (int64 $w.maxRequests) (add 1 (int64 $w.speculate))) -}}
-{{- add (mul .rows (int64 .model.residualBytes)) (max (mul .rows $attention) (mul $expertRows (int64 .model.expertRowBytes))) (mul $sampled (int64 .model.logitBytes)) -}}
+{{- $sampled := min .rows (add (mul (int64 $w.maxRequests) (add 1 (int64 $w.speculate))) (int64 .model.scoredRows)) -}}
+{{- add (mul .rows (int64 .model.residualBytes)) (max (add (mul .rows $attention) $rebuilt) (mul $expertRows (int64 .model.expertRowBytes))) (mul $sampled (int64 .model.logitBytes)) -}}
 {{- end -}}
 
 {{- define "equipoise.gib" -}}
