@@ -79,19 +79,22 @@ def test_a_peer_that_cannot_be_reached_aborts_rollouts_and_the_engine_serves_on(
 
 def test_a_slow_peer_times_out_and_stops_no_pass(balancer, engine_of, monkeypatch):
     monkeypatch.setitem(ExpertPuller.__init__.__kwdefaults__, "source_timeout_s", 0.3)
-    engine = engine_of()
-    engine.start()
-    engine.until(lambda: len(engine.links) == NUM_RANKS)
-    hung = []
-    for seat in engine.seats:
-        read = seat.held.read
+    engine, hung = engine_of(), []
 
-        def slow(read=read, **about):
+    def slow_down(rank, _link):
+        held = engine.seats[rank].held
+        read = held.read
+
+        def slow(**about):
             hung.append(about)
             time.sleep(1.0)
             return read(**about)
 
-        seat.held.read = slow
+        held.read = slow
+
+    engine.before_link = slow_down
+    engine.start()
+    engine.until(lambda: len(engine.links) == NUM_RANKS)
     passes = engine.seats[0]._passes
     engine.until(lambda: "no answer in" in rejections(balancer))
     assert hung
