@@ -150,9 +150,10 @@ class ExpertParallel:
         )
 
     def close(self) -> None:
-        """Release the memory of the exchange; no step may follow."""
+        """Release the group and the memory of the exchange; no step may follow."""
         if self._exchange is not None:
             self._exchange.close()
+        self._ranks.close()
 
     def switch(self, placement: PlacementTables) -> None:
         """Use another placement from the next step on; its experts must be in their slots."""

@@ -40,7 +40,11 @@ class RowExchange:
     @property
     def alone(self) -> bool:
         """Whether there are no other ranks."""
-        return self._group is None
+        return self.count == 1
+
+    def close(self) -> None:
+        """Release the group; its threads and sockets end with its last user."""
+        self._group = None
 
     def gather_numbers(self, number: int) -> tuple[int, ...]:
         """Gather every rank's number, in rank order.

@@ -5,7 +5,8 @@ import itertools
 import os
 import signal
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -258,6 +259,7 @@ async def test_a_stopped_rank_leaves_gracefully_and_its_peer_reports_who_left(
         assert await pool.exit_code(1) == 0
         lost = await pool.links[0].until(GroupLost)
         assert "w-1 left the pool" in lost.reason
+        assert await has_freed_its_group(pool.processes[0])
         np.testing.assert_array_equal(lost.expert_of_slot, layout.expert_of_slot[:, :6])
         await pool.links[1].until(Leaving, lambda said: "w-1 is shutting down" in said.reason)
 
@@ -274,6 +276,7 @@ async def test_a_rank_keeps_its_requests_for_the_next_epoch_when_its_peer_is_kil
         survivor = pool.links[0]
         lost = await survivor.until(GroupLost)
         assert "a peer rank failed or hangs" in lost.reason
+        assert await has_freed_its_group(pool.processes[0])
 
         pool.restart("w-1")
         returned = await balancer.link()
@@ -289,6 +292,23 @@ async def test_a_rank_keeps_its_requests_for_the_next_epoch_when_its_peer_is_kil
         assert tokens == solo(PROMPTS[0], 80)
         tokens, _ = await generate(returned.hello.address, PROMPTS[1], 10)
         assert tokens == solo(PROMPTS[1], 10)
+
+
+async def has_freed_its_group(process):
+    """Whether gloo's threads, and so its sockets, end soon, long before a collection of garbage."""
+    for _ in range(100):
+        if not any("gloo" in name for name in thread_names(process.pid)):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def thread_names(pid):
+    names = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # It has ended.
+            names.append((thread / "comm").read_text())
+    return names
 
 
 def pull_from(holder, before, after, checkpoint):

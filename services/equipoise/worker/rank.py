@@ -88,8 +88,8 @@ class Rank:
         stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._step)
         try:
             done, _ = await asyncio.wait({stepping, scrubbing}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                await task
+            while done:
+                await done.pop()
         finally:
             self.engine.leave()
             reports.cancel()
@@ -100,6 +100,8 @@ class Rank:
             await self.stager.close()
             await self.puller.close()
             self._thread.shutdown()
+            # An error's traceback refers to this frame: through them, its group would live on.
+            del stepping
 
     def state(self) -> RunningState:
         """Return what this rank runs, for a balancer that reconnects."""
