@@ -1,4 +1,4 @@
-"""`python -m tests.simulation`: play schedules, replay one, or search for planted faults."""
+"""Run random fault schedules on a simulated fleet, replay one, or search for planted faults."""
 
 import argparse
 import os
@@ -48,21 +48,58 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1000, help="schedules to play")
-    parser.add_argument("--hours", type=float, default=0.0, help="play for so long instead")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--seed", type=int, help="play the schedule of this seed and tell it")
-    parser.add_argument("--keep", help="with --seed: only these of its actions, by number")
-    parser.add_argument("--shrink", action="store_true", help="with --seed: shrink it first")
-    parser.add_argument("--plant", default="", help=f"plant a fault: all, {', '.join(PLANTS)}")
-    parser.add_argument("--kinds", default="", help="faults to choose from; -NAME leaves one out")
     parser.add_argument(
-        "--soak", type=int, default=0, help="one fleet for so many epochs and rollouts"
+        "--schedules", type=int, default=1000, help="number of schedules to run (default: 1000)"
     )
-    parser.add_argument("--all-failures", action="store_true", help="do not stop at the first")
-    parser.add_argument("--digests", action="store_true", help="show each schedule's digest")
-    parser.add_argument("--table", action="store_true", help="show schedules by kind of fault")
+    parser.add_argument(
+        "--hours",
+        type=float,
+        default=0.0,
+        help="run for this many hours instead of a number of schedules",
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="seed of the first schedule (default: 0)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count(),
+        help="number of processes (default: one per core)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="run only the schedule of this seed, and print its events if it fails",
+    )
+    parser.add_argument(
+        "--keep", help="with --seed: run only these actions of the schedule, e.g. 0,2,5"
+    )
+    parser.add_argument(
+        "--shrink",
+        action="store_true",
+        help="with --seed: if it fails, reduce it to as few actions as possible",
+    )
+    parser.add_argument(
+        "--plant",
+        default="",
+        help=f"break the product on purpose; one of: all, {', '.join(PLANTS)}",
+    )
+    parser.add_argument(
+        "--kinds", default="", help="comma-separated kinds of faults to use; -KIND excludes one"
+    )
+    parser.add_argument(
+        "--soak",
+        type=int,
+        default=0,
+        help="run one fleet for this many epochs and switches, and print its memory use",
+    )
+    parser.add_argument(
+        "--all-failures", action="store_true", help="do not stop at the first failure"
+    )
+    parser.add_argument("--digests", action="store_true", help="print the digest of each schedule")
+    parser.add_argument(
+        "--table", action="store_true", help="print the number of schedules by kind of fault"
+    )
     return parser.parse_args()
 
 

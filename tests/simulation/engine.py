@@ -110,7 +110,7 @@ class SimEngine(Engine):
             self._leaving = since[1]
         return goes_on
 
-    def _step(self, plan: Any, tokens_by_rank: list[int], *, began: float) -> tuple[Any, ...]:
+    def _step(self, plan: Any, headers: Any, *, began: float) -> tuple[Any, ...]:
         self._experts.serve()
         self._num_steps += 1
         self._busy_s += 0.01 * self._world.slowness.get(self._mesh.process.name, 1.0)
@@ -129,5 +129,5 @@ class SimScheduler:
     def __init__(self, world: Any) -> None:
         self._world = world
 
-    def plan(self) -> Any:
+    def plan(self, *, now: float) -> Any:
         return SimpleNamespace(num_tokens=TOKENS if self._world.has_traffic else 0, chunks=())

@@ -64,7 +64,8 @@ async def _leap(world: Any, process: Process) -> None:
     while True:
         plausible = int((UNIX_S + world.loop.time()) * 1000) - 1000
         number = (*NUMBERS, plausible)[turn % (len(NUMBERS) + 1)]
-        claims = {"highest_epoch": number, "highest_generation": number, "highest_term": number}
+        # Not both: a balancer believes nothing before its lease is renewed if a term is claimed.
+        claims = {"highest_epoch": number, "highest_generation": number}
         hello = _hello(world, **(claims if turn % 3 else {"highest_term": number}))
         if turn % 2:
             lost = GroupLost(epoch=number, reason="a lie", expert_of_slot=None, generation=number)

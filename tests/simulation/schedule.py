@@ -12,6 +12,12 @@ MAX_FAULT_S = 7.0
 GAP_S = (40.0, 120.0)
 """How long reports are lost: longer than other faults, because their loads add up."""
 
+LONE_GAP_S = (14.0, 20.0)
+"""When the first of gaps begins if there are no other faults: not before the pool is balanced."""
+
+LATER_GAPS_S = 60.0
+"""Seconds within which the other gaps begin after that."""
+
 GAP_SHARE, LONE_GAP_SHARE = 0.1, 0.01
 """Shares of the schedules with gaps among other faults, of those that could have them, and of
 schedules with gaps only. They take several times as long as others."""
@@ -138,6 +144,28 @@ WEIGHTS = {"disk_damaged": 0.3, "wrong_layout": 0.3, "byzantine_term": 0.5, "ope
            "shift": 2.0, "report_gap": 0.3, "lie": 0.5, "join_worker": 0.5}  # fmt: skip
 
 
+def _lone_gaps(rng: random.Random) -> list[Action]:
+    """Gaps in the reports of ranks to which nothing else happens."""
+    first_s = rng.uniform(*LONE_GAP_S)
+    later_s = (rng.uniform(0.0, LATER_GAPS_S) for _ in range(rng.randint(0, 2)))
+    return [
+        Action(round(first_s + after_s, 2), GAP, MAKERS[GAP](rng)) for after_s in (0.0, *later_s)
+    ]
+
+
+def _actions(rng: random.Random, kinds: list[str]) -> list[Action]:
+    weights = [WEIGHTS.get(kind, 1.0) for kind in kinds]
+    bursts = [rng.uniform(0.0, FAULT_S) for _ in range(rng.randint(1, 3))]
+    actions = []
+    for _ in range(rng.randint(2, 12)):
+        at_s = rng.uniform(0.0, FAULT_S)
+        if rng.random() < 0.6:  # Faults that come together find more.
+            at_s = min(FAULT_S, rng.choice(bursts) + rng.expovariate(1.0))
+        kind = rng.choices(kinds, weights)[0]
+        actions.append(Action(round(at_s, 2), kind, MAKERS[kind](rng)))
+    return actions
+
+
 def make_schedule(seed: int, kinds: tuple[str, ...] = USUAL) -> Schedule:
     """Return the schedule of a seed.
 
@@ -150,15 +178,7 @@ def make_schedule(seed: int, kinds: tuple[str, ...] = USUAL) -> Schedule:
         chosen = [kind for kind in chosen if kind != GAP] or [GAP]
     if GAP in kinds and rng.random() < LONE_GAP_SHARE:
         chosen = [GAP]
-    weights = [WEIGHTS.get(kind, 1.0) for kind in chosen]
-    bursts = [rng.uniform(0.0, FAULT_S) for _ in range(rng.randint(1, 3))]
-    actions = []
-    for _ in range(rng.randint(2, 12)):
-        at_s = rng.uniform(0.0, FAULT_S)
-        if rng.random() < 0.6:  # Faults that come together find more.
-            at_s = min(FAULT_S, rng.choice(bursts) + rng.expovariate(1.0))
-        kind = rng.choices(chosen, weights)[0]
-        actions.append(Action(round(at_s, 2), kind, MAKERS[kind](rng)))
+    actions = _lone_gaps(rng) if chosen == [GAP] else _actions(rng, chosen)
     actions.sort(key=lambda action: action.at_s)
     num_workers = rng.choice((3, 4, 4))
     return Schedule(seed, num_workers, tuple(actions), tuple(range(len(actions))))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
-from equipoise.rank import held, stager
+from equipoise.rank import stager
 from equipoise.worker import engine, epochs, joining, rank
 from equipoise.worker.reading import CheckpointReader
 from tests.simulation import group
@@ -103,9 +103,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (runner, "time", _TIME),
     (engine, "time", _TIME),
     (stager, "time", _TIME),
-    (held, "time", _TIME),
     (joining, "placement_of", SimPlacement),
-    (rank, "placement_of", SimPlacement),
     (rank, "Engine", SimEngine),
     (rank, "_expert_parallel", SimExperts),
     (rank.Rank, "_step", _step),

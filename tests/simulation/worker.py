@@ -26,6 +26,9 @@ from tests.simulation.engine import SimScheduler
 from tests.simulation.experts import CPU, SimCheckpoint, SimSlots
 from tests.simulation.loop import Process
 
+NO_LATENTS: Any = None
+"""Requests are not simulated, so no latents are sent or fetched."""
+
 
 class SimInference:
     """In place of the requests of clients."""
@@ -160,6 +163,8 @@ class SimWorker(Worker):
             core=self._core,
             scheduler=self._core.scheduler(settings),
             inference=SimInference(),
+            latents=NO_LATENTS,
+            latent_puller=NO_LATENTS,
             transfer=ExpertTransferService(),
             reader=CheckpointReader(checkpoint.read_expert, waits=waits),
             health=SimHealth(),

@@ -1,0 +1,105 @@
+"""Every seam still replaces something of the product that a schedule reaches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.simulation import seams
+from tests.simulation.schedule import Action, Schedule
+
+ROOT = Path(__file__).parents[2]
+
+EVENTFUL = Schedule(
+    0,
+    3,
+    (
+        Action(3.0, "shift", (3,)),
+        Action(8.0, "stop_worker", ("w1", 0.5)),
+        Action(12.0, "kill_worker", ("w2", 0.5)),
+    ),
+)
+
+
+def place_of(target, name):
+    return f"{getattr(target, '__module__', '')} {target.__name__}.{name}".strip()
+
+
+PLACES = [place_of(target, name) for target, name, _value in seams._REPLACED]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(target, name) for target, name, _ in seams._REPLACED], ids=PLACES
+)
+def test_a_replaced_name_is_there(target, name):
+    assert name in vars(target)
+
+
+def test_a_short_schedule_reaches_every_replaced_name():
+    # In a process of its own, because the seams stay until it ends.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation.test_seams"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path)))},
+    )
+    assert done.returncode == 0, done.stderr
+    violation, reached = json.loads(done.stdout)
+    assert violation == ""
+    assert reached == sorted(PLACES)
+
+
+def reach():
+    """Play a schedule; returns what it violated, and the replaced names that were used."""
+    reached = set()
+    seams._REPLACED[:] = [
+        (target, name, noting(value, place_of(target, name), reached))
+        for target, name, value in seams._REPLACED
+    ]
+    world = seams.Seams().play(EVENTFUL)
+    return str(world.observer.violation or ""), sorted(reached)
+
+
+def noting(value, place, reached):
+    """What stands in for a replacement, and notes that it is used."""
+    if isinstance(value, SimpleNamespace):
+        return NotingNamespace(value, place, reached)
+    if isinstance(value, float):
+        return NotingFloat(value, place, reached)
+
+    def noted(*args, **about):
+        reached.add(place)
+        return value(*args, **about)
+
+    return noted
+
+
+class NotingNamespace:
+    def __init__(self, value, place, reached):
+        self._value, self._place, self._reached = value, place, reached
+
+    def __getattr__(self, name):
+        self._reached.add(self._place)
+        return getattr(self._value, name)
+
+
+class NotingFloat(float):
+    def __new__(cls, value, _place, _reached):
+        return super().__new__(cls, value)
+
+    def __init__(self, _value, place, reached):
+        self._place, self._reached = place, reached
+
+    def __radd__(self, other):
+        self._reached.add(self._place)
+        return float(other) + float(self)
+
+
+if __name__ == "__main__":
+    print(json.dumps(reach()))
