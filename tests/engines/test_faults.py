@@ -100,7 +100,9 @@ def test_a_slow_peer_times_out_and_stops_no_pass(balancer, engine_of, monkeypatc
     assert hung
     assert engine.seats[0]._passes > passes + 20
     assert engine.check() == []
-    assert any(timeout.name == "pull" and timeout.reached for timeout in balancer.status().timeouts)
+    engine.until(
+        lambda: any(one.name == "pull" and one.reached for one in balancer.status().timeouts)
+    )
 
 
 def test_a_lost_link_is_named_and_nothing_is_planned_until_it_returns(balancer, engine_of):
