@@ -9,7 +9,7 @@ import pytest
 from equipoise.planning.layout import Layout
 from equipoise.pool.effects import WriteAdopted, WriteMembership
 from equipoise.pool.health import Health
-from equipoise.pool.records import PoolMemory
+from equipoise.pool.records import EpochMembers, PoolMemory
 from equipoise.wire.balancer_messages import JoinEpoch
 from tests.support.deaths import lost, serve_all, with_spare_slots
 
@@ -122,6 +122,19 @@ def test_a_group_that_agrees_is_resumed_with_its_last_hello(successor, order):
     assert successor.pool.diagnosis().health is Health.SERVING
     assert all(len(successor.sent_to(name, JoinEpoch)) == 1 for name in successor.workers)
     assert reform(successor).reached == 0
+
+
+def test_a_resumed_epoch_is_not_recorded_over_a_later_one_that_its_ranks_never_took_up(
+    succeed, recorded
+):
+    later = EpochMembers(epoch=2, workers=(*recorded.members.workers, "worker-4"))
+    successor = succeed(replace(recorded, members=later))
+    for worker in successor.ranks:
+        successor.hello(worker.reconnecting())
+    assert (successor.pool.roster.epoch, seated(successor)) == (1, names(successor.ranks))
+    assert not successor.pool.agreement.must_reconcile
+    assert not [one for one in successor.writes if isinstance(one, WriteMembership)]
+    assert successor.pool.roster.highest_epoch == 2
 
 
 @pytest.mark.parametrize("place", range(4))

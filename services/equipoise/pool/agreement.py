@@ -214,7 +214,7 @@ class Agreement:
                 self._faults[_CONTRADICTION] = contradiction(generations)
                 return ()
             self._faults.pop(_CONTRADICTION, None)
-            return (WriteMembership(members=self._roster.epoch_members()),)
+            return self._record_found()
         if self._verification.table is None:
             return ()
         result = reconcile(
@@ -233,7 +233,14 @@ class Agreement:
         self.must_reconcile = False
         log = Log(text=result.reason, epoch=self._roster.epoch, generation=result.generation)
         resumed = self._rollouts.resume(result.wave, result.commands, now=now)
-        return (log, *resumed, WriteMembership(members=self._roster.epoch_members()))
+        return (log, *resumed, *self._record_found())
+
+    def _record_found(self) -> Chain:
+        """Record the found epoch, unless a later one is on record: its ranks never took that up."""
+        roster = self._roster
+        if roster.epoch < roster.recorded_epoch:
+            return ()
+        return (WriteMembership(members=roster.epoch_members()),)
 
     def _as_run(self, stored: Layout | None) -> Layout | None:
         """What ranks run under the number of a stored layout: perhaps not what the store has."""

@@ -28,6 +28,8 @@ class Roster:
         """Whether this balancer opened it; else it found its ranks running."""
         self.highest_epoch = highest_epoch
         """The highest epoch ever seen: epochs are never reused."""
+        self.recorded_epoch = highest_epoch
+        """The highest epoch whose workers the store has: it takes no earlier one any more."""
         self.num_ranks = 0
         """Ranks of the epoch; 0 before the first one."""
         self.peers: tuple[Peer, ...] = ()
