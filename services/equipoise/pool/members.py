@@ -45,6 +45,10 @@ class Roster:
         """A worker has taken up this epoch: later ones must be above it."""
         self.highest_epoch = max(self.highest_epoch, epoch)
 
+    def note_recorded(self, epoch: int) -> None:
+        """The store has the workers of this epoch."""
+        self.recorded_epoch = max(self.recorded_epoch, epoch)
+
     @property
     def members(self) -> Mapping[str, Member]:
         """All members by name."""

@@ -196,7 +196,7 @@ class Membership:
 
     def note_written(self, members: EpochMembers) -> Chain:
         """The store has recorded an epoch's members."""
-        self._roster.recorded_epoch = max(self._roster.recorded_epoch, members.epoch)
+        self._roster.note_recorded(members.epoch)
         if members.epoch != self._roster.epoch:
             return ()
         self._unwritten.begin(())
