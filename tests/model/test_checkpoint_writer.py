@@ -104,7 +104,7 @@ def test_progress_reaches_the_whole(model, tmp_path):
     save(model, tmp_path, progress=note("save"))
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.load_dense(model, progress=note("dense"))
-    experts = [range(model.config.n_routed_experts)] * model.config.num_moe_layers
+    experts = [range(model.config.n_routed_experts)] * model.config.num_expert_layers
     checkpoint.load_slots(model, experts, progress=note("slots"))
     for calls in calls_of.values():
         assert calls[-1][0] == calls[-1][1]

@@ -129,7 +129,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer, worker_pb2_grpc.LatentTransfer
 
     async def Release(self, request, _context):  # noqa: N802 - named by the contract
         self.released.append(request.hold)
-        return pb.ReleaseLatentsResponse()
+        return pb.LatentTransferReleaseResponse()
 
     async def until(self, condition):
         async with asyncio.timeout(BOUND_S), self.changed:

@@ -201,7 +201,7 @@ async def test_a_fetch_that_does_not_fit_is_refused_by_name(
     async with a_rank(*rank_of_one(), boot_id="reads") as rank:
         fields = {"form": "v1/small", "boot_id": "reads", "keys": [bytes(16)]}
         with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
-            async for _ in rank.latents.Fetch(pb.FetchLatentsRequest(**fields | changes)):
+            async for _ in rank.latents.Fetch(pb.LatentTransferFetchRequest(**fields | changes)):
                 pass
         assert refused.value.code().name == code
         assert rank.service.refused == {kind: 1}
@@ -211,7 +211,7 @@ async def test_a_fetch_that_does_not_fit_is_refused_by_name(
 async def test_unknown_keys_end_the_stream_at_once(rank_of_one):
     async with a_rank(*rank_of_one(), boot_id="reads") as rank:
         await answer(rank, TOKENS[:40], 1)
-        request = pb.FetchLatentsRequest(form="v1/small", boot_id="reads", keys=[bytes(16)])
+        request = pb.LatentTransferFetchRequest(form="v1/small", boot_id="reads", keys=[bytes(16)])
         assert [part async for part in rank.latents.Fetch(request)] == []
 
 

@@ -38,10 +38,10 @@ BASES = {
     "ExpertTransfer.Fetch": pb.FetchRequest(epoch=1, layer=1, expert=2),
     "Inference.Generate": pb.GenerateRequest(request_id="one", prompt=[3, 1, 4], max_tokens=2),
     "Inference.GetLimits": pb.GetLimitsRequest(),
-    "LatentTransfer.Fetch": pb.FetchLatentsRequest(
+    "LatentTransfer.Fetch": pb.LatentTransferFetchRequest(
         form="v1/small", boot_id="boot-1", hold=1, keys=[bytes(16)]
     ),
-    "LatentTransfer.Release": pb.ReleaseLatentsRequest(boot_id="boot-1", hold=1),
+    "LatentTransfer.Release": pb.LatentTransferReleaseRequest(boot_id="boot-1", hold=1),
 }
 METHODS = {
     f"{service.name}.{method.name}": method
@@ -142,7 +142,7 @@ async def test_no_request_at_its_limits_breaks_a_rank(call, caplog, monkeypatch,
 
 def plain(answer):
     """Limits, tokens or bytes; not the steps, which go on."""
-    if not answer or isinstance(answer[0], pb.GetLimitsResponse | pb.ReleaseLatentsResponse):
+    if not answer or isinstance(answer[0], pb.GetLimitsResponse | pb.LatentTransferReleaseResponse):
         return answer
     if answer and isinstance(answer[0], pb.FetchResponse):
         return b"".join(one.data for one in answer)

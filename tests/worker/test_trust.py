@@ -28,10 +28,10 @@ class NoLatents(worker_pb2_grpc.LatentTransferServicer):
     """Admits every call that the guard admits."""
 
     async def Fetch(self, request, context):  # noqa: N802
-        yield pb.FetchLatentsResponse(index=7)
+        yield pb.LatentTransferFetchResponse(index=7)
 
     async def Release(self, request, context):  # noqa: N802
-        return pb.ReleaseLatentsResponse()
+        return pb.LatentTransferReleaseResponse()
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ async def test_only_workers_of_the_pool_and_its_peers_get_latents(
         stub = worker_pb2_grpc.LatentTransferStub(channel)
 
         async def fetch():
-            return [part.index async for part in stub.Fetch(pb.FetchLatentsRequest())]
+            return [part.index async for part in stub.Fetch(pb.LatentTransferFetchRequest())]
 
         for call, may in ((fetch, may_fetch), (release_with(stub), may_release)):
             if may:
@@ -141,7 +141,7 @@ async def test_only_workers_of_the_pool_and_its_peers_get_latents(
 
 def release_with(stub):
     async def release():
-        return await stub.Release(pb.ReleaseLatentsRequest())
+        return await stub.Release(pb.LatentTransferReleaseRequest())
 
     return release
 

@@ -542,8 +542,8 @@ class GetLimitsResponse(_message.Message):
 Global___GetLimitsResponse: _TypeAlias = GetLimitsResponse  # noqa: Y015
 
 @_typing.final
-class FetchLatentsRequest(_message.Message):
-    """FetchLatentsRequest names blocks by the digests of their tokens and all tokens before them."""
+class LatentTransferFetchRequest(_message.Message):
+    """LatentTransferFetchRequest names blocks by the digests of their tokens and all tokens before them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -575,11 +575,11 @@ class FetchLatentsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FetchLatentsRequest: _TypeAlias = FetchLatentsRequest  # noqa: Y015
+Global___LatentTransferFetchRequest: _TypeAlias = LatentTransferFetchRequest  # noqa: Y015
 
 @_typing.final
-class FetchLatentsResponse(_message.Message):
-    """FetchLatentsResponse is the next part of a block. The stream ends before the first block that is not
+class LatentTransferFetchResponse(_message.Message):
+    """LatentTransferFetchResponse is the next part of a block. The stream ends before the first block that is not
     here.
     """
 
@@ -609,11 +609,11 @@ class FetchLatentsResponse(_message.Message):
     _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
 
-Global___FetchLatentsResponse: _TypeAlias = FetchLatentsResponse  # noqa: Y015
+Global___LatentTransferFetchResponse: _TypeAlias = LatentTransferFetchResponse  # noqa: Y015
 
 @_typing.final
-class ReleaseLatentsRequest(_message.Message):
-    """ReleaseLatentsRequest ends a hold."""
+class LatentTransferReleaseRequest(_message.Message):
+    """LatentTransferReleaseRequest ends a hold."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -633,10 +633,10 @@ class ReleaseLatentsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseLatentsRequest: _TypeAlias = ReleaseLatentsRequest  # noqa: Y015
+Global___LatentTransferReleaseRequest: _TypeAlias = LatentTransferReleaseRequest  # noqa: Y015
 
 @_typing.final
-class ReleaseLatentsResponse(_message.Message):
+class LatentTransferReleaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -648,4 +648,4 @@ class ReleaseLatentsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseLatentsResponse: _TypeAlias = ReleaseLatentsResponse  # noqa: Y015
+Global___LatentTransferReleaseResponse: _TypeAlias = LatentTransferReleaseResponse  # noqa: Y015

@@ -240,13 +240,13 @@ class LatentTransferStub:
         """
         self.Fetch = channel.unary_stream(
                 '/equipoise_api.v1.LatentTransfer/Fetch',
-                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsRequest.SerializeToString,
-                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsResponse.FromString,
+                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferFetchRequest.SerializeToString,
+                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferFetchResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/equipoise_api.v1.LatentTransfer/Release',
-                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsRequest.SerializeToString,
-                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsResponse.FromString,
+                request_serializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferReleaseRequest.SerializeToString,
+                response_deserializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferReleaseResponse.FromString,
                 _registered_method=True)
 
 
@@ -275,13 +275,13 @@ def add_LatentTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
-                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsRequest.FromString,
-                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsResponse.SerializeToString,
+                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferFetchRequest.FromString,
+                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferFetchResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsRequest.FromString,
-                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsResponse.SerializeToString,
+                    request_deserializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferReleaseRequest.FromString,
+                    response_serializer=equipoise__api_dot_v1_dot_worker__pb2.LatentTransferReleaseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,8 +311,8 @@ class LatentTransfer:
             request,
             target,
             '/equipoise_api.v1.LatentTransfer/Fetch',
-            equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsRequest.SerializeToString,
-            equipoise__api_dot_v1_dot_worker__pb2.FetchLatentsResponse.FromString,
+            equipoise__api_dot_v1_dot_worker__pb2.LatentTransferFetchRequest.SerializeToString,
+            equipoise__api_dot_v1_dot_worker__pb2.LatentTransferFetchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -338,8 +338,8 @@ class LatentTransfer:
             request,
             target,
             '/equipoise_api.v1.LatentTransfer/Release',
-            equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsRequest.SerializeToString,
-            equipoise__api_dot_v1_dot_worker__pb2.ReleaseLatentsResponse.FromString,
+            equipoise__api_dot_v1_dot_worker__pb2.LatentTransferReleaseRequest.SerializeToString,
+            equipoise__api_dot_v1_dot_worker__pb2.LatentTransferReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -130,11 +130,11 @@ class LatentTransferStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LatentTransferAsyncStub: ...
-    Fetch: _grpc.UnaryStreamMultiCallable[_worker_pb2.FetchLatentsRequest, _worker_pb2.FetchLatentsResponse]
+    Fetch: _grpc.UnaryStreamMultiCallable[_worker_pb2.LatentTransferFetchRequest, _worker_pb2.LatentTransferFetchResponse]
     """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
     FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
     """
-    Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseLatentsRequest, _worker_pb2.ReleaseLatentsResponse]
+    Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LatentTransferReleaseRequest, _worker_pb2.LatentTransferReleaseResponse]
     """Release ends a hold; one that does not exist is no error."""
 
 @_typing.type_check_only
@@ -144,11 +144,11 @@ class LatentTransferAsyncStub(LatentTransferStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.FetchLatentsRequest, _worker_pb2.FetchLatentsResponse]  # type: ignore[assignment]
+    Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.LatentTransferFetchRequest, _worker_pb2.LatentTransferFetchResponse]  # type: ignore[assignment]
     """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
     FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
     """
-    Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseLatentsRequest, _worker_pb2.ReleaseLatentsResponse]  # type: ignore[assignment]
+    Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.LatentTransferReleaseRequest, _worker_pb2.LatentTransferReleaseResponse]  # type: ignore[assignment]
     """Release ends a hold; one that does not exist is no error."""
 
 class LatentTransferServicer(metaclass=_abc_1.ABCMeta):
@@ -159,9 +159,9 @@ class LatentTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Fetch(
         self,
-        request: _worker_pb2.FetchLatentsRequest,
+        request: _worker_pb2.LatentTransferFetchRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.FetchLatentsResponse], _abc.AsyncIterator[_worker_pb2.FetchLatentsResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.LatentTransferFetchResponse], _abc.AsyncIterator[_worker_pb2.LatentTransferFetchResponse]]:
         """Fetch streams blocks. INVALID_ARGUMENT: the keys are too many or have another size.
         FAILED_PRECONDITION: latents have another form here. NOT_FOUND: this is another process.
         """
@@ -169,9 +169,9 @@ class LatentTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Release(
         self,
-        request: _worker_pb2.ReleaseLatentsRequest,
+        request: _worker_pb2.LatentTransferReleaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.ReleaseLatentsResponse, _abc.Awaitable[_worker_pb2.ReleaseLatentsResponse]]:
+    ) -> _typing.Union[_worker_pb2.LatentTransferReleaseResponse, _abc.Awaitable[_worker_pb2.LatentTransferReleaseResponse]]:
         """Release ends a hold; one that does not exist is no error."""
 
 def add_LatentTransferServicer_to_server(servicer: LatentTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

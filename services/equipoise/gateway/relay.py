@@ -235,7 +235,7 @@ class Relay:
         with suppress(grpc.aio.AioRpcError, RankLostError):
             async with self._channels.channel(leg.rank.address) as channel:
                 await pb_grpc.LatentTransferStub(channel).Release(
-                    pb.ReleaseLatentsRequest(boot_id=held.boot_id, hold=held.hold),
+                    pb.LatentTransferReleaseRequest(boot_id=held.boot_id, hold=held.hold),
                     metadata=self._credentials.metadata(audience=audience),
                     timeout=RELEASE_TIMEOUT_S,
                 )

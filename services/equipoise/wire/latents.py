@@ -14,7 +14,7 @@ PART_BYTES = 2**20
 """Most bytes of a block in one message: gRPC's limit is 4 MiB, and a block may be larger."""
 
 
-def check_fetch(message: pb.FetchLatentsRequest, *, max_blocks: int) -> None:
+def check_fetch(message: pb.LatentTransferFetchRequest, *, max_blocks: int) -> None:
     """Check the keys of a request; `max_blocks` are those of the longest context.
 
     Raises:
@@ -33,11 +33,11 @@ def check_fetch(message: pb.FetchLatentsRequest, *, max_blocks: int) -> None:
             )
 
 
-def parts_of(index: int, data: bytes) -> Iterator[pb.FetchLatentsResponse]:
+def parts_of(index: int, data: bytes) -> Iterator[pb.LatentTransferFetchResponse]:
     """Yield the messages for one block; the last has its checksum."""
     for start in range(0, len(data), PART_BYTES):
         is_last = start + PART_BYTES >= len(data)
-        yield pb.FetchLatentsResponse(
+        yield pb.LatentTransferFetchResponse(
             index=index,
             data=data[start : start + PART_BYTES],
             checksum=zlib.crc32(data) if is_last else None,
@@ -53,7 +53,7 @@ class BlockStream:
         self._index = 0
         self._data = bytearray()
 
-    def add(self, message: pb.FetchLatentsResponse) -> bytes | None:
+    def add(self, message: pb.LatentTransferFetchResponse) -> bytes | None:
         """Take a message; returns a block that is complete and has its checksum.
 
         Raises:

@@ -69,7 +69,7 @@ def test_the_figures_are_those_of_the_rounded_weights(tmp_path):
     checkpoint = Checkpoint.open(tmp_path)
     model = loop.new_model(checkpoint.config, seed=99)
     checkpoint.load_dense(model)
-    checkpoint.load_slots(model, [list(range(8))])
+    checkpoint.load_slots(model, [list(range(8))] * checkpoint.config.num_expert_layers)
     again = loads.measure(model, seed=command._HELDOUT_SEED)
     assert record["heldout_loss"] == {name: round(loss, 4) for name, loss in again.loss_of.items()}
 

@@ -156,7 +156,7 @@ class LatentPuller:
     ) -> tuple[PullOutcome, str]:
         cache = self._store.cache
         stream = BlockStream(num_blocks=len(pull.missing), block_bytes=cache.block_bytes)
-        request = pb.FetchLatentsRequest(
+        request = pb.LatentTransferFetchRequest(
             form=self._store.form, boot_id=source.boot_id, hold=source.hold, keys=pull.missing
         )
         call = stub.Fetch(request, metadata=self._metadata(source))
@@ -186,7 +186,7 @@ class LatentPuller:
     async def _release(self, stub: "pb_grpc.LatentTransferAsyncStub", source: LatentSource) -> None:
         """End the hold: nothing of it is needed."""
         await stub.Release(
-            pb.ReleaseLatentsRequest(boot_id=source.boot_id, hold=source.hold),
+            pb.LatentTransferReleaseRequest(boot_id=source.boot_id, hold=source.hold),
             metadata=self._metadata(source),
             timeout=_RELEASE_TIMEOUT_S,
         )

@@ -24,8 +24,10 @@ MAX_STREAMS = 8
 WRITE_TIMEOUT_S = 2.0
 """Time within which a caller must take a message."""
 
-_Context = grpc.aio.ServicerContext[pb.FetchLatentsRequest, pb.FetchLatentsResponse]
-_ReleaseContext = grpc.aio.ServicerContext[pb.ReleaseLatentsRequest, pb.ReleaseLatentsResponse]
+_Context = grpc.aio.ServicerContext[pb.LatentTransferFetchRequest, pb.LatentTransferFetchResponse]
+_ReleaseContext = grpc.aio.ServicerContext[
+    pb.LatentTransferReleaseRequest, pb.LatentTransferReleaseResponse
+]
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
 
     # A coroutine that writes, not a generator: its cleanup runs as soon as the caller is gone.
     async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the contract
-        self, request: pb.FetchLatentsRequest, context: _Context
+        self, request: pb.LatentTransferFetchRequest, context: _Context
     ) -> None:
         """Send the blocks with the request's keys, up to the first that is not here."""
         await self._check(request, context)
@@ -66,15 +68,15 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
                 self._visit(lambda scheduler: _release(scheduler, blocks))
 
     async def Release(  # noqa: N802 - named by the contract
-        self, request: pb.ReleaseLatentsRequest, _: _ReleaseContext
-    ) -> pb.ReleaseLatentsResponse:
+        self, request: pb.LatentTransferReleaseRequest, _: _ReleaseContext
+    ) -> pb.LatentTransferReleaseResponse:
         """End a hold of this process, if there is one."""
         if request.boot_id == self._store.boot_id:
             with suppress(NotServingError):  # Then it holds nothing.
                 self._visit(lambda one: one.holds.end(request.hold, HoldEnd.RELEASED))
-        return pb.ReleaseLatentsResponse()
+        return pb.LatentTransferReleaseResponse()
 
-    async def _check(self, request: pb.FetchLatentsRequest, context: _Context) -> None:
+    async def _check(self, request: pb.LatentTransferFetchRequest, context: _Context) -> None:
         """Refuse a fetch that cannot be served, with the reason."""
         store = self._store
         try:
