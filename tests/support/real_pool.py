@@ -17,6 +17,8 @@ from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.generate import greedy
 
 BOUND_S = 200.0
+SERVING = {status_pb2.POOL_HEALTH_SERVING, status_pb2.POOL_HEALTH_DEGRADED}
+"""A pool with fewer ranks than intended serves, but is degraded."""
 NUM_TOKENS = 32
 NICENESS = 5
 """Added to ours for ranks that serve: they compute at all times, and leave cores to what starts."""
@@ -127,7 +129,7 @@ class Pool:
         """The status as soon as exactly these workers serve."""
         status = await self.until(
             lambda status: (
-                status.health == status_pb2.POOL_HEALTH_SERVING
+                status.health in SERVING
                 and status.epoch > after_epoch
                 and {rank.worker for rank in status.ranks} == set(names)
             )
