@@ -198,6 +198,8 @@ async def is_rejected(gateway):
 
 async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
     text = "x" * 4000
+    for rank in fleet.ranks:
+        rank.context_length = 2**21
     fleet.fail(Fault(also=(pb.GenerateResponse(tokens=text.encode()),) * 4000, hang=True))
     async with run_gateway(
         workers=tuple(fleet.addresses), client_timeout_s=0.2, max_tokens=2**20

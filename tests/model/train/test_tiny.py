@@ -100,7 +100,7 @@ def test_the_shipped_weights_reproduce_the_recorded_losses_here(record, trace):
     checkpoint = Checkpoint.open(FOLDER)
     model = Transformer(TINY)
     checkpoint.load_dense(model)
-    checkpoint.load_slots(model, torch.arange(32).expand(TINY.num_expert_layers, -1).numpy())
+    checkpoint.load_slots(model, torch.arange(32).expand(TINY.num_moe_layers, -1).numpy())
     heldout = measure(model, seed=5, num_windows=1, window_sequences=4)
     for domain in DOMAINS:
         assert heldout.loss_of[domain] == pytest.approx(record["heldout_loss"][domain], abs=0.4)
