@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from equipoise.gateway.choice import ChoiceDecoder, merged_deltas
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import FinishReason, GeneratedTokens, TokenLogprob
+from equipoise.wire.inference_messages import FinishReason, GeneratedTokens, TokenLogprob
 
 END = 257
 TOKENIZER = Tokenizer(

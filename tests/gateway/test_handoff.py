@@ -19,7 +19,7 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.inference import Blame, FinishReason, GenerateRequest, Sampling
+from equipoise.wire.inference_messages import Blame, FinishReason, GenerateRequest, Sampling
 from tests.support.scripted_ranks import (
     BOUND_S,
     VOCAB_SIZE,

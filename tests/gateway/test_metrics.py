@@ -9,7 +9,7 @@ from equipoise.gateway.errors import NoRankError
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.rank_table import RankTable
 from equipoise.telemetry.exposition import metrics_at
-from equipoise.wire.inference import GeneratedTokens
+from equipoise.wire.inference_messages import GeneratedTokens
 from tests.support.scrapes import documented, ours, scrape, value_of
 
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from equipoise.gateway.suspicion import PROOF_TOKENS
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference_messages import Blame
 from tests.support.scripted_ranks import Fault, all_events, tokens_of, undisturbed
 
 PROMPT = (3, 1, 4, 1, 5)

@@ -8,7 +8,7 @@ from equipoise.gateway.errors import NoRankError, TooManyQueuedError
 from equipoise.gateway.rank_table import FIRST_REST_S, LONGEST_REST_S, RankInfo, RankTable
 from equipoise.gateway.routing import RankState
 from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
-from equipoise.wire.inference import GenerateRequest
+from equipoise.wire.inference_messages import GenerateRequest
 
 BOUND_S = 30.0
 REQUEST = GenerateRequest(request_id="r", prompt=(1, 2, 3), max_tokens=7)

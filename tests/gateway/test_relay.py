@@ -17,7 +17,7 @@ from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.inference import Blame, GenerateRequest
+from equipoise.wire.inference_messages import Blame, GenerateRequest
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.support.scripted_ranks import (
     BOUND_S,

@@ -8,7 +8,7 @@ import pytest
 from equipoise.gateway.errors import InvalidRequestError
 from equipoise.gateway.fields import Fields
 from equipoise.gateway.structured_fields import grammar_of
-from equipoise.wire.inference import Blame, Grammar, GrammarKind
+from equipoise.wire.inference_messages import Blame, Grammar, GrammarKind
 from tests.support.scripted_ranks import Fault, all_events
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise.gateway.suspicion import Suspicion
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference_messages import Blame
 
 NONE, STEP, REQUEST = Blame.NONE, Blame.STEP, Blame.REQUEST
 TOKEN = "a token"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from equipoise.wire.inference import ACCEPTED_KEY, BLAME_KEY, Blame
+from equipoise.wire.inference_messages import ACCEPTED_KEY, BLAME_KEY, Blame
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 

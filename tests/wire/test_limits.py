@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import GenerateRequest, Sampling, response_from_proto
+from equipoise.wire.inference import response_from_proto
+from equipoise.wire.inference_messages import GenerateRequest, Sampling
 from equipoise.wire.messages import Hello
 from equipoise_api.v1 import worker_pb2
 from tests.support.limits import assert_bounded, assert_one_line, variants

@@ -9,7 +9,7 @@ from torch.distributed import DistBackendError
 
 from equipoise.rank.errors import GroupError
 from equipoise.rank.header import HEADER_WIDTH, StepHeader
-from equipoise.wire.inference import Blame, FinishReason
+from equipoise.wire.inference_messages import Blame, FinishReason
 from equipoise.worker.engine import (
     IDLE_WAIT_S,
     LONG_IDLE_TURNS,

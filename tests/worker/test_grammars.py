@@ -11,7 +11,7 @@ import pytest
 
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.planning.layout import contiguous_layout
-from equipoise.wire.inference import FinishReason, Grammar, GrammarKind
+from equipoise.wire.inference_messages import FinishReason, Grammar, GrammarKind
 from equipoise.worker.core import ModelCore
 from equipoise.worker.grammars import GrammarError, GrammarLimitError, Grammars
 from equipoise.worker.scheduler import Scheduler

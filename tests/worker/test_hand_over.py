@@ -13,7 +13,7 @@ from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
-from equipoise.wire.inference import GenerateRequest, Sampling
+from equipoise.wire.inference_messages import GenerateRequest, Sampling
 from tests.support.latent_ranks import a_rank
 
 B = 16

@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import BLAME_KEY, Blame, request_from_proto
+from equipoise.wire.inference import request_from_proto
+from equipoise.wire.inference_messages import BLAME_KEY, Blame
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.wire.inference import FinishReason
+from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.scheduler import Scheduler

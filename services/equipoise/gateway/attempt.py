@@ -20,14 +20,8 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.tokens import worker_audience
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import (
-    ACCEPTED_KEY,
-    GeneratedTokens,
-    GenerateRequest,
-    blame_from_metadata,
-    request_to_proto,
-    response_from_proto,
-)
+from equipoise.wire.inference import blame_from_metadata, request_to_proto, response_from_proto
+from equipoise.wire.inference_messages import ACCEPTED_KEY, GeneratedTokens, GenerateRequest
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 

@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from equipoise.gateway.reasoning import ReasoningSplit
 from equipoise.gateway.stop_text import StopText
 from equipoise.gateway.tokenizer import TokenDecoder, Tokenizer
-from equipoise.wire.inference import FinishReason, GeneratedTokens, PromptReport, TokenLogprob
+from equipoise.wire.inference_messages import (
+    FinishReason,
+    GeneratedTokens,
+    PromptReport,
+    TokenLogprob,
+)
 
 MAX_OPEN_CHOICES = 32
 """Choices of one request that ranks work on at a time."""

@@ -31,7 +31,7 @@ from equipoise.gateway.relay import Relay
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import GeneratedTokens, GenerateRequest
+from equipoise.wire.inference_messages import GeneratedTokens, GenerateRequest
 
 LONG_BODY_BYTES = 2**16
 """Longer bodies are parsed one at a time, so that they do not hold up short ones."""

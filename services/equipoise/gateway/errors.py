@@ -1,6 +1,6 @@
 """Errors of the gateway, with the HTTP status and OpenAI's error fields of those clients see."""
 
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference_messages import Blame
 
 QUEUE_RETRY_AFTER_S = 1
 DOWN_RETRY_AFTER_S = 5

@@ -9,7 +9,12 @@ from dataclasses import replace
 from enum import StrEnum
 
 from equipoise.gateway.routing import RankLoad
-from equipoise.wire.inference import FinishReason, GeneratedTokens, GenerateRequest, LatentSource
+from equipoise.wire.inference_messages import (
+    FinishReason,
+    GeneratedTokens,
+    GenerateRequest,
+    LatentSource,
+)
 
 
 class Direct(StrEnum):

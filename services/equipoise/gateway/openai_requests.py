@@ -23,7 +23,7 @@ from equipoise.gateway.sampling_fields import (
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.structured_fields import GRAMMAR_FIELDS, check_end, grammar_of
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import MAX_LOGPROBS, Grammar, Sampling
+from equipoise.wire.inference_messages import MAX_LOGPROBS, Grammar, Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI."""

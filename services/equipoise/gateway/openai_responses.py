@@ -9,7 +9,7 @@ from equipoise.gateway.choice import ChoiceDelta
 from equipoise.gateway.errors import RequestError
 from equipoise.gateway.openai_requests import CompletionRequest
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.wire.inference import TokenLogprob
+from equipoise.wire.inference_messages import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI's own server sends this for impossible tokens."""

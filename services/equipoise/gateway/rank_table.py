@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
 from equipoise.gateway.routing import NoRankChoice, RankLoad, RankState, choose
 from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
-from equipoise.wire.inference import GenerateRequest
+from equipoise.wire.inference_messages import GenerateRequest
 
 FIRST_REST_S = 0.1
 LONGEST_REST_S = 2.0

@@ -40,7 +40,7 @@ from equipoise.gateway.suspicion import Suspicion
 from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.tokens import worker_audience
-from equipoise.wire.inference import Blame, GeneratedTokens, GenerateRequest, LatentHold
+from equipoise.wire.inference_messages import Blame, GeneratedTokens, GenerateRequest, LatentHold
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
 from equipoise.gateway.fields import Fields, is_whole, shown
-from equipoise.wire.inference import MAX_LOGIT_BIAS, Sampling
+from equipoise.wire.inference_messages import MAX_LOGIT_BIAS, Sampling
 
 MAX_STOPS = 256
 """Stop strings of a request; OpenAI takes 4."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from equipoise.gateway.errors import InvalidRequestError
 from equipoise.gateway.fields import Fields, shown
-from equipoise.wire.inference import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from equipoise.wire.inference_messages import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 GRAMMAR_FIELDS = frozenset(
     {

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference_messages import Blame
 
 MAX_BLAMES = 2
 """Ranks that may name the request as the cause of a failure."""

@@ -26,7 +26,7 @@ from equipoise.rank.header import (
 )
 from equipoise.rank.held import StagedGeneration
 from equipoise.telemetry.histogram import Histogram
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference_messages import Blame
 from equipoise.wire.messages import LayoutRejected, RankStats, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError

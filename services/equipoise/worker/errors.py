@@ -1,7 +1,7 @@
 """Exceptions of our own engine and worker process."""
 
 from equipoise.rank.errors import GroupError, WorkerError
-from equipoise.wire.inference import Blame
+from equipoise.wire.inference_messages import Blame
 
 
 class RejectedError(WorkerError):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from equipoise.formats.end_tokens import read_end_tokens
 from equipoise.formats.errors import FormatError
-from equipoise.wire.inference import Grammar, GrammarKind
+from equipoise.wire.inference_messages import Grammar, GrammarKind
 
 Masks = npt.NDArray[np.int32]
 """Bits of tokens in words of 32, the lowest first: 1 for those that may be sampled."""

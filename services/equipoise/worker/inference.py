@@ -13,7 +13,8 @@ import grpc
 
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import (
+from equipoise.wire.inference import request_from_proto, response_to_proto, waiting_to_proto
+from equipoise.wire.inference_messages import (
     ACCEPTED_KEY,
     BLAME_KEY,
     Blame,
@@ -22,9 +23,6 @@ from equipoise.wire.inference import (
     LatentHold,
     PromptReport,
     TokenLogprob,
-    request_from_proto,
-    response_to_proto,
-    waiting_to_proto,
 )
 from equipoise.worker.engine import Engine, StepResult, Visited
 from equipoise.worker.errors import NotServingError, QueueFullError, StepError

@@ -6,7 +6,7 @@ Also the input and output of a step: `Request`, `Chunk`, `Emission`. Pure: no to
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from equipoise.wire.inference import FinishReason
+from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool, BlockTable
 from equipoise.worker.grammars import Constraint
 from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow

@@ -12,7 +12,7 @@ from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.rank.errors import WorkerError
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.telemetry.loading import Loading
-from equipoise.wire.inference import GeneratedTokens
+from equipoise.wire.inference_messages import GeneratedTokens
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.sequence import Request

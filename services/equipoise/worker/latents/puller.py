@@ -18,7 +18,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import worker_audience
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import LatentSource
+from equipoise.wire.inference_messages import LatentSource
 from equipoise.wire.latents import BlockStream
 from equipoise.wire.messages import Wait
 from equipoise.worker.latents.pulls import Pull
