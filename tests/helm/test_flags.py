@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.helm_chart import FULL, TLS, containers, render
+from tests.support.helm_chart import FULL, READERS, TLS, WRITERS, containers, render
 
 VARIANTS = [
     {},
@@ -16,6 +16,8 @@ VARIANTS = [
     },
     TLS,
     {"worker": {"gpu": {"count": 1}, "pullMiBPerSecond": 512}},
+    READERS | {"gateway": {"enabled": True}},
+    WRITERS | {"balancer": {"enabled": True}},
 ]
 
 
@@ -50,7 +52,9 @@ def options():
     return of
 
 
-@pytest.mark.parametrize("values", VARIANTS, ids=["defaults", "full", "labels", "tls", "gpu"])
+@pytest.mark.parametrize(
+    "values", VARIANTS, ids=["defaults", "full", "labels", "tls", "gpu", "prefill", "decode"]
+)
 def test_every_flag_of_the_chart_is_an_option_of_the_program(values, options):
     called = {}
     for name, container in containers(render(values)).items():

@@ -17,6 +17,14 @@ def test_a_second_release_names_a_command_that_reaches_the_balancer():
     assert "policy" not in text
 
 
+def test_two_pools_say_how_to_see_requests_move():
+    text = notes("phase=decode", "pool=writers", "prefillPool=readers", "peerPools={readers}")
+    assert 'Pool "readers" reads prompts for pool "writers"' in text
+    assert "equipoise_gateway_handovers_total" in text
+    assert "set prefillPool=readers and peerPools" in notes("phase=prefill", "pool=readers")
+    assert "prefillPool" not in notes()
+
+
 def test_it_says_where_the_policy_is():
     assert "last until the next upgrade" in notes()
     assert "in ConfigMap mine: edit it at any time" in notes("policy.existingConfigMap=mine")

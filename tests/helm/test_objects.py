@@ -9,7 +9,9 @@ import pytest
 from tests.support.helm_chart import (
     CHART,
     FULL,
+    READERS,
     TLS,
+    WRITERS,
     RenderError,
     containers,
     helm,
@@ -20,6 +22,8 @@ from tests.support.helm_chart import (
 )
 
 KUBERNETES = "1.35"
+_COMPONENT = "app.kubernetes.io/component"
+_GATEWAY = "Deployment/eq-equipoise-gateway/gateway"
 VARIANTS = {
     "defaults": {},
     "everything": FULL,
@@ -39,6 +43,8 @@ VARIANTS = {
         "pool": "decode",
         "balancer": {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"},
     },
+    "a pool that reads prompts": READERS,
+    "a pool that generates": WRITERS,
     "a balancer for an engine that is there": {
         "worker": {"kind": "None"},
         "gateway": {"enabled": False},
@@ -168,6 +174,64 @@ def test_network_policies_allow_exactly_the_necessary_traffic():
     }
 
 
+def test_workers_and_gateways_of_peer_pools_reach_the_workers_of_another_release():
+    readers, writers = render(READERS), render(WRITERS, release="w")
+    assert _calls(writers, "worker", readers, "worker", "grpc")
+    assert _calls(writers, "gateway", readers, "worker", "grpc")
+    assert _calls(readers, "worker", writers, "worker", "grpc")
+    assert _calls(writers, "worker", readers, "balancer", "grpc")
+    # Nothing else passes between them, and no other pool gets in.
+    assert not _calls(writers, "worker", readers, "worker", "rendezvous")
+    assert not _calls(writers, "test", readers, "worker", "grpc")
+    others = render(WRITERS | {"pool": "others"}, release="o")
+    assert not _calls(others, "worker", readers, "worker", "grpc")
+    assert not _calls(others, "gateway", readers, "worker", "grpc")
+    odd = render(WRITERS | {"pool": 'a: "b" # c'}, release="odd")
+    assert _calls(odd, "worker", readers, "worker", "grpc")
+
+
+def _calls(objects, component, others, target, port):
+    """Whether the others' NetworkPolicy of a component lets the pods of another in on a port."""
+    (pod,) = [labels for labels in _pod_labels(objects) if labels[_COMPONENT] == component]
+    (policy,) = [
+        one["spec"]
+        for one in others
+        if one["kind"] == "NetworkPolicy"
+        and one["spec"]["podSelector"]["matchLabels"][_COMPONENT] == target
+    ]
+    return any(
+        _selects(peer["podSelector"], pod)
+        for rule in policy["ingress"]
+        if port in [one["port"] for one in rule["ports"]]
+        for peer in rule.get("from", [])
+    )
+
+
+def _pod_labels(objects):
+    for one in objects:
+        if one["kind"] == "Pod":
+            yield one["metadata"]["labels"]
+        elif "template" in one.get("spec", {}):
+            yield one["spec"]["template"]["metadata"]["labels"]
+
+
+def _selects(selector, labels):
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(one["key"]) in one["values"] for one in selector.get("matchExpressions", [])
+    )
+
+
+def test_a_second_pools_release_names_its_phase_its_peers_and_its_prefill_pool():
+    for values, phase, peers in (
+        (READERS, "prefill", 'writers,a: "b" # c'),
+        (WRITERS, "decode", "readers"),
+    ):
+        worker = containers(render(values))["StatefulSet/eq-equipoise-worker/worker"]["args"]
+        assert {f"--phase={phase}", f"--peer-pools={peers}", "--hold-s=30"} <= set(worker)
+    assert "--prefill-pool=readers" in containers(render(WRITERS))[_GATEWAY]["args"]
+    assert not [one for one in containers(render({}))[_GATEWAY]["args"] if "prefill" in one]
+
+
 def test_every_port_of_a_service_or_a_policy_exists_in_its_pods():
     objects = render(FULL)
     ports = {}
@@ -233,6 +297,14 @@ def test_a_leader_worker_set_is_one_pool_of_identical_pods():
 
 
 CONTRADICTIONS = {
+    "lists this release's own pool default": {"peerPools": ["default"]},
+    "add it to peerPools": {"prefillPool": "readers"},
+    "set prefillPool in the decode pool's release": {
+        "phase": "prefill",
+        "prefillPool": "readers",
+        "peerPools": ["readers"],
+    },
+    "peerPools needs tls.workerName": {"peerPools": ["readers"], **TLS},
     "creates certificates that nothing uses": {"tls": {"certManager": {"enabled": True}}},
     "must name the Issuer": {"tls": {"enabled": True, "certManager": {"enabled": True}}},
     "requires a certificate for the gateway: name its Secret in tls.secrets.gateway": {

@@ -53,6 +53,11 @@ WRONG = {
     "a duration of days": ({"tls": {"certManager": {"duration": "90d"}}}, "/tls/certManager"),
     "a collector without a scheme": ({"tracing": {"endpoint": "otel:4317"}}, "/tracing/endpoint"),
     "a pool without a name": ({"pool": ""}, "/pool"),
+    "an unknown phase": ({"phase": "training"}, "/phase"),
+    "two peers in a string": ({"peerPools": ["a,b"]}, "/peerPools/0"),
+    "a peer twice": ({"peerPools": ["a", "a"]}, "/peerPools"),
+    "a hold without an end": ({"worker": {"holdSeconds": 0}}, "/worker/holdSeconds"),
+    "a peer of a worker of no kind": ({"networkPolicy": {"workerFrom": [{}]}}, "workerFrom"),
     "a typo in the policy": ({"policy": {"defaults": {"intervall": "9s"}}}, "'intervall' not"),
     "a duration without a unit": ({"policy": {"defaults": {"interval": 9}}}, "defaults/interval"),
     "a typo in a pool's policy": (

@@ -47,6 +47,23 @@ TLS = {
 }
 """Values of a release that authenticates with certificates and tokens."""
 
+READERS = {
+    "pool": "readers",
+    "phase": "prefill",
+    "peerPools": ["writers", 'a: "b" # c'],
+    "gateway": {"enabled": False},
+}
+"""Values of a release that reads prompts."""
+
+WRITERS = {
+    "pool": "writers",
+    "phase": "decode",
+    "peerPools": ["readers"],
+    "prefillPool": "readers",
+    "balancer": {"enabled": False, "externalAddress": "eq-equipoise-balancer.moe.svc:7070"},
+}
+"""Values of the release that generates for them."""
+
 
 class RenderError(Exception):
     """Helm rejected; the message is its own."""

@@ -21,6 +21,7 @@
 {{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d): add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts)) -}}
 {{- end -}}
 {{- include "equipoise.portChecks" . -}}
+{{- include "equipoise.phaseChecks" . -}}
 {{- if and .Values.policy.existingConfigMap (or .Values.policy.defaults .Values.policy.pools) -}}
 {{- fail "policy.existingConfigMap and policy.defaults or policy.pools are mutually exclusive: keep the policy in one place" -}}
 {{- end -}}
@@ -57,6 +58,23 @@
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}
 {{- fail (printf "tls.enabled requires a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "equipoise.phaseChecks" -}}
+{{- if has .Values.pool .Values.peerPools -}}
+{{- fail (printf "peerPools lists this release's own pool %s: name the pools of other releases" .Values.pool) -}}
+{{- end -}}
+{{- with .Values.prefillPool -}}
+{{- if eq $.Values.phase "prefill" -}}
+{{- fail (printf "prefillPool is %s, but this release's own pool has phase prefill: set prefillPool in the decode pool's release" .) -}}
+{{- end -}}
+{{- if not (has . $.Values.peerPools) -}}
+{{- fail (printf "prefillPool is %s, but peerPools does not list it, so no worker would fetch its latents: add it to peerPools" .) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.peerPools .Values.tls.enabled (not .Values.tls.workerName) -}}
+{{- fail "peerPools needs tls.workerName, because pools verify each other's workers by one name: set the same in all their releases" -}}
 {{- end -}}
 {{- end -}}
 

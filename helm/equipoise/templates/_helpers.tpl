@@ -28,8 +28,16 @@ app.kubernetes.io/component: {{ .component }}
 {{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
 {{- $_ := set $own "app.kubernetes.io/part-of" "equipoise" -}}
 {{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- if has .component (list "worker" "gateway") -}}
+{{- $_ := set $own "equipoise.dev/pool" (include "equipoise.poolLabel" .root.Values.pool) -}}
+{{- end -}}
 {{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
 {{- merge $own (deepCopy (default dict .labels)) (deepCopy .root.Values.commonLabels) | toYaml -}}
+{{- end -}}
+
+{{/* A pool's name as a label: itself, or a hash of a name that no label can hold. */}}
+{{- define "equipoise.poolLabel" -}}
+{{- if regexMatch "^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$" . -}}{{ . }}{{- else -}}{{ sha256sum . | trunc 63 }}{{- end -}}
 {{- end -}}
 
 {{/* Metadata of an object. Optional: "name" (default: the release's name and the component), "labels" to add, and

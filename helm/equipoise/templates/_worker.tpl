@@ -19,6 +19,11 @@ spec:
         - worker
         - --balancer={{ include "equipoise.balancerAddress" $root }}
         - {{ printf "--pool=%s" $root.Values.pool | quote }}
+        - --phase={{ $root.Values.phase }}
+        {{- with $root.Values.peerPools }}
+        - {{ printf "--peer-pools=%s" (join "," .) | quote }}
+        - --hold-s={{ $worker.holdSeconds }}
+        {{- end }}
         - --worker=$(POD_NAME)
         - --listen=0.0.0.0:{{ $worker.port }}
         {{- with include "equipoise.tokensFlag" $root | trim }}{{ . | nindent 8 }}{{ end }}
