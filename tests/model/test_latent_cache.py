@@ -77,12 +77,23 @@ def test_positions_beyond_a_sequences_blocks_read_the_zero_block():
     assert not visible[:, 16:].any()
 
 
-def test_a_token_of_deepseek_v3_takes_70272_bytes_in_bf16():
-    layers, small = DEEPSEEK_V3.num_hidden_layers, {"num_blocks": 1, "max_len": 1}
-    cache = LatentCache(DEEPSEEK_V3, **small, dtype=torch.bfloat16, device="meta")
-    assert cache.bytes_per_token == 70_272
-    drafting = LatentCache(DEEPSEEK_V3, **small, mtp=True, dtype=torch.bfloat16, device="meta")
-    assert drafting.bytes_per_token == 70_272 // layers * (layers + 1)
+@pytest.mark.parametrize(
+    ("form", "num_bytes"),
+    [
+        ({"dtype": torch.bfloat16}, 70_272),
+        ({"dtype": torch.bfloat16, "mtp": True}, 71_424),
+        ({"fp8": True}, 40_016),
+        ({"fp8": True, "mtp": True}, 40_672),
+    ],
+    ids=["bf16", "bf16 with drafts", "fp8", "fp8 with drafts"],
+)
+def test_a_token_of_deepseek_v3_takes_this_much_memory_and_as_much_on_the_wire(form, num_bytes):
+    for block_tokens in (16, 64):
+        cache = LatentCache(
+            DEEPSEEK_V3, num_blocks=1, max_len=1, block_tokens=block_tokens, device="meta", **form
+        )
+        assert cache.bytes_per_token == num_bytes
+        assert cache.block_bytes == num_bytes * block_tokens
 
 
 @pytest.mark.parametrize(

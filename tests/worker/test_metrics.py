@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from equipoise.planning.counters import Phase
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.wire.messages import Wait
 from equipoise.worker.blocks import BlockPool
@@ -15,10 +16,10 @@ from tests.support.scrapes import documented, ours, scrape, value_of
 from tests.support.worker_parts import parts_of
 
 
-def collector(rank=None):
+def collector(rank=None, **changes):
     blocks = BlockPool(num_blocks=4, block_tokens=16)
     scheduler = Scheduler(blocks=blocks, max_requests=4, max_queued=8, max_step_tokens=8)
-    settings = WorkerSettings(drain_timeout_s=0.0)
+    settings = WorkerSettings(drain_timeout_s=0.0, **changes)
     parts = parts_of(settings, scheduler=scheduler, timings=Timings(num_corrupted=2))
     parts.waits.note(Wait.OUTAGE, "ended the requests")
     parts.waits.note(Wait.DRAIN, "there is no such wait")
@@ -38,6 +39,13 @@ async def test_a_worker_exports_exactly_the_documented_metrics():
         assert value_of(families, "equipoise_worker_timeouts_total", wait=name) == reached
     (family,) = (one for one in families.values() if one.name == "equipoise_worker_timeouts")
     assert {sample.labels["wait"] for sample in family.samples} == set(counts)
+
+
+def test_the_phase_is_a_label_of_its_own_metric():
+    metrics, _ = collector(phase=Phase.DECODE)
+    families = {family.name: family for family in metrics.collect()}
+    (sample,) = families["equipoise_worker_phase"].samples
+    assert (sample.labels, sample.value) == ({"phase": "decode"}, 1)
 
 
 def test_cache_usage_is_a_fraction_of_all_blocks():

@@ -21,9 +21,8 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         WorkerError: the worker cannot start, is rejected, or cannot continue.
     """
-    configure_logs(
-        settings.log_format, context=lambda: {"pool": settings.pool, "worker": settings.worker}
-    )
+    fields = {"pool": settings.pool, "phase": settings.phase, "worker": settings.worker}
+    configure_logs(settings.log_format, context=lambda: fields)
     raise_open_files_limit()
     single_threaded()
     failure = _serve_to_the_end(settings)

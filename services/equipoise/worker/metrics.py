@@ -24,6 +24,7 @@ class WorkerCollector(Collector):
 
     def __init__(self, *, rank: Callable[[], Rank | None], parts: WorkerParts) -> None:
         self._rank = rank
+        self._phase = parts.settings.phase
         self._scheduler = parts.scheduler
         self._timings = parts.timings
         self._waits = parts.waits
@@ -33,6 +34,11 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their current values."""
         rank = self._rank()
+        phase = GaugeMetricFamily(
+            "equipoise_worker_phase", "1 for the phase that the worker serves.", labels=("phase",)
+        )
+        phase.add_metric([self._phase], 1.0)
+        yield phase
         yield from self._counters(rank)
         for name, text, value in (*_gauges_of_rank(rank), *self._gauges_of_requests()):
             yield GaugeMetricFamily(f"equipoise_worker_{name}", text, value=float(value))
