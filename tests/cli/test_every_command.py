@@ -36,6 +36,7 @@ DONE, DONE_OR_REJECTED = {0}, {0, 3}
 GOOD = {
     "status": (["--json"], DONE),
     "decisions": ([], DONE),
+    "audit": ([], DONE),
     "epochs": ([], DONE),
     "loads": ([], DONE),
     "layout show": (["--layer", "1"], DONE),
@@ -77,6 +78,8 @@ BAD = [
     ("status", ["--timeout-s", "0"], 2),
     ("status", ["--pool", "no-such-pool"], 1),
     ("decisions", ["--limit", "0"], 2),
+    ("audit", ["--limit", "1001"], 2),
+    ("audit", ["--pool", "no-such-pool"], 1),
     ("loads", ["--out", "{folder}/loads.gif"], 2),
     ("layout show", ["--layer", "9"], 2),
     ("layout show", ["--generation", "99"], 1),

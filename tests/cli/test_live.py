@@ -1,4 +1,4 @@
-"""`equipoise decisions`, `epochs`, `loads` and `layout ...` against a scripted balancer."""
+"""`equipoise decisions`, `audit`, `epochs`, `loads` and `layout ...`, on a scripted balancer."""
 
 import json
 from concurrent import futures
@@ -11,6 +11,7 @@ import pytest
 from equipoise.cli.live import decisions, layouts, loads
 from equipoise.cli.live.client import BalancerRejectedError
 from equipoise.cli.live.settings import (
+    AuditSettings,
     BalancerClientSettings,
     DecisionsSettings,
     LayoutDiffSettings,
@@ -48,6 +49,7 @@ class Balancer(status_pb2_grpc.StatusServicer, admin_pb2_grpc.AdminServicer):
         self.layouts = {1: FIRST, 2: moved(FIRST)}
         self.loads = pb.GetLoadsResponse(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS)
         self.decisions = []
+        self.audit = []
         self.status = pb.PoolStatus(pool="decode", epoch=3)
         self.pinned = None
 
@@ -73,6 +75,9 @@ class Balancer(status_pb2_grpc.StatusServicer, admin_pb2_grpc.AdminServicer):
         return pb.GetLayoutResponse(
             layout=layout_to_proto(self.layouts[generation]), node_of_rank=["a", "a", "b", "b"]
         )
+
+    def ListAudit(self, request, context):  # noqa: N802 - gRPC's name
+        return admin_pb2.ListAuditResponse(entries=self.audit[: request.limit])
 
     def Pin(self, request, context):  # noqa: N802 - gRPC's name
         self.pinned = request
@@ -246,6 +251,29 @@ def test_decisions_are_shown_newest_first(address, balancer, capsys):
     assert decisions.run(DecisionsSettings(address=address, json=True, limit=1)) == 0
     (printed,) = json.loads(capsys.readouterr().out)["decisions"]
     assert (printed["sequence"], printed["accepted"], printed["reason"]) == (2, True, "it pays")
+
+
+def test_audit_records_are_shown_with_caller_and_outcome(address, balancer, capsys):
+    assert decisions.audit(AuditSettings(address=address)) == 0
+    assert "no operator has requested anything yet" in capsys.readouterr().out
+    balancer.audit = [
+        pb.AuditRecord(sequence=2, who="bo", what="pin", accepted=False, outcome="[b]busy[/b]"),
+        pb.AuditRecord(
+            sequence=1, who="ann", what="pause", accepted=True, outcome="planning is paused"
+        ),
+    ]
+    assert decisions.audit(AuditSettings(address=address)) == 0
+    words = capsys.readouterr().out.split()
+    assert words[words.index("bo") : words.index("bo") + 4] == [
+        "bo",
+        "pin",
+        "rejected",
+        "[b]busy[/b]",
+    ]
+    assert words[words.index("ann") : words.index("ann") + 3] == ["ann", "pause", "accepted"]
+    assert decisions.audit(AuditSettings(address=address, json=True, limit=1)) == 0
+    (printed,) = json.loads(capsys.readouterr().out)["audit"]
+    assert (printed["sequence"], printed["who"], printed["accepted"]) == (2, "bo", False)
 
 
 def test_epochs_are_shown_with_their_reasons(address, balancer, capsys):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from equipoise.planning.layout import contiguous_layout
-from equipoise.pool.effects import WriteAudit, WriteProposed
+from equipoise.pool.effects import Reply, WriteAudit, WriteProposed
 from equipoise.pool.operations import MAX_POSTPONED
-from equipoise.pool.records import PoolMemory
+from equipoise.pool.records import MAX_AUDIT, PoolMemory
 from equipoise.pool.requests import (
     AdminRequest,
     Pause,
@@ -21,7 +21,7 @@ from equipoise.pool.requests import (
 
 
 class Operator:
-    """Asks a harness's controller; the answer is that of the audit."""
+    """Asks a harness's controller; the answer is that of the audit record, or the reply."""
 
     def __init__(self, harness) -> None:
         self.harness = harness
@@ -33,15 +33,16 @@ class Operator:
             ticket=self.tickets, who="ann", reason=reason, what=type(wish).__name__, operation=wish
         )
         self.harness.perform(self.harness.controller.administer(request, now=self.harness.now))
-        answers = [
-            write
-            for write in self.harness.writes
-            if isinstance(write, WriteAudit) and write.request.ticket == self.tickets
-        ]
-        (write,) = answers
-        assert write.record.accepted == write.answer.accepted
-        assert write.record.who == "ann"
-        return write.answer
+        effects = [*self.harness.writes, *self.harness.replies]
+        (effect,) = (
+            one
+            for one in effects
+            if isinstance(one, WriteAudit | Reply) and one.request.ticket == self.tickets
+        )
+        if isinstance(effect, WriteAudit):
+            assert effect.record.accepted == effect.answer.accepted
+            assert effect.record.who == "ann"
+        return effect.answer
 
 
 @pytest.fixture
@@ -296,6 +297,29 @@ def test_a_preview_shows_the_plan_and_changes_nothing(serving_harness, operator,
     assert len(serving_harness.decisions()) == decisions
     assert serving_harness.pool.rollouts.current is None
     assert not serving_harness.pool.decisions.is_proposing
+
+
+def test_previews_are_not_recorded_so_that_they_evict_no_operation(
+    serving_harness, operator, skewed
+):
+    policy = serving_harness.pool.policy.values
+    assert not operator.ask(Preview(policy=policy)).accepted, "no window has closed yet"
+    operator.ask(Pause(), reason="maintenance")
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    for _ in range(2 * MAX_AUDIT):
+        assert operator.ask(Preview(policy=policy)).accepted
+    assert [record.what for record in serving_harness.pool.journal.audit] == ["Pause"]
+    assert not any(
+        isinstance(write, WriteAudit) and isinstance(write.request.operation, Preview)
+        for write in serving_harness.writes
+    )
+
+
+def test_a_preview_is_answered_while_the_store_is_down(serving_harness, operator, skewed):
+    operator.ask(Pause())
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    serving_harness.store_fault = "the disk is full"
+    assert operator.ask(Preview(policy=serving_harness.pool.policy.values)).accepted
 
 
 def test_a_plan_that_was_being_made_when_the_pool_was_paused_is_not_adopted(

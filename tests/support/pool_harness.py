@@ -7,7 +7,7 @@ from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
-from equipoise.pool.effects import Log, Propose, Send, WriteAudit, WriteDecision
+from equipoise.pool.effects import Log, Propose, Reply, Send, WriteAudit, WriteDecision
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.balancer_messages import HeartbeatAck, Rejection
 from tests.support.scripted_worker import MODEL, ScriptedWorker, make_hello
@@ -29,6 +29,7 @@ class PoolHarness:
         self.writes = []
         self.sent = []
         self.logs = []
+        self.replies = []
         self.step = 70
         self.workers = {}
         for number in range(num_ranks):
@@ -71,6 +72,8 @@ class PoolHarness:
                             proposal, plan_ms=1.0, now=self.now, requested_by=effect.requested_by
                         )
                     )
+                case Reply():
+                    self.replies.append(effect)
                 case _ if self.store_fault:
                     behind = chain[place + 1 :]
                     self.controller.write_failed(effect, reason=self.store_fault, behind=behind)

@@ -37,7 +37,7 @@ class Outcome(_message.Message):
     generation: _builtins.int
     """Generation that the pool switches to or keeps; 0 if the operation concerns none."""
     sequence: _builtins.int
-    """Number of the audit record."""
+    """Number of the audit record; 0 for a preview, which has none."""
     def __init__(
         self,
         *,

@@ -37,6 +37,7 @@ from equipoise.pool.effects import (
     Effect,
     Log,
     Propose,
+    Reply,
     Send,
     WriteProposed,
 )
@@ -275,6 +276,8 @@ class PoolRunner:
             match effect:
                 case Send():
                     self._post(effect)
+                case Reply():
+                    self._reply(effect)
                 case Propose():
                     tasks.create_task(self._propose(effect))
                 case Log():
@@ -328,6 +331,12 @@ class PoolRunner:
                 mailbox.post(replace(push, term=self._tenure.term))
             case message:
                 mailbox.post(message)
+
+    def _reply(self, reply: Reply) -> None:
+        request, answer = reply.request, reply.answer
+        line = "%s: %s: %s", request.who, request.what, answer.reason
+        self._log.info(*line, extra=self._about())
+        self._answers.give(request.ticket, answer)
 
     async def _propose(self, effect: Propose) -> None:
         with self._surviving("planning"):

@@ -158,7 +158,7 @@ class PoolController:
         return _plans_first(tuple(effects))
 
     def administer(self, request: AdminRequest, *, now: float) -> Chain:
-        """An operator requests an operation; the answer is in the audit record that follows."""
+        """An operator requests an operation; its audit record follows, and with it the answer."""
         self.pool.note_change()
         return self._operations.administer(request, now=now)
 

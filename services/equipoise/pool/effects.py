@@ -81,6 +81,14 @@ class WriteAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reply:
+    """Give the caller of `request` the `answer`; for a request that is not recorded."""
+
+    request: AdminRequest
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Propose:
     """Compute a plan and its verdict off the event loop.
 
@@ -115,5 +123,5 @@ Write = (
     | WriteDecision
     | WriteAudit
 )
-Effect = Send | Propose | Log | Write
+Effect = Send | Reply | Propose | Log | Write
 Chain = tuple[Effect, ...]

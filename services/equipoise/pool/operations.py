@@ -1,6 +1,7 @@
 """`OperatorRequests`: whether each can be carried out, and what is recorded of it.
 
-A rejected request is recorded like one that is carried out, and both with the reason.
+A rejected request is recorded like one that is carried out, and both with the reason. Previews
+change nothing and are not recorded, so that any number of them evicts no operation.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, fits
 from equipoise.pool.decisions import Decisions
-from equipoise.pool.effects import Chain, Effect, Propose, WriteAudit, WriteDecision
+from equipoise.pool.effects import Chain, Effect, Propose, Reply, WriteAudit, WriteDecision
 from equipoise.pool.health import Diagnosis
 from equipoise.pool.journal import Journal
 from equipoise.pool.layouts import PoolLayouts
@@ -282,6 +283,8 @@ def _answered(
     before: Hold = _NO_HOLD,
 ) -> Chain:
     """Record first: no operation is carried out without an audit record."""
+    if isinstance(request.operation, Preview):
+        return (Reply(request=request, answer=answer),)
     record = AuditRecord(
         time_unix_s=now,
         who=request.who,

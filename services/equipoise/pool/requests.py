@@ -97,7 +97,7 @@ class Answer:
     """Generation that the pool switches to or stays at; 0 for neither."""
 
     sequence: int = 0
-    """Number of the audit record."""
+    """Number of the audit record; 0 for a preview, which has none."""
 
     proposal: Proposal | None = None
     """The plan of a preview."""

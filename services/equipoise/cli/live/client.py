@@ -1,4 +1,4 @@
-"""`BalancerClient`: calls to the leader's Status service, and gRPC errors as one sentence each."""
+"""`BalancerClient`: what the leader can be asked, and gRPC errors as one sentence each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import BALANCER
 from equipoise.wire.limits import MAX_STATUS_BYTES
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2_grpc
 from equipoise_api.v1 import status_pb2 as pb
-from equipoise_api.v1 import status_pb2_grpc
 
 LEADER_METADATA = "equipoise-leader"
 """Trailing metadata in which a follower names the leader's address."""
@@ -77,7 +77,7 @@ def connected(settings: BalancerClientSettings) -> Iterator["BalancerClient"]:
 
 
 class BalancerClient:
-    """The Status service of one balancer.
+    """The Status service of one balancer, and its audit records.
 
     Every method except `watch` raises `BalancerRejectedError` if the balancer is unreachable or
     rejects the call.
@@ -87,6 +87,7 @@ class BalancerClient:
         self, channel: grpc.Channel, settings: BalancerClientSettings, credentials: Credentials
     ) -> None:
         self._stub = status_pb2_grpc.StatusStub(channel)
+        self._admin = admin_pb2_grpc.AdminStub(channel)
         self._pool = settings.pool
         self._timeout_s = settings.timeout_s
         self._credentials = credentials
@@ -114,6 +115,11 @@ class BalancerClient:
         """Past decisions, newest first."""
         request = pb.ListDecisionsRequest(pool=self._pool, limit=limit)
         return list(self._call(self._stub.ListDecisions, request).decisions)
+
+    def audit(self, *, limit: int) -> list[pb.AuditRecord]:
+        """Audit records, newest first."""
+        request = admin_pb2.ListAuditRequest(pool=self._pool, limit=limit)
+        return list(self._call(self._admin.ListAudit, request).entries)
 
     def watch(self, take: Callable[[pb.PoolStatus], None]) -> str:
         """Pass every new status to `take` until the stream ends; return why it ended."""

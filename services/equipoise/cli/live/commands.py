@@ -4,6 +4,7 @@ import typer
 
 from equipoise.cli.help import INSPECT, OPERATE, Sections
 from equipoise.cli.live.settings import (
+    AuditSettings,
     BalancerClientSettings,
     DecisionsSettings,
     LayoutDiffSettings,
@@ -54,6 +55,15 @@ def decisions(settings: DecisionsSettings) -> int:
     from equipoise.cli.live.decisions import run
 
     return run(settings)
+
+
+@commands.command(rich_help_panel=INSPECT)
+@options_from_settings
+def audit(settings: AuditSettings) -> int:
+    """List operators' past requests with caller and outcome, newest first."""
+    from equipoise.cli.live.decisions import audit
+
+    return audit(settings)
 
 
 @commands.command(rich_help_panel=INSPECT)

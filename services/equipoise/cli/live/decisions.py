@@ -1,4 +1,4 @@
-"""`equipoise decisions` and `equipoise epochs`."""
+"""`equipoise decisions`, `equipoise audit` and `equipoise epochs`."""
 
 import json
 import sys
@@ -11,7 +11,11 @@ from rich.text import Text
 
 from equipoise.cli.display import console, format_bytes, format_time, print_json
 from equipoise.cli.live.client import BalancerClient, connected
-from equipoise.cli.live.settings import BalancerClientSettings, DecisionsSettings
+from equipoise.cli.live.settings import (
+    AuditSettings,
+    BalancerClientSettings,
+    DecisionsSettings,
+)
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -34,6 +38,23 @@ def run(settings: DecisionsSettings) -> int:
         console().print(decisions_table(decisions))
     else:
         print("no decision yet: the balancer plans at the end of each window that had traffic")
+    return 0
+
+
+def audit(settings: AuditSettings) -> int:
+    """Print the latest audit records, newest first.
+
+    Raises:
+        BalancerRejectedError: the balancer is unreachable or does not know the pool.
+    """
+    with connected(settings) as client:
+        records = client.audit(limit=settings.limit)
+    if settings.json:
+        print_json({"audit": [as_json(one) for one in records]})
+    elif records:
+        console().print(audit_table(records))
+    else:
+        print("no operator has requested anything yet")
     return 0
 
 
@@ -74,6 +95,23 @@ def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
             f"{one.moves:,}" if is_plan else "",
             format_bytes(one.bytes) if is_plan else "",
             Text(one.reason),
+        )
+    return table
+
+
+def audit_table(records: Iterable[pb.AuditRecord]) -> Table:
+    """One row per audit record."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("", "time", "caller", "operation", "answer", "outcome"):
+        table.add_column(name, no_wrap=name in {"", "time", "answer"}, overflow="fold")
+    for one in records:
+        table.add_row(
+            Text(str(one.sequence), style="dim"),
+            format_time(one.time_unix_s),
+            Text(one.who),
+            Text(one.what),
+            Text("accepted", style="green") if one.accepted else Text("rejected", style="yellow"),
+            Text(one.outcome),
         )
     return table
 

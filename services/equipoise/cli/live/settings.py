@@ -84,6 +84,14 @@ class DecisionsSettings(BalancerClientSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings(BalancerClientSettings):
+    """`equipoise audit`."""
+
+    limit: Annotated[int, Range(1, 1000)] = 20
+    """Number of audit records to show, newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadsSettings(BalancerClientSettings):
     """`equipoise loads`."""
 
