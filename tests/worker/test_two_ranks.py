@@ -222,7 +222,7 @@ async def test_a_slow_rank_is_distinguished_from_the_rank_that_waits_for_it(
             load=np.array([said.load.assignments.sum() for said in reports], dtype=np.float64),
             steps=steps,
         )
-        policy = Policy(slow_worker_windows=1)
+        policy = Policy(slow_worker_windows=1, slow_worker_factor=1.5)
         assert set(find_slow([pace], policy=policy)) == {1}, slowdowns(pace)
 
 
