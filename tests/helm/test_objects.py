@@ -232,6 +232,17 @@ def test_a_second_pools_release_names_its_phase_its_peers_and_its_prefill_pool()
     assert not [one for one in containers(render({}))[_GATEWAY]["args"] if "prefill" in one]
 
 
+def test_a_pod_has_time_to_drain_and_to_wait_for_latents():
+    def grace(values):
+        return pod_specs(render(values))["StatefulSet/eq-equipoise-worker"][
+            "terminationGracePeriodSeconds"
+        ]
+
+    assert grace({}) == 40
+    assert grace(READERS) == 70
+    assert grace(READERS | {"worker": {"holdSeconds": 4.5, "drainTimeoutSeconds": 5}}) == 30
+
+
 def test_every_port_of_a_service_or_a_policy_exists_in_its_pods():
     objects = render(FULL)
     ports = {}

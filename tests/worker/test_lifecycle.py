@@ -24,6 +24,7 @@ from equipoise.wire.messages import (
     Switched,
     Wait,
 )
+from equipoise.worker.blocks import keys_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError
 from equipoise.worker.health import LIVE
@@ -295,6 +296,61 @@ async def test_a_worker_that_stops_first_finishes_the_requests_it_has(
             while (response := await call.read()) is not grpc.aio.EOF:
                 tokens += response.tokens
         assert tokens == solo(PROMPT, 80)
+
+
+async def _held(channel):
+    """A prompt of one block, whose latents are held for another pool."""
+    call = worker_pb2_grpc.InferenceStub(channel).Generate(
+        pb.GenerateRequest(prompt=PROMPT * 2, max_tokens=1, hold_latents=True), timeout=60
+    )
+    (*_, last) = [response async for response in call]
+    assert last.held.hold
+    return last.held
+
+
+async def test_a_worker_that_stops_waits_until_its_latents_are_fetched(
+    balancer, settings, join_epoch, random_layout, caplog
+):
+    caplog.set_level("INFO")
+    chosen = settings(balancer=balancer.address, worker="w-7", phase=Phase.PREFILL, hold_s=60.0)
+    async with running(chosen) as rig:
+        link, _ = await join(balancer, join_epoch, random_layout(1))
+        async with grpc.aio.insecure_channel(rig.worker.address) as channel:
+            held = [await _held(channel), await _held(channel)]
+            stub = worker_pb2_grpc.LatentTransferStub(channel)
+            rig.stop.set()
+            await link.until_heartbeat(lambda beat: beat.draining)
+            with pytest.raises(grpc.aio.AioRpcError, match="w-7 is shutting down"):
+                await _held(channel)
+            await stub.Release(
+                pb.LatentTransferReleaseRequest(boot_id=held[0].boot_id, hold=held[0].hold)
+            )
+            await asyncio.sleep(0.5)
+            assert not rig.task.done()
+            request = pb.LatentTransferFetchRequest(
+                form=link.hello.latent_form,
+                boot_id=held[1].boot_id,
+                hold=held[1].hold,
+                keys=list(keys_of((*PROMPT, *PROMPT, 0), block_tokens=16)),
+            )
+            sent = [len(part.data) async for part in stub.Fetch(request)]
+            assert sum(sent) == 16 * link.hello.cache_token_bytes
+        await asyncio.wait_for(asyncio.shield(rig.task), 20)
+    assert "2 prompts are held for other pools: waiting until they are fetched" in caplog.text
+    assert "were not fetched" not in caplog.text
+
+
+async def test_a_worker_that_stops_waits_no_longer_than_its_holds_last(
+    balancer, settings, join_epoch, random_layout, caplog
+):
+    chosen = settings(balancer=balancer.address, worker="w-7", phase=Phase.PREFILL, hold_s=1.0)
+    async with running(chosen) as rig:
+        await join(balancer, join_epoch, random_layout(1))
+        async with grpc.aio.insecure_channel(rig.worker.address) as channel:
+            await _held(channel)
+        rig.stop.set()
+        await asyncio.wait_for(asyncio.shield(rig.task), 20)
+    assert "1 of 1 prompts were not fetched within 1 s: other ranks read them again" in caplog.text
 
 
 async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(balancer, settings):

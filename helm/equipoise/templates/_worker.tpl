@@ -8,8 +8,9 @@
 spec:
   serviceAccountName: {{ include "equipoise.serviceAccountName" . }}
   automountServiceAccountToken: {{ eq $topology.source "nodeLabels" }}
-  # Graceful shutdown: it rejects new requests, finishes those in flight, and leaves the epoch.
-  terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds 20 }}
+  # Graceful shutdown: it rejects new requests, finishes those in flight, waits until its latents are
+  # fetched, and leaves the epoch.
+  terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds (ternary (int (ceil $worker.holdSeconds)) 0 (gt (len $root.Values.peerPools) 0)) 20 }}
   {{- include "equipoise.podSecurity" $root | nindent 2 }}
   containers:
     - name: worker

@@ -236,14 +236,17 @@ class Worker:
             await server.stop(STOP_GRACE_S)
 
     async def _drain(self) -> None:
-        """Wait for open requests to end; a timeout appears in the last report."""
-        if await self._parts.inference.drain(timeout_s=self._settings.drain_timeout_s):
-            return
-        self._parts.waits.note(
-            Wait.DRAIN, f"{self._settings.worker} returned its open requests to the gateways"
-        )
-        if self._epochs.rank is not None:
-            self._epochs.rank.reporter.send_now()
+        """Wait for open requests to end, then for latents to be fetched.
+
+        A timeout of the former appears in the last report.
+        """
+        if not await self._parts.inference.drain(timeout_s=self._settings.drain_timeout_s):
+            self._parts.waits.note(
+                Wait.DRAIN, f"{self._settings.worker} returned its open requests to the gateways"
+            )
+            if self._epochs.rank is not None:
+                self._epochs.rank.reporter.send_now()
+        await self._parts.latents.drain(timeout_s=self._settings.hold_s)
 
     async def _listen(self) -> grpc.aio.Server:
         max_bytes = max_request_bytes(context_length=self._settings.context_length)

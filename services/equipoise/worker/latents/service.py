@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,9 @@ MAX_STREAMS = 8
 
 WRITE_TIMEOUT_S = 2.0
 """Time within which a caller must take a message."""
+
+DRAIN_POLL_S = 0.05
+"""How often a worker that stops looks for holds that have ended."""
 
 _Context = grpc.aio.ServicerContext[pb.LatentTransferFetchRequest, pb.LatentTransferFetchResponse]
 _ReleaseContext = grpc.aio.ServicerContext[
@@ -75,6 +79,32 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
             with suppress(NotServingError):  # Then it holds nothing.
                 self._visit(lambda one: one.holds.end(request.hold, HoldEnd.RELEASED))
         return pb.LatentTransferReleaseResponse()
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Wait until every hold has ended, `timeout_s` seconds at most."""
+        num_held, num_expired_before = self._open_and_expired()
+        if not num_held:
+            return
+        _log.info("%d prompts are held for other pools: waiting until they are fetched", num_held)
+        num_open, num_expired, until_s = num_held, 0, time.monotonic() + timeout_s
+        while num_open and time.monotonic() < until_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+            num_open, num_expired = self._open_and_expired()
+        if num_lost := num_open + num_expired - num_expired_before:
+            text = "%d of %d prompts were not fetched within %g s: other ranks read them again"
+            _log.warning(text, num_lost, num_held, timeout_s)
+
+    def _open_and_expired(self) -> tuple[int, int]:
+        """How many holds are open, and how many have expired so far."""
+
+        def count(scheduler: Scheduler) -> tuple[int, int]:
+            # Without steps, as between two epochs, nothing else ends them.
+            scheduler.holds.expire(time.monotonic())
+            return scheduler.holds.num_open, scheduler.holds.ended[HoldEnd.EXPIRED]
+
+        with suppress(NotServingError):
+            return self._visit(count)
+        return 0, 0
 
     async def _check(self, request: pb.LatentTransferFetchRequest, context: _Context) -> None:
         """Refuse a fetch that cannot be served, with the reason."""
