@@ -153,6 +153,25 @@ async def test_a_missing_token_is_an_error_that_names_the_option(tmp_path, accep
             assert words == "this port requires a token: set --signing-key"
 
 
+async def test_a_malformed_request_is_an_invalid_argument_of_who_may_call(tmp_path, accepted):
+    expected = {
+        ("admin/ann", "/equipoise_api.v1.Admin/Pause"): grpc.StatusCode.INVALID_ARGUMENT,
+        ("reader", "/equipoise_api.v1.Admin/Pause"): grpc.StatusCode.PERMISSION_DENIED,
+        ("reader", "/equipoise_api.v1.Status/GetStatus"): grpc.StatusCode.INVALID_ARGUMENT,
+        ("reader", "/grpc.health.v1.Health/Check"): grpc.StatusCode.INVALID_ARGUMENT,
+    }
+    async with opened(tmp_path, accepted_keys=accepted) as address:
+        for (who, method), code in expected.items():
+            credentials = showing(tmp_path, who)
+            metadata = credentials.metadata(audience=BALANCER)
+            async with credentials.balancer_channel(address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary(method)(b"\xff\xff", metadata=metadata)
+            assert caught.value.code() is code, caught.value.details()
+            if code is grpc.StatusCode.INVALID_ARGUMENT:
+                assert "the request is malformed: " in caught.value.details()
+
+
 async def test_a_wrong_token_is_unauthenticated(tmp_path, accepted):
     wrong = Credentials(signing_key=write_key(tmp_path, "wrong")[0])
     async with opened(tmp_path, accepted_keys=accepted) as address:

@@ -90,14 +90,35 @@ def cluster(tmp_path, monkeypatch):
 
 
 def test_kubectls_options_go_to_kubectl_and_ours_to_us():
-    line = "status -n moe --watch --context=prod --release eq --pool decode --kubeconfig k"
+    line = "status -n moe --watch --context=prod --release eq --pool decode --kubeconfig k --as ann"
     assert parted(line.split()) == CommandLine(
         arguments=("status", "--watch", "--pool", "decode"),
-        of_kubectl=("--namespace=moe", "--context=prod", "--kubeconfig=k"),
+        of_kubectl=("--namespace=moe", "--context=prod", "--kubeconfig=k", "--as=ann"),
         release="eq",
     )
     with pytest.raises(ForwardError, match="-n needs a value"):
         parted(["status", "-n"])
+
+
+@pytest.mark.parametrize("line", ["--help", "status -h", "layout show --help", ""])
+def test_help_lists_what_kubectl_adds_to_every_command(line):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from equipoise.cli.kubectl.plugin import main; main()",
+            *line.split(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == (0 if line else 2), done.stderr
+    words = done.stdout.split()
+    for option in ("-n,", "--namespace", "--context", "--kubeconfig", "--release", "--as"):
+        assert option in words
+    assert "Usage: kubectl equipoise" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -126,6 +147,7 @@ def test_completions_come_with_their_help():
     assert {word for word, _ in following(app, ["layout"], begun="")} >= {"show", "diff"}
     assert "--force" in dict(following(app, ["rebalance"], begun="--f"))
     assert not dict(following(app, ["rebalance"], begun=""))
+    assert "--release" in dict(following(app, ["rebalance"], begun="--r"))
 
 
 @pytest.mark.parametrize(

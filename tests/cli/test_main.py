@@ -68,7 +68,15 @@ def test_a_users_error_is_one_line(arguments, status, message):
 def test_a_worker_without_torch_names_the_package_to_install():
     done = equipoise("worker", before=WITHOUT_TORCH)
     assert done.returncode == 1
-    assert done.stderr == "equipoise: this needs torch: run pip install '.[worker]' in a checkout\n"
+    assert done.stderr == (
+        "equipoise: this needs equipoise[worker] (there is no torch): run pip install '.[worker]' "
+        "in a checkout\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["balancer", "worker"])
+def test_the_help_names_the_extra_that_an_option_needs(command):
+    assert "Needs equipoise[tracing]." in " ".join(equipoise(command, "--help").stdout.split())
 
 
 def test_the_control_planes_commands_need_no_torch():

@@ -222,7 +222,5 @@ def test_without_matplotlib_a_picture_is_rejected_before_the_work(monkeypatch, c
         main()
     assert ended.value.code == 1
     output = capsys.readouterr()
-    assert (
-        output.err == "equipoise: this needs matplotlib: run pip install '.[plots]' in a checkout\n"
-    )
+    assert "this needs equipoise[plots] (there is no matplotlib)" in output.err
     assert not output.out

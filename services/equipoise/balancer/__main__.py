@@ -170,7 +170,8 @@ async def _open_register(settings: BalancerSettings) -> LeaseRegister | None:
         kubernetes = importlib.import_module("equipoise.balancer.leadership.kubernetes_register")
     except ModuleNotFoundError as error:
         raise BalancerError(
-            f"a Kubernetes lease needs {error.name}: run pip install '.[kubernetes]' in a checkout"
+            f"a Kubernetes lease needs equipoise[kubernetes] (there is no {error.name}): run pip "
+            "install '.[kubernetes]' in a checkout"
         ) from error
     register: LeaseRegister = await kubernetes.KubernetesRegister.connect(
         settings.lease_name, timeout_s=timeout_s

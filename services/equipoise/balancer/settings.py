@@ -94,7 +94,7 @@ class BalancerSettings:
     tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, usually port 4317) that receives a trace of each
     plan and its rollout. OTEL_EXPORTER_OTLP_ENDPOINT is the default; without either, tracing is
-    disabled. Requires the extra `tracing`."""
+    disabled. Needs equipoise[tracing]."""
 
     log_level: LogLevel = LogLevel.INFO
     """Minimum severity of messages to write to stderr. `info` logs one line per decision."""

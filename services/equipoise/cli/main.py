@@ -69,7 +69,10 @@ def _user_message(error: Exception) -> str | None:
         missing = (error.name or "").partition(".")[0]
         if missing in _EXTRA_OF_PACKAGE:
             extra = _EXTRA_OF_PACKAGE[missing]
-            return f"this needs {missing}: run pip install '.[{extra}]' in a checkout"
+            return (
+                f"this needs equipoise[{extra}] (there is no {missing}): run pip install "
+                f"'.[{extra}]' in a checkout"
+            )
     if type(error).__module__.partition(".")[0] in _OWN_PACKAGES:
         return str(error)
     return None

@@ -96,8 +96,8 @@ def _provider(endpoint: str, *, service: str) -> Any:
         export = importlib.import_module("opentelemetry.sdk.trace.export")
     except ModuleNotFoundError as error:
         raise TelemetryError(
-            f"tracing needs {error.name}: run pip install '.[tracing]' in a checkout, or unset "
-            f"--tracing-endpoint and {ENDPOINT_VARIABLE}"
+            f"tracing needs equipoise[tracing] (there is no {error.name}): run pip install "
+            f"'.[tracing]' in a checkout, or unset --tracing-endpoint and {ENDPOINT_VARIABLE}"
         ) from error
     attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}
     provider = sdk.TracerProvider(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.errors import InvalidTokenError, RejectedCallerError
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs only are generic
     """Admits a call if every credential that the port requires allows its service.
+
+    Only then is its request parsed; one that is malformed gets INVALID_ARGUMENT.
 
     A port requires a client certificate if its TLS is mutual, and a token for its `audience` if
     `accepted_keys` names a file. If it requires neither, it admits every call; `Tls` then allows
@@ -105,10 +108,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs 
             method = method.decode()
         method = method.strip("/")
         service = method.partition("/")[0]
-        if handler is None or (service in self._rights and self._rights[service] is ANYBODY):
+        if handler is None:
             return handler
 
         async def admit(context: _Context) -> None:
+            if service in self._rights and self._rights[service] is ANYBODY:
+                return
             try:
                 self._check(service, method, context)
             except RejectedCallerError as error:
@@ -165,23 +170,33 @@ def _certified_names(context: _Context) -> tuple[str, list[str]]:
 
 
 def _guarded(handler: Any, admit: Callable[[_Context], Awaitable[None]]) -> Any:
-    """The handler with `admit` called first."""
+    """The handler with `admit` called first, then the parser of a single request."""
     streams = (handler.request_streaming, handler.response_streaming)
     kind = "_".join("stream" if is_stream else "unary" for is_stream in streams)
     inner, wrap = getattr(handler, kind), getattr(grpc, f"{kind}_rpc_method_handler")
+    parse = None if handler.request_streaming else handler.request_deserializer
+
+    async def admitted(request: Any, context: _Context) -> Any:
+        await admit(context)
+        if parse is None:
+            return request
+        try:
+            return parse(request)
+        except DecodeError as error:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"the request is malformed: {error}"
+            )
 
     async def answer(request: Any, context: _Context) -> Any:
-        await admit(context)
-        return await inner(request, context)
+        return await inner(await admitted(request, context), context)
 
     async def generate(request: Any, context: _Context) -> AsyncIterator[Any]:
-        await admit(context)
-        async for response in inner(request, context):
+        async for response in inner(await admitted(request, context), context):
             yield response
 
     behavior = generate if inspect.isasyncgenfunction(inner) else answer
     return wrap(
         behavior,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=handler.request_deserializer if parse is None else None,
         response_serializer=handler.response_serializer,
     )

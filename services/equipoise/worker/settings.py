@@ -190,7 +190,7 @@ class WorkerSettings:
     tracing_endpoint: str = ""
     """http://host:port of an OTLP collector (gRPC, usually port 4317) that receives spans of
     staging and switching. OTEL_EXPORTER_OTLP_ENDPOINT is the default; without either, tracing is
-    disabled. Requires the extra `tracing`."""
+    disabled. Needs equipoise[tracing]."""
 
     tls: Tls = field(default_factory=Tls)
     """Certificates. Without them ports must be on loopback."""

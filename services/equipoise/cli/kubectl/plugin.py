@@ -7,25 +7,31 @@ runs.
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import typer
+from click import HelpFormatter
 
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
 from equipoise.cli.live.settings import ADDRESS_VARIABLE, BALANCER_NAME_VARIABLE
 
-_OF_KUBECTL = {
-    "-n": "--namespace",
-    "--namespace": "--namespace",
-    "--context": "--context",
-    "--kubeconfig": "--kubeconfig",
-}
-"""kubectl's own options, and their long forms."""
 _RELEASE = "--release"
+_OPTIONS = {
+    "--namespace": "Namespace of the release. Default: the context's.",
+    "--context": "Context of the kubeconfig file.",
+    "--kubeconfig": "Kubeconfig file.",
+    "--as": "User to impersonate.",
+    "--as-group": "Group to impersonate. Repeatable.",
+    _RELEASE: "Release to connect to, if the namespace has several.",
+}
+"""Options of every command, and their help. All but the release are kubectl's own."""
+_SHORT = {"-n": "--namespace"}
+_HELP_FLAGS = {"-h", "--help"}
 _HELP_LENGTH = 200
+_HELP_WIDTH = 120
 _NO_FILES = 4
 """Completion directive of kubectl: do not complete file names."""
 
@@ -52,6 +58,8 @@ def main() -> NoReturn:
 
         line = parted(sys.argv[1:])
         sys.argv = ["kubectl equipoise", *line.arguments]
+        if not line.arguments or _HELP_FLAGS & set(line.arguments):
+            _run_help(run)
         if ADDRESS_VARIABLE in os.environ or not asks_a_balancer(app, line.arguments):
             run()
         _exit_on_signals()
@@ -91,23 +99,24 @@ def parted(arguments: Sequence[str]) -> CommandLine:
     rest = iter(arguments)
     for argument in rest:
         name, sign, value = argument.partition("=")
-        if name not in {*_OF_KUBECTL, _RELEASE}:
+        option = _SHORT.get(name, name)
+        if option not in _OPTIONS:
             ours.append(argument)
             continue
         if not sign:
             value = next(rest, "")
         if not value:
             raise ForwardError(f"{name} needs a value")
-        if name == _RELEASE:
+        if option == _RELEASE:
             release = value
         else:
-            of_kubectl.append(f"{_OF_KUBECTL[name]}={value}")
+            of_kubectl.append(f"{option}={value}")
     return CommandLine(arguments=tuple(ours), of_kubectl=tuple(of_kubectl), release=release)
 
 
 def asks_a_balancer(app: typer.Typer, arguments: Sequence[str]) -> bool:
     """Whether the command takes an address and got none; False for --help."""
-    if {"-h", "--help"} & set(arguments):
+    if _HELP_FLAGS & set(arguments):
         return False
     # Recorded loads need no balancer.
     if {"--address", "--loads"} & {argument.partition("=")[0] for argument in arguments}:
@@ -126,6 +135,26 @@ def following(app: typer.Typer, before: Sequence[str], *, begun: str) -> Iterato
         for option in parameter.opts:
             if option.startswith("--") and option.startswith(begun):
                 yield option, " ".join(str(getattr(parameter, "help", "")).split())
+    for option, text in _OPTIONS.items():
+        if begun.startswith("-") and option.startswith(begun):
+            yield option, text
+
+
+def _run_help(run: Callable[[], NoReturn]) -> NoReturn:
+    """Show the help of `equipoise`, then the options that kubectl adds to it."""
+    try:
+        run()
+    finally:
+        formatter = HelpFormatter(max_width=_HELP_WIDTH)
+        rows = [(_named(option), text) for option, text in _OPTIONS.items()]
+        with formatter.section("\nConnection to the cluster, for every command"):
+            formatter.write_dl(rows)
+        print(formatter.getvalue(), end="")
+
+
+def _named(option: str) -> str:
+    short = next((f"{name}, " for name, long in _SHORT.items() if long == option), "")
+    return f"{short}{option} TEXT"
 
 
 def _exit_on_signals() -> None:
