@@ -33,6 +33,10 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+checksum_of = lru_cache(maxsize=1024)(checksum)
+"""The product's checksum, computed once for each tensor. Nothing writes to one (`_tensor`)."""
+
+
 class SimCheckpoint:
     """A checkpoint on a disk that may be damaged, or hang."""
 
@@ -49,7 +53,7 @@ class SimCheckpoint:
             for layer in range(shape.num_layers)
             for expert in range(shape.num_experts)
         }
-        sums = b"".join(checksum(_tensor(data)) for data in self._true.values())
+        sums = b"".join(checksum_of(_tensor(data)) for data in self._true.values())
         self._checksums = np.frombuffer(sums, dtype=np.uint8).reshape(
             shape.num_layers, shape.num_experts, -1
         )

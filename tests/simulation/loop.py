@@ -121,8 +121,9 @@ class Process:
         self._loop.take_back(parked)
 
     def keep(self, handle: _Handle) -> None:
-        """What a paused process would run waits until it resumes."""
-        self._parked.append(handle)
+        """What a paused process would run waits until it resumes; a dead one drops it."""
+        if self.alive:
+            self._parked.append(handle)
 
 
 class SimLoop(base_events.BaseEventLoop):
@@ -143,6 +144,9 @@ class SimLoop(base_events.BaseEventLoop):
     def time(self) -> float:
         """The virtual clock, seconds."""
         return self._now_s
+
+    # Never in debug mode. Every future asks, so this is not worth a frame.
+    get_debug = staticmethod(bool)
 
     def create_future(self) -> asyncio.Future[Any]:
         return _Future(loop=self)
@@ -190,49 +194,45 @@ class SimLoop(base_events.BaseEventLoop):
         """Run everything that is due up to a time."""
         events._set_running_loop(self)
         try:
-            ready, due = self._ready, self._due
-            while True:
-                self._run_ready()
-                if ready:
-                    return  # Something spins.
-                while due and due[0][2].is_cancelled:
-                    heapq.heappop(due)
-                if not due or due[0][0] > until_s:
-                    self._now_s = max(self._now_s, until_s)
-                    return
-                when_s, _, handle = heapq.heappop(due)
-                if when_s > self._now_s:
-                    self._now_s, self._moved_events = when_s, self.num_events
-                ready.append(handle)
+            self._run(until_s)
         finally:
             events._set_running_loop(None)
 
-    def _run_ready(self) -> None:
-        """Run what is ready, and what that makes ready, until time must pass."""
+    def _run(self, until_s: float) -> None:
         ready = self._ready
-        most = self._moved_events + MAX_EVENTS_AT_ONCE
-        while ready:
+        while ready or self._advance(until_s):
             handle = ready.popleft()
             if handle.is_cancelled:
                 continue
-            context = handle.context
-            process = context.get(_PROCESS)
-            if process is not None:
-                if not process.alive:
-                    continue
-                if process.paused:
-                    process.keep(handle)
-                    continue
+            process = handle.context.get(_PROCESS)
+            if process is not None and (process.paused or not process.alive):
+                process.keep(handle)
+                continue
             self.num_events += 1
             try:
-                context.run(handle.callback, *handle.args)
+                handle.context.run(handle.callback, *handle.args)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - as asyncio does
                 self.faults.append(f"{handle.callback!r}: {error!r}")
-            if self.num_events > most:
+            if self.num_events > self._moved_events + MAX_EVENTS_AT_ONCE:
                 self.faults.append(f"{MAX_EVENTS_AT_ONCE} events at one moment: something spins")
-                return
+                if ready:
+                    return
+
+    def _advance(self, until_s: float) -> bool:
+        """Let time pass until the next timer; returns whether one is due by `until_s`."""
+        due = self._due
+        while due and due[0][2].is_cancelled:
+            heapq.heappop(due)
+        if not due or due[0][0] > until_s:
+            self._now_s = max(self._now_s, until_s)
+            return False
+        when_s, _, handle = heapq.heappop(due)
+        if when_s > self._now_s:
+            self._now_s, self._moved_events = when_s, self.num_events
+        self._ready.append(handle)
+        return True
 
     def _note_bug(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()

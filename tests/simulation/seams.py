@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
-from equipoise.rank import stager
+from equipoise.rank import held, stager
 from equipoise.worker import engine, epochs, joining, rank
 from equipoise.worker.reading import CheckpointReader
 from tests.simulation import group
 from tests.simulation.engine import SimEngine
-from tests.simulation.experts import SimExperts, SimPlacement
+from tests.simulation.experts import SimExperts, SimPlacement, checksum_of
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
 
@@ -104,6 +104,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (engine, "time", _TIME),
     (stager, "time", _TIME),
     (joining, "placement_of", SimPlacement),
+    (held, "checksum", checksum_of),
     (rank, "Engine", SimEngine),
     (rank, "_expert_parallel", SimExperts),
     (rank.Rank, "_step", _step),

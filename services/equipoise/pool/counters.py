@@ -93,8 +93,11 @@ class Timeouts:
             ("join", policy.join_timeout_s),
             ("start", policy.start_timeout_s),
         ):
-            known = self._by_name.get(name, Timeout(name=name, timeout_s=timeout_s))
-            self._by_name[name] = replace(known, timeout_s=timeout_s)
+            known = self._by_name.get(name)
+            if known is None:
+                self._by_name[name] = Timeout(name=name, timeout_s=timeout_s)
+            elif known.timeout_s != timeout_s:
+                self._by_name[name] = replace(known, timeout_s=timeout_s)
 
     def note(self, name: str, what: str) -> None:
         """A wait timed out; `what` says what was done about it."""

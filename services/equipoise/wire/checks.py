@@ -65,10 +65,14 @@ def address(kind: str, field: str, value: str) -> str:
 
 def reason(value: str) -> str:
     """One line for display: truncated, without control characters. Never raises."""
-    line = "".join(character if character.isprintable() else " " for character in value).strip()
+    line = value.strip() if value.isprintable() else _printable(value).strip()
     if len(line) > _MAX_REASON_LENGTH:
         line = line[: _MAX_REASON_LENGTH - 1] + "…"
     return line or "no reason given"
+
+
+def _printable(value: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in value)
 
 
 def traceparent(value: str) -> str:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -322,7 +322,9 @@ class Worker:
             pool=self._settings.pool,
             worker=self._settings.worker,
             boot_id=self._parts.boot_id,
-            **asdict(self._location),
+            node=self._location.node,
+            host=self._location.host,
+            zone=self._location.zone,
             device=name_of(self._core.device),
             kernels=self._core.operations.kernels,
             backends=self._core.operations.backends,
