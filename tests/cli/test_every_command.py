@@ -59,6 +59,7 @@ GOOD = {
     "replay": ([*POOL, "--policy", "calm=min_gain=0.05"], DONE),
     "whatif": ([*LOADS, "--ranks", "4"], DONE),
     "convert": (["--file", LOADS[1], "--out", "{folder}/loads.npz", "--format", "deepseek"], DONE),
+    "overlap": (["{trace}"], DONE),
     "checkpoint convert": (["--checkpoint", str(TINY), "--out", "{folder}/fp8"], DONE),
     "checkpoint manifest": (["--checkpoint", str(TINY)], DONE),
     "demo": (
@@ -99,6 +100,9 @@ BAD = [
     ("replay", [*POOL, "--policy", "x"], 2),
     ("whatif", [*LOADS, "--ranks", "0"], 2),
     ("convert", ["--file", "{folder}/missing.json", "--out", "{folder}/x.json"], 2),
+    ("overlap", ["{folder}/missing.json"], 2),
+    ("overlap", ["{policy}"], 2),
+    ("overlap", ["{trace}", "--plot", "{folder}/x.gif"], 2),
     ("checkpoint convert", ["--checkpoint", "{folder}/missing", "--out", "{folder}/x"], 2),
     ("checkpoint manifest", ["--checkpoint", "{folder}/missing"], 2),
     ("demo", ["--workers", "3"], 2),
@@ -149,6 +153,8 @@ def place(tmp_path_factory):
     table = [[slot % 8 for slot in range(12)]] * 2
     layout = {"num_experts": 8, "num_ranks": 4, "expert_of_slot": table}
     (folder / "layout.json").write_text(json.dumps(layout))
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 2}
+    (folder / "trace.json").write_text(json.dumps([kernel]))
     (folder / "gateway").mkdir()
     with on_a_thread(fleet_and_gateway(folder)) as (address, web):
         yield SimpleNamespace(
@@ -158,6 +164,7 @@ def place(tmp_path_factory):
                 "policy": folder / "policy.yaml",
                 "other_policy": folder / "other.yaml",
                 "layout": folder / "layout.json",
+                "trace": folder / "trace.json",
                 "url": web.url,
             },
         )

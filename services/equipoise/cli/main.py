@@ -24,6 +24,7 @@ from equipoise.cli.offline.settings import (
     WhatIfSettings,
 )
 from equipoise.cli.options import options_from_settings
+from equipoise.cli.overlap.settings import OverlapSettings
 from equipoise.formats.errors import FormatError
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.planning.errors import InvalidPolicyError
@@ -177,6 +178,15 @@ def whatif(settings: WhatIfSettings) -> int:
 def convert(settings: ConvertSettings) -> int:
     """Convert loads or a layout from one engine's format to another's."""
     from equipoise.cli.offline.convert import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=OFFLINE)
+@options_from_settings
+def overlap(settings: OverlapSettings) -> int:
+    """Measure in a profiler trace how much communication hides under computation."""
+    from equipoise.cli.overlap.run import run
 
     return run(settings)
 

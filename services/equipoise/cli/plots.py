@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from equipoise.cli.offline.replay_run import ReplayRun
+from equipoise.cli.overlap.analysis import NUM_BINS, Overlap
 from equipoise.formats.errors import FormatError
 from equipoise.planning.arrays import Load
 
@@ -115,6 +116,45 @@ def draw_latencies(latencies_s: Mapping[str, Sequence[float]], path: Path, *, ti
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("percent of samples")
+    _save(figure, path)
+
+
+def draw_overlap(overlap: Overlap, path: Path, *, title: str) -> None:
+    """Draw what ran over time, and the communication and computation of each layer or track.
+
+    Raises:
+        FormatError: the file cannot be written.
+    """
+    bars = [(f"layer {layer}", times) for layer, times in overlap.layers] or [
+        (f"{row.process} {row.track}", row.times) for row in overlap.tracks
+    ]
+    height = min(20.0, 0.25 * len(bars))
+    figure = Figure(figsize=(9, 4 + height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    over_time, below = figure.subplots(2, 1, height_ratios=(2.4, 1 + height))
+    edges_ms = np.linspace(0, overlap.range_us / 1e3, NUM_BINS + 1)
+    lower = np.zeros(NUM_BINS)
+    labels = ("computation", "hidden communication", "exposed communication")
+    colours = (_GREY, _BLUE, _OTHERS[0])
+    for label, colour, share in zip(labels, colours, np.array(overlap.bins).T, strict=True):
+        over_time.stairs(
+            lower + share, edges_ms, baseline=lower, fill=True, color=colour, label=label
+        )
+        lower = lower + share
+    over_time.set_ylim(0, 1)
+    over_time.set_ylabel("fraction of time")
+    over_time.set_xlabel("ms")
+    over_time.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    rows = [(t.computation_us - t.hidden_us, t.hidden_us, t.exposed_us) for _, t in reversed(bars)]
+    left = np.zeros(len(bars))
+    for colour, values in zip(colours, np.array(rows).T / 1e3, strict=True):
+        below.barh([name for name, _ in reversed(bars)], values, left=left, color=colour)
+        left = left + values
+    below.set_xlabel("ms")
+    over_time.set_xlim(0, edges_ms[-1])
+    below.set_xlim(0, left.max() * 1.02)
+    for axes in (over_time, below):
+        axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
 
 

@@ -4,8 +4,7 @@ The format is detected from the content, never from the name alone. Dense layers
 values have MoE layers only.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from equipoise.formats import (
     vllm_ascend,
 )
 from equipoise.formats.container import Folder, open_document
-from equipoise.formats.errors import FormatError
+from equipoise.formats.errors import FormatError, naming
 from equipoise.formats.expected import Expected
 from equipoise.formats.format import Format
 from equipoise.formats.placement import ExpertPlacement
@@ -44,7 +43,7 @@ def read_recording(
         FormatError: the file cannot be used; the message names it.
     """
     known = Expected(num_experts=num_experts, first_moe_layer=first_moe_layer)
-    with _naming(path):
+    with naming(path):
         return _recording(open_document(path), form, known)
 
 
@@ -56,7 +55,7 @@ def read_placement(
     Raises:
         FormatError: the file cannot be used; the message names it.
     """
-    with _naming(path):
+    with naming(path):
         return _placement(open_document(path), form, expected or Expected())
 
 
@@ -68,7 +67,7 @@ def read_either(
     Raises:
         FormatError: the file cannot be used; the message names it.
     """
-    with _naming(path):
+    with naming(path):
         document = open_document(path)
         if any(kind.is_this(document) for kind in _RECORDINGS.values()):
             return _recording(document, form, expected)
@@ -82,7 +81,7 @@ def write_recording(recording: Recording, path: Path, *, form: Format) -> None:
         FormatError: the format has no file for loads or needs unknown facts, or the file cannot be
             written.
     """
-    with _naming(path):
+    with naming(path):
         if form is not Format.TENSORRT_LLM:
             _write(path, _encoded_recording(recording, path, form))
             return
@@ -102,24 +101,13 @@ def write_placement(placement: ExpertPlacement, path: Path, *, form: Format) -> 
         FormatError: the format needs unknown facts or cannot express the layout, or the file cannot
             be written.
     """
-    with _naming(path):
+    with naming(path):
         if placement.share_of_slot is not None and form is not Format.EQUIPOISE:
             raise FormatError(
                 f"{form} cannot express shares and would split each expert evenly: write "
                 f"{Format.EQUIPOISE}, or plan without weights"
             )
         _write(path, _PLACEMENT_WRITERS[form](placement))
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Prefix errors with the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        raise FormatError(f"{path}: {error.strerror or error}") from None
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
 
 
 class _Kind(NamedTuple, Generic[Reader]):

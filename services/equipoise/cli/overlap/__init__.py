@@ -1,0 +1,1 @@
+"""`equipoise overlap`: how much communication hides under computation in a profiler trace."""

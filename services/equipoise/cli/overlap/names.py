@@ -1,0 +1,90 @@
+"""What a slice's name says: communication, experts, attention, a layer, a step."""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from equipoise.settings.errors import InvalidSettingsError
+
+COMMUNICATION = (
+    r"nccl|rccl|mscclpp|nvshmem|deep_?ep|::ep::(internode|intranode)|inter_?node::|intra_?node::"
+    r"|internode_ll|all_?to_?all|all_?reduce|all_?gather|reduce_?scatter|cross_device_reduce"
+    r"|memcpy ptop|gloo:|c10d::|record_param_comms|equipoise[.]exchange"
+)
+"""Names of communication in traces of NCCL, RCCL, DeepEP, NVSHMEM, MSCCL++, vLLM, SGLang, gloo."""
+
+EXPERTS = r"moe|expert|m_?grouped|group(ed)?_?gemm"
+"""Names of the experts' computation: grouped GEMMs, fused MoE kernels, ranges of MoE blocks."""
+
+ATTENTION = r"attention|attn|flash|fmha|mla_|::mla"
+
+_LAYER = re.compile(r"\blayers?[ ._#:]?(\d{1,4})\b", re.IGNORECASE)
+_STEP = re.compile(r"^(profilerstep\b|equipoise[.]step\b)", re.IGNORECASE)
+
+
+class Part(StrEnum):
+    """A part of a model."""
+
+    EXPERTS = "experts"
+    ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """What one name says."""
+
+    is_communication: bool
+    part: Part | None
+    layer: int | None
+    is_step: bool
+
+
+class Names:
+    """Reads names; each different name is matched once.
+
+    Args:
+        communication: regular expression of names of communication, in any case.
+        experts: the same for computation of experts.
+
+    Raises:
+        InvalidSettingsError: an expression is invalid.
+    """
+
+    def __init__(self, *, communication: str = COMMUNICATION, experts: str = EXPERTS) -> None:
+        self._communication = _compiled("--communication", communication)
+        self._parts = {
+            Part.EXPERTS: _compiled("--experts", experts),
+            Part.ATTENTION: _compiled("attention", ATTENTION),
+        }
+        self._known: dict[str, Meaning] = {}
+
+    def __getitem__(self, name: str) -> Meaning:
+        known = self._known.get(name)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[name] = self._read(name)
+        return known
+
+    def _read(self, name: str) -> Meaning:
+        is_communication = self._communication.search(name) is not None
+        parts = (part for part, words in self._parts.items() if words.search(name))
+        layer = _LAYER.search(name)
+        return Meaning(
+            is_communication=is_communication,
+            part=None if is_communication else next(parts, None),
+            layer=None if layer is None else int(layer[1]),
+            is_step=_STEP.search(name) is not None,
+        )
+
+
+_MAX_KNOWN = 20_000
+
+
+def _compiled(option: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise InvalidSettingsError(
+            f"{option} is not a regular expression: {error}: {pattern!r}"
+        ) from None
