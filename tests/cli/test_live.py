@@ -220,8 +220,20 @@ def test_more_ranks_than_columns_show_the_busiest_of_neighbours():
     )
     console = loads.console()
     with console.capture() as caught:
-        console.print(loads.heat_view(heat, width=80, top=3))
+        console.print(loads.heat_view(heat, width=80, top=3, has_color=False))
     assert "each cell shows the busiest of 8 ranks" in " ".join(caught.get().split())
+
+
+def test_loads_are_readable_without_colour(address, balancer, capsys):
+    of_rank = np.tile([10.0, 10, 10, 10, 10, 10, 20, 4], 40)
+    balancer.loads.num_ranks, balancer.loads.num_layers = of_rank.size, 1
+    balancer.loads.window_assignments = np.ones((1, NUM_EXPERTS)).tobytes()
+    balancer.loads.window_rank_assignments = of_rank[None].tobytes()
+    assert loads.run(LoadsSettings(address=address)) == 0
+    out = capsys.readouterr().out
+    (row,) = (line for line in out.splitlines() if line.startswith("    0  ") and "%" not in line)
+    assert row.split()[-1].startswith("▄███▄███▄"), "each cell is the busiest of six neighbours"
+    assert "below the mean  ▁▂▃▄▅▆▇█ above" in out
 
 
 def test_loads_are_written_as_a_picture(address, balancer, tmp_path, capsys):

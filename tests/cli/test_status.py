@@ -110,6 +110,21 @@ async def test_the_only_pool_is_shown_without_naming_it(balancer, address, capsy
     assert "pool decode  serving" in capsys.readouterr().out
 
 
+async def test_a_pipe_gets_whole_lines_and_no_frame(balancer, address, capsys):
+    pool = a_pool()
+    worker, reason = "w" * 200, "long words " * 30 + "end"
+    pool.ranks.add(rank=0, worker=worker, node="n" * 120, state="connected")
+    pool.last_decision.CopyFrom(pb.Decision(sequence=1, reason=reason))
+    await balancer.tell(pool)
+    balancer.decisions = [pool.last_decision]
+    assert await look(address) == 0
+    out = capsys.readouterr().out
+    assert not set(out) & set("│╭╮╰╯─…")
+    assert any(worker in line and "n" * 120 in line for line in out.splitlines())
+    assert any(reason in line for line in out.splitlines())
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
 async def test_the_latest_decisions_are_shown_with_their_reasons(balancer, address, capsys):
     await balancer.tell(a_pool())
     balancer.decisions = [

@@ -4,11 +4,8 @@ import pytest
 from rich.console import Console
 
 from equipoise.cli.display import format_bytes
+from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
 from equipoise.cli.live.view import (
-    RateMeter,
-    balance_style,
-    format_duration,
-    load_bar,
     pool_view,
     pools_view,
     sparkline,
@@ -18,8 +15,8 @@ from equipoise.cli.live.view import (
 from equipoise_api.v1 import status_pb2 as pb
 
 
-def printed(renderable, *, width=100):
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+def printed(renderable, *, width=100, height=25):
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
     console.print(renderable)
     return console.file.getvalue()
 
@@ -96,6 +93,40 @@ def test_a_pool_fits_the_terminal(width):
     lines = printed(pool_view(status), width=width).splitlines()
     assert {len(line) for line in lines} == {width}
     assert "worker-0 node-0" in "".join(" ".join(line.split()) for line in lines)
+
+
+def test_trouble_comes_first_and_the_worst_ranks_fill_the_terminal():
+    status = a_pool()
+    del status.ranks[:]
+    for rank in range(320):
+        status.ranks.add(
+            rank=rank,
+            worker=f"eq-equipoise-worker-deepseek-v3-{rank}",
+            node=f"ip-10-0-{rank // 8}-17.eu-central-1.compute.internal",
+            state="gone" if rank == 200 else "connected",
+            trouble="no report for 21 s" if rank == 100 else "",
+            load_share=(1 + rank / 320) / 480,
+        )
+    status.rollout.CopyFrom(pb.RolloutStatus(generation=8, state="staging", moves=14))
+    decisions = [pb.Decision(sequence=12, reason="gains too little")]
+    status.rejections.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
+    shown = printed(pool_view(status, decisions=decisions, fits=True), width=80, height=30)
+    lines = shown.splitlines()
+    assert len(lines) <= 28
+    order = ["rank 100", "report_shape", "generation 8 staging", "gains too little", "balancedness"]
+    assert sorted(order, key=shown.index) == order
+    table = lines[next(i for i, line in enumerate(lines) if " worker " in line) + 1 : -2]
+    numbers = [int(line.split()[1]) for line in table]
+    assert numbers[:4] == [200, 100, 319, 318]
+    assert f"and {320 - len(table)} more ranks, at most 1.3" in lines[-2]
+    for rank, line in zip(numbers, table, strict=True):
+        name = line.split()[2]
+        assert name.startswith("eq-")
+        assert name.endswith(f"-{rank}")
+        assert "…" in name
+    assert "ip-10" not in shown, "there is no room for nodes"
+    assert "ip-10" in printed(pool_view(status), width=120)
+    assert len(printed(pool_view(status)).splitlines()) > 320, "without a limit all are shown"
 
 
 def test_rollout_decisions_switches_and_rejections_are_shown():

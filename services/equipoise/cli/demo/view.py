@@ -14,7 +14,7 @@ from equipoise.cli.demo.result import (
     RECOVERED_MAX_OVER_MEAN,
     Latency,
 )
-from equipoise.cli.live.view import ranks_view
+from equipoise.cli.live.ranks import ranks_view
 from equipoise_api.v1 import status_pb2
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -18,6 +18,7 @@ HIGHEST = 1.6
 """Rank load over the mean at which the colour scale ends; it begins at the reciprocal."""
 
 _LOW, _MIDDLE, _HIGH = (44, 111, 187), (105, 105, 105), (222, 90, 30)
+_BARS = " ▁▂▃▄▅▆▇█"
 _MARGIN = 24
 _ROOM_FOR_NUMBER = 5
 
@@ -94,12 +95,13 @@ def run(settings: LoadsSettings) -> int:
         print(f"wrote {settings.out}")
     else:
         out = console()
-        out.print(heat_view(heat, width=out.width, top=settings.top))
+        has_color = out.color_system is not None and not out.no_color
+        out.print(heat_view(heat, width=out.width, top=settings.top, has_color=has_color))
     return 0
 
 
-def heat_view(heat: Heat, *, width: int, top: int) -> RenderableType:
-    """One row per layer, one cell per rank.
+def heat_view(heat: Heat, *, width: int, top: int, has_color: bool) -> RenderableType:
+    """One row per layer, one cell per rank; a cell without room for a number has a colour or a bar.
 
     If there are more ranks than columns, neighbours share a cell, which shows the busiest.
     """
@@ -124,11 +126,13 @@ def heat_view(heat: Heat, *, width: int, top: int) -> RenderableType:
             f"{per_layer[layer]:>7.3f}  " if times[layer].any() else "no data  ",
         )
         for value in cells[layer]:
-            fits = cell_width >= _ROOM_FOR_NUMBER
-            cell = f"{value:.2f}".center(cell_width) if fits else " " * cell_width
+            if cell_width >= _ROOM_FOR_NUMBER:
+                cell = f"{value:.2f}".center(cell_width)
+            else:
+                cell = (" " if has_color else _bar(value)) * cell_width
             row.append(cell, style=f"white on rgb({','.join(map(str, _color(value)))})")
         rows.append(row)
-    rows.append(_legend(per_cell))
+    rows.append(_legend(per_cell, has_color=has_color))
     if top:
         rows += [Text(), *_busiest(heat, top)]
     return Group(*rows)
@@ -150,10 +154,20 @@ def load_table(cells: bytes, shape: tuple[int, int]) -> Load:
     return table
 
 
-def _color(times_mean: float) -> tuple[int, int, int]:
-    """Blue below the mean, grey at it, orange above, on a logarithmic scale."""
+def _position(times_mean: float) -> float:
+    """Place on the scale, logarithmic: -1 for the lowest, 0 for the mean, 1 for the highest."""
     position = np.log(times_mean) / np.log(HIGHEST) if times_mean > 0 else -1.0
-    position = float(np.clip(position, -1.0, 1.0))
+    return float(np.clip(position, -1.0, 1.0))
+
+
+def _bar(times_mean: float) -> str:
+    """A bar as high as the place on the scale, for terminals and files without colour."""
+    return _BARS[round((_position(times_mean) + 1) / 2 * (len(_BARS) - 1))]
+
+
+def _color(times_mean: float) -> tuple[int, int, int]:
+    """Blue below the mean, grey at it, orange above."""
+    position = _position(times_mean)
     end = _LOW if position < 0 else _HIGH
     red, green, blue = (
         round(middle + (value - middle) * abs(position))
@@ -162,10 +176,11 @@ def _color(times_mean: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _legend(per_cell: int) -> Text:
+def _legend(per_cell: int, *, has_color: bool) -> Text:
     text = Text("       below the mean ", style="dim")
     for power in np.linspace(-1, 1, 9):
-        text.append("  ", style=f"on rgb({','.join(map(str, _color(HIGHEST**power)))})")
+        mark = "  " if has_color else _bar(HIGHEST**power)
+        text.append(mark, style=f"on rgb({','.join(map(str, _color(HIGHEST**power)))})")
     text.append(f" above ({1 / HIGHEST:.2f}x to {HIGHEST:.2f}x)")
     if per_cell > 1:
         text.append(f"; each cell shows the busiest of {per_cell} ranks")

@@ -1,5 +1,6 @@
 """`equipoise status`: the state of a pool, once or until Ctrl-C. `view` draws it."""
 
+import io
 import json
 import sys
 import time
@@ -12,12 +13,15 @@ from rich.text import Text
 
 from equipoise.cli.display import print_json
 from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
+from equipoise.cli.live.ranks import RateMeter
 from equipoise.cli.live.settings import StatusSettings
-from equipoise.cli.live.view import NUM_DECISIONS, RateMeter, pool_view, pools_view, status_line
+from equipoise.cli.live.view import NUM_DECISIONS, pool_view, pools_view, status_line
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2
 
 _RETRY_S = 1.0
+_PIPE_WIDTH = 2000
+"""Columns of a pipe: no name and no reason is folded."""
 _STALE_AFTER_S = 3.0
 
 EXIT_NOT_ALL_SERVE = 3
@@ -42,7 +46,7 @@ def run(settings: StatusSettings) -> int:
             return _show_pools(client, console)
         status = client.status(names[0])
         decisions, fault = _latest_decisions(client)
-    console.print(pool_view(status, decisions=decisions))
+    _show(console, status, decisions)
     if fault:
         console.print(Text(f"earlier decisions cannot be read: {fault}", style="yellow"))
     return _exit_status([status.health])
@@ -54,6 +58,19 @@ def _latest_decisions(client: BalancerClient) -> tuple[Sequence[status_pb2.Decis
         return client.decisions(limit=NUM_DECISIONS), ""
     except BalancerRejectedError as error:
         return (), str(error)
+
+
+def _show(
+    console: Console, status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
+) -> None:
+    """Print the pool: framed on a terminal, else as lines that programs can search."""
+    if console.is_terminal:
+        console.print(pool_view(status, decisions=decisions))
+        return
+    wide = Console(file=io.StringIO(), width=_PIPE_WIDTH, highlight=False)
+    with wide.capture() as caught:
+        wide.print(pool_view(status, decisions=decisions, framed=False))
+    print(*(line.rstrip() for line in caught.get().splitlines()), sep="\n")
 
 
 class Picture:
@@ -76,6 +93,7 @@ class Picture:
             status,
             tokens_per_s=self._meter.update(status, now=self._taken_s),
             decisions=[one for _, one in sorted(self._decisions.items(), reverse=True)],
+            fits=True,
         )
 
     def renderable(self) -> RenderableType:

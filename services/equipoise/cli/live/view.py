@@ -6,26 +6,25 @@ Text from messages is never interpreted as markup. Used by `equipoise status` an
 import math
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from equipoise.cli.display import format_bytes, format_time
+from equipoise.cli.live.ranks import balance_style, format_duration, ranks_view, worst_first
 from equipoise_api.v1 import status_pb2
-
-GOOD_BALANCEDNESS = 0.9
-FAIR_BALANCEDNESS = 0.8
 
 NO_DATA = "no data"
 """In place of a measure of nothing."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_PARTS = " ▏▎▍▌▋▊▉█"
-_BAR_WIDTH = 10
 _SPARK_LOW = 0.4  # balancedness of the lowest bar
 _NUM_WINDOWS = 64
 _NUM_SWITCHES = 3
+_NUM_TROUBLES = 5
+_NUM_FRAME_LINES = 4
+"""Lines of the frame, of a note below it, and of the cursor."""
 NUM_DECISIONS = 5
 """Number of decisions to show."""
 
@@ -42,21 +41,24 @@ def pool_view(
     *,
     tokens_per_s: Mapping[int, float] | None = None,
     decisions: Sequence[status_pb2.Decision] = (),
+    fits: bool = False,
+    framed: bool = True,
 ) -> RenderableType:
-    """The whole pool.
+    """The whole pool: what is wrong, what is being done and decided, balance, then ranks.
 
     `tokens_per_s` is by rank, from a `RateMeter`. `decisions` are the latest, newest first; the
-    default is the last one in the status.
+    default is the last one in the status. If it `fits`, the worst ranks take the lines that the
+    rest leaves of the terminal.
     """
     parts: list[RenderableType] = []
     if status.health_reason:
         parts.append(Text(status.health_reason, style=_health_style(status.health)))
     if status.HasField("hold"):
         parts.append(Text(hold_text(status.hold), style="yellow"))
-    parts += [balance_view(status), ranks_view(status, tokens_per_s=tokens_per_s or {})]
+    parts += [_troubles(status), _progress(status, decisions), balance_view(status)]
     engines = sorted({_engine_text(rank) for rank in status.ranks if rank.engine})
     parts += [Text(engine, style="dim") for engine in engines]
-    parts.append(_facts(status, decisions))
+    body = _AboveRanks(parts, status, tokens_per_s=tokens_per_s or {}, fits=fits)
     title = Text.assemble(
         ("pool ", "dim"),
         (status.pool, "bold"),
@@ -68,9 +70,36 @@ def pool_view(
         f"generation {status.generation} · epoch {status.epoch} · "
         f"{status.model.num_layers} layers x {status.model.num_experts} experts"
     )
-    return Panel(
-        Group(*parts), title=title, subtitle=subtitle, title_align="left", subtitle_align="right"
-    )
+    if not framed:
+        return Group(title, subtitle, body)
+    return Panel(body, title=title, subtitle=subtitle, title_align="left", subtitle_align="right")
+
+
+class _AboveRanks:
+    """Parts of a pool's picture, and below them the ranks for which there is room."""
+
+    def __init__(
+        self,
+        parts: Sequence[RenderableType],
+        status: status_pb2.PoolStatus,
+        *,
+        tokens_per_s: Mapping[int, float],
+        fits: bool,
+    ) -> None:
+        self._parts = parts
+        self._status = status
+        self._tokens_per_s = tokens_per_s
+        self._fits = fits
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = None
+        if self._fits:
+            above = console.render_lines(Group(*self._parts), options.update(height=None))
+            room = max(0, console.height - len(above) - _NUM_FRAME_LINES)
+        yield from self._parts
+        yield ranks_view(
+            self._status, tokens_per_s=self._tokens_per_s, room=room, width=options.max_width
+        )
 
 
 def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
@@ -171,37 +200,6 @@ def shares_text(shares: status_pb2.ShareStatus) -> str:
     )
 
 
-def ranks_view(
-    status: status_pb2.PoolStatus, *, tokens_per_s: Mapping[int, float]
-) -> RenderableType:
-    """One row per rank: worker, node, share of the load, generation, throughput, step, requests."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-    table.add_column("rank", no_wrap=True)
-    table.add_column("worker", overflow="fold")
-    table.add_column("node", overflow="fold")
-    table.add_column("load", no_wrap=True)
-    for name in ("generation", "tokens/s" if tokens_per_s else "tokens", "step", "requests"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank in status.ranks:
-        worker = Text(rank.worker)
-        if rank.state != "connected":
-            worker.append(f" {rank.state}", style="red")
-        elif rank.idle:
-            worker.append(" idle", style="dim")
-        rate = tokens_per_s.get(rank.rank, 0.0)
-        table.add_row(
-            str(rank.rank),
-            worker,
-            Text(rank.node),
-            load_bar(rank.load_share, num_ranks=len(status.ranks)),
-            _generation_text(rank),
-            f"{rate:,.0f}" if tokens_per_s else f"{rank.tokens_processed:,}",
-            format_duration(rank.median_step_us),
-            str(rank.active_requests) + f"+{rank.queued_requests}" * bool(rank.queued_requests),
-        )
-    return table
-
-
 def sparkline(values: Sequence[float | None]) -> Text:
     """Balancedness values, oldest first, one coloured bar each; a dot stands for no traffic."""
     line = Text()
@@ -227,15 +225,6 @@ def window_marks(windows: Sequence[status_pb2.WindowStatus]) -> Text:
     return line
 
 
-def load_bar(share: float, *, num_ranks: int) -> Text:
-    """A rank's load relative to the mean, as a bar that ends at twice the mean and as a number."""
-    times_mean = share * num_ranks
-    eighths = round(min(times_mean / 2, 1.0) * _BAR_WIDTH * 8)
-    bar = "█" * (eighths // 8) + (_PARTS[eighths % 8] if eighths % 8 else "")
-    style = balance_style(1 / times_mean) if times_mean > 1 else "green"
-    return Text.assemble((bar.ljust(_BAR_WIDTH), style), f" {times_mean:.2f}x")
-
-
 def decision_text(decision: status_pb2.Decision) -> str:
     """A decision with its reason, as one line."""
     return f"decision {decision.sequence} {'yes' if decision.accepted else 'no'}: {decision.reason}"
@@ -253,53 +242,39 @@ def balance_text(balancedness: float, *, digits: int = 3) -> Text:
     return Text(f"{balancedness:.{digits}f}", style=f"bold {balance_style(balancedness)}")
 
 
-def balance_style(balancedness: float) -> str:
-    """Green, yellow or red, by balancedness."""
-    if balancedness >= GOOD_BALANCEDNESS:
-        return "green"
-    return "yellow" if balancedness >= FAIR_BALANCEDNESS else "red"
+def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
+    """Quarantined workers, ranks in trouble, timeouts, rejections: a row each, if any."""
+    table = _rows()
+    for one in status.quarantined:
+        table.add_row("quarantined", Text(_quarantine_text(one), style="red"))
+    in_trouble = [rank for rank in worst_first(status.ranks) if rank.trouble]
+    for rank in in_trouble[:_NUM_TROUBLES]:
+        table.add_row(f"rank {rank.rank}", Text(f"{rank.worker}: {rank.trouble}", style="red"))
+    if len(in_trouble) > _NUM_TROUBLES:
+        more = len(in_trouble) - _NUM_TROUBLES
+        table.add_row("", Text(f"and {more} more ranks", style="red"))
+    for timeout in status.timeouts:
+        if timeout.reached:
+            table.add_row(
+                "timeout",
+                Text(
+                    f"{timeout.reached} x {timeout.name}, {timeout.timeout_s:g} s: {timeout.latest}"
+                ),
+                style="yellow",
+            )
+    for rejection in status.rejections:
+        table.add_row(
+            "rejected",
+            Text(f"{rejection.count} x {rejection.kind}: {rejection.latest}", style="yellow"),
+        )
+    return table
 
 
-def format_duration(duration_us: int) -> str:
-    """A duration such as "12.1 ms"; "-" for zero."""
-    if not duration_us:
-        return "-"
-    return f"{duration_us / 1e3:.1f} ms" if duration_us < 1e6 else f"{duration_us / 1e6:.1f} s"
-
-
-class RateMeter:
-    """Tokens per second of each rank, from the counters of two statuses."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[float, dict[int, int]] | None = None
-        self._rates: dict[int, float] = {}
-
-    def update(self, status: status_pb2.PoolStatus, *, now: float) -> dict[int, float]:
-        """Rates by rank between this status and an earlier one, at least a second apart.
-
-        A rank whose counter decreased has restarted, and has no rate until the next status.
-        """
-        tokens = {rank.rank: rank.tokens_processed for rank in status.ranks}
-        if self._seen is None:
-            self._seen = (now, tokens)
-        seen_s, earlier = self._seen
-        if now - seen_s >= 1.0:
-            self._rates = {
-                rank: (count - earlier[rank]) / (now - seen_s)
-                for rank, count in tokens.items()
-                if count >= earlier.get(rank, count + 1)
-            }
-            self._seen = (now, tokens)
-        return dict(self._rates)
-
-
-def _facts(
+def _progress(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, gain, timeouts, quarantine, rejections: a row each, if any."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(ratio=1)
+    """Rollout, decisions, switches, rollouts so far, gain: a row each, if any."""
+    table = _rows()
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_text(status.rollout))
     latest = [status.last_decision] if status.HasField("last_decision") else []
@@ -313,22 +288,13 @@ def _facts(
         )
     if status.gains:
         table.add_row("gain", _gain_text(status.gains[0]))
-    for timeout in status.timeouts:
-        if timeout.reached:
-            table.add_row(
-                "timeout",
-                Text(
-                    f"{timeout.reached} x {timeout.name}, {timeout.timeout_s:g} s: {timeout.latest}"
-                ),
-                style="yellow",
-            )
-    for one in status.quarantined:
-        table.add_row("quarantined", Text(_quarantine_text(one), style="red"))
-    for rejection in status.rejections:
-        table.add_row(
-            "rejected",
-            Text(f"{rejection.count} x {rejection.kind}: {rejection.latest}", style="yellow"),
-        )
+    return table
+
+
+def _rows() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1)
     return table
 
 
@@ -385,11 +351,6 @@ def _switch_text(switch: status_pb2.SwitchStatus) -> str:
 
 def _ranks_text(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks)) if ranks else "none"
-
-
-def _generation_text(rank: status_pb2.RankStatus) -> str:
-    """The running generation and, if any, the staged one: "7→8"."""
-    return f"{rank.generation}" + f"→{rank.staged_generation}" * bool(rank.staged_generation)
 
 
 def _health_style(health: status_pb2.PoolHealth.ValueType) -> str:
