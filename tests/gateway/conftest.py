@@ -21,9 +21,13 @@ from tests.support.scripted_ranks import (
 )
 
 TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}
 {%- if message.content == 'forbidden' %}{{ raise_exception('this is not said here') }}{% endif %}
-[{{ message.role }}]{{ message.content | replace('changed', 'other') }}
+[{{ message.role }}]{{ (message.content or '') | replace('changed', 'other') }}
+{%- for call in message.tool_calls or [] %}
+({{ call.function.name }}{{ call.function.arguments | tojson }}{{ ':' + call.function.arguments }})
+{%- endfor %}
 {%- endfor %}
 {%- if mood %}({{ mood }}){% endif %}
 {%- if add_generation_prompt is defined and not add_generation_prompt %}.{% endif %}

@@ -1,6 +1,8 @@
 """What clients compute from a real engine's answers."""
 
 import asyncio
+import json
+import shutil
 
 import openai
 import pytest
@@ -18,12 +20,15 @@ CONTEXTS = ("def f(", "class A:\n", "12 + ")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client():
-    """OpenAI's client of a gateway in front of a live rank."""
+async def client(tmp_path_factory):
+    """OpenAI's client of a gateway in front of a live rank; the template has room for tools."""
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    shutil.copy(packaged_checkpoint() / "config.json", checkpoint)
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[-1].content }}{% set _ = tools %}")
     stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
     async with live_rank(context_length=256) as address:
         settings = GatewaySettings(
-            listen="127.0.0.1:0", workers=(address,), checkpoint=packaged_checkpoint()
+            listen="127.0.0.1:0", workers=(address,), checkpoint=checkpoint, model="tiny"
         )
         task = asyncio.create_task(serve(settings, stop=stop, listening=listening.set_result))
         base_url = f"http://{await asyncio.wait_for(listening, BOUND_S)}/v1"
@@ -71,3 +76,41 @@ async def test_openais_client_parses_what_the_schema_promises(client):
             seed=seed,
         )
         assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}, "sunny": {"type": "boolean"}},
+    "required": ["city", "sunny"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+async def test_a_call_that_must_be_made_is_made_and_matches_its_parameters(client, choice):
+    for seed in range(4):
+        answer = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x = "}],
+            tools=[
+                {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+                {"type": "function", "function": {"name": "time"}},
+            ],
+            tool_choice="required"
+            if choice == "required"
+            else {"type": "function", "function": {"name": "weather"}},
+            parallel_tool_calls=False,
+            seed=seed,
+        )
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert answer.choices[0].message.content is None
+        (call,) = answer.choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "time":
+            assert choice == "required"
+            assert arguments == {}
+        else:
+            assert sorted(arguments) == ["city", "sunny"]
+            assert arguments["city"] in ("Rome", "Oslo")
+            assert isinstance(arguments["sunny"], bool)

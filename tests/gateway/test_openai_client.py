@@ -214,7 +214,7 @@ async def test_a_field_that_is_null_counts_as_missing(client):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"logit_bias": {"1": "2"}}, "logit_bias.1"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -231,7 +231,8 @@ async def test_a_field_that_is_null_counts_as_missing(client):
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": ["hello"]}, "messages[0]"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -241,7 +242,7 @@ async def test_a_field_that_is_null_counts_as_missing(client):
         ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name"),
         (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0].type",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]},

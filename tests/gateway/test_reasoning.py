@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.gateway.reasoning import ReasoningSplit
-from equipoise_api.v1 import worker_pb2 as pb
-from tests.support.scripted_ranks import END_TOKEN, Fault, all_events
+from tests.support.scripted_ranks import all_events, says
 
 
 def split(parts):
@@ -37,18 +36,6 @@ def test_the_text_is_parted_at_the_end_of_thinking(text, expected):
 @given(st.lists(st.sampled_from(["<think>", "</think>", "</think", ">", " ", "a"]), min_size=1))
 def test_the_parts_do_not_depend_on_how_the_text_is_cut(parts):
     assert split(parts) == split(["".join(parts)]) == split(list("".join(parts)))
-
-
-def says(text):
-    tokens = [*text.encode(), END_TOKEN]
-    return Fault(
-        also=tuple(
-            pb.GenerateResponse(
-                tokens=[token], finish_reason=pb.FINISH_REASON_STOP if token == END_TOKEN else 0
-            )
-            for token in tokens
-        )
-    )
 
 
 @pytest.mark.parametrize("stream", [False, True])

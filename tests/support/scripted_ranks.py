@@ -79,6 +79,19 @@ class Fault:
     """Says with `code` how far the request is the cause; a rank that dies says nothing."""
 
 
+def says(text):
+    """A fault by which a rank generates this text, a byte at a time, and ends it."""
+    tokens = [*text.encode(), END_TOKEN]
+    return Fault(
+        also=tuple(
+            pb.GenerateResponse(
+                tokens=[token], finish_reason=pb.FINISH_REASON_STOP if token == END_TOKEN else 0
+            )
+            for token in tokens
+        )
+    )
+
+
 class FakeRank(worker_pb2_grpc.InferenceServicer, worker_pb2_grpc.LatentTransferServicer):
     """Serves requests, except for its scripted faults, one per request, in turn."""
 

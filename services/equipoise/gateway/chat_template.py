@@ -5,20 +5,20 @@ access to anything but its arguments.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
@@ -45,6 +45,7 @@ class ChatTemplate:
         self._special = special
         try:
             self._template = environment.from_string(source)
+            self._variables = meta.find_undeclared_variables(environment.parse(source))
         except TemplateSyntaxError as error:
             raise GatewayError(f"the chat template, line {error.lineno}: {error}") from None
 
@@ -73,6 +74,7 @@ class ChatTemplate:
         self,
         messages: Messages,
         *,
+        tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] = _NOTHING,
         adds_prompt: bool = True,
         continues_final: bool = False,
@@ -80,12 +82,25 @@ class ChatTemplate:
         """The text of a conversation.
 
         It ends with the words that begin the model's answer if `adds_prompt`, and within the last
-        message if `continues_final`. `variables` are the client's own, for the template.
+        message if `continues_final`. `tools` are the functions that the model may call.
+        `variables` are the client's own, for the template.
 
         Raises:
-            InvalidRequestError: the template rejects these messages; its own message.
+            InvalidRequestError: the template takes no tools, or rejects these messages; its own
+                message.
         """
-        own = {**self._special, "messages": messages, "add_generation_prompt": adds_prompt}
+        if tools and "tools" not in self._variables:
+            raise InvalidRequestError(
+                "the model's chat template does not show tools to the model: serve the model with "
+                "a chat_template.jinja that does",
+                param="tools",
+            )
+        own: dict[str, Any] = {
+            **self._special,
+            "messages": messages,
+            "add_generation_prompt": adds_prompt,
+            "tools": list(tools) or None,
+        }
         for name in variables:
             if name in own:
                 raise InvalidRequestError(
@@ -99,7 +114,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template rejects these messages: {error}", param="messages"
             ) from None
-        return _up_to_end_of(messages[-1]["content"], text) if continues_final else text
+        return _up_to_end_of(messages[-1]["content"] or "", text) if continues_final else text
 
 
 def _up_to_end_of(content: str, text: str) -> str:

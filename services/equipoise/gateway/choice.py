@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from equipoise.gateway.reasoning import ReasoningSplit
 from equipoise.gateway.stop_text import StopText
 from equipoise.gateway.tokenizer import TokenDecoder, Tokenizer
+from equipoise.gateway.tool_calls import CallDelta, ToolCallSplit
 from equipoise.wire.inference_messages import (
     FinishReason,
     GeneratedTokens,
@@ -70,6 +71,12 @@ class ChoiceDelta:
     reasoning: str = ""
     """Reasoning that is safe to send, if it is kept apart from the text."""
 
+    calls: tuple[CallDelta, ...] = ()
+    """Parts of calls of tools that are safe to send, one for each call."""
+
+    ends_with_calls: bool = False
+    """Set on the last part if the model has called tools, and completed its calls."""
+
     is_first: bool = False
     """Set on the first part."""
 
@@ -80,7 +87,8 @@ class ChoiceDelta:
 class ChoiceDecoder:
     """Decodes one choice, which ends with its first stop string after `min_tokens` tokens.
 
-    Special tokens have text if `with_special`. `reasoning` parts off the model's reasoning.
+    Special tokens have text if `with_special`. `reasoning` parts off the model's reasoning, and
+    `tools` parts calls off the rest.
     """
 
     def __init__(
@@ -93,9 +101,13 @@ class ChoiceDecoder:
         with_special: bool = False,
         echo: Echo | None = None,
         reasoning: ReasoningSplit | None = None,
+        tools: ToolCallSplit | None = None,
     ) -> None:
         self._reasoning = reasoning
-        self._decoder = tokenizer.decoder(with_special=with_special)
+        self._tools = tools
+        self._decoder = tokenizer.decoder(
+            with_special=with_special, keeping=tools.special if tools else frozenset()
+        )
         self._prompt_decoder = tokenizer.decoder(with_special=with_special)
         self._stop = StopText(stops)
         self._stop_tokens = stop_tokens
@@ -108,8 +120,8 @@ class ChoiceDecoder:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the choice."""
-        return self._stop.stopped
+        """Whether a stop string, or the last call that may be made, has ended the choice."""
+        return self._stop.stopped or (self._tools is not None and self._tools.ended)
 
     def read(self, generated: GeneratedTokens) -> ChoiceDelta:
         """The part that these tokens complete."""
@@ -124,16 +136,24 @@ class ChoiceDecoder:
         rest = self._decode(generated, num_free, len(generated.tokens))
         text += self._stop.read(rest, final=final)
         self._num_shown += len(text)
+        is_end = final or self._stop.stopped
         reasoning = ""
+        calls: tuple[CallDelta, ...] = ()
         if self._reasoning is not None:
-            is_end = final or self._stop.stopped
             reasoning, text = self._reasoning.read(text, final=is_end)
+        if self._tools is not None:
+            text, calls = self._tools.read(text, final=is_end)
+        finish = FinishReason.STOP if self.stopped else generated.finish
         return ChoiceDelta(
             text=text,
             reasoning=reasoning,
+            calls=calls,
+            ends_with_calls=finish is FinishReason.STOP
+            and self._tools is not None
+            and self._tools.has_called,
             tokens=generated.tokens,
             shown=self._shown(all_remaining=final and not self._stop.stopped),
-            finish=FinishReason.STOP if self._stop.stopped else generated.finish,
+            finish=finish,
             is_first=is_first,
             prompt=generated.prompt if is_first else None,
         )

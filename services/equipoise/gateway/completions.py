@@ -31,6 +31,7 @@ from equipoise.gateway.relay import Relay
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.gateway.tool_calls import merged
 from equipoise.wire.inference_messages import GeneratedTokens, GenerateRequest
 
 LONG_BODY_BYTES = 2**16
@@ -170,6 +171,7 @@ class CompletionEndpoint:
                 with_special=request.with_special,
                 echo=echo if request.echo else None,
                 reasoning=ReasoningSplit() if request.splits_reasoning else None,
+                tools=request.tools.split(),
             )
             tokens = self._relay.stream(
                 GenerateRequest(
@@ -194,7 +196,7 @@ class CompletionEndpoint:
 
 
 def _shows(delta: ChoiceDelta) -> bool:
-    return bool(delta.text or delta.reasoning or delta.shown or delta.finish)
+    return bool(delta.text or delta.reasoning or delta.calls or delta.shown or delta.finish)
 
 
 def _num_cached(first: ChoiceDelta) -> int:
@@ -206,6 +208,8 @@ def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
+        calls=merged(call for delta in deltas for call in delta.calls),
+        ends_with_calls=deltas[-1].ends_with_calls,
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         shown=tuple(one for delta in deltas for one in delta.shown),
         finish=deltas[-1].finish,

@@ -1,5 +1,6 @@
 """The messages of a chat: what of OpenAI's form is supported, as a template takes them. Pure."""
 
+import json
 from typing import Any
 
 from equipoise.gateway.chat_template import Messages
@@ -7,8 +8,8 @@ from equipoise.gateway.errors import InvalidRequestError
 from equipoise.gateway.fields import Fields, shown
 
 # Fields of answers' messages, which clients send back.
-_EMPTY_IN_MESSAGES = ("tool_calls", "annotations", "refusal", "audio", "function_call")
-_ROLES = ("system", "developer", "user", "assistant")
+_EMPTY_IN_MESSAGES = ("annotations", "refusal", "audio", "function_call")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def messages_of(fields: Fields) -> Messages:
@@ -23,26 +24,92 @@ def messages_of(fields: Fields) -> Messages:
     return [_message(one, path=f"messages[{index}]") for index, one in enumerate(value)]
 
 
-def _message(value: Any, *, path: str) -> dict[str, str]:
+def _message(value: Any, *, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{path} must be an object", param=path)
     message = Fields(value, path=f"{path}.")
-    # Reasoning comes back with our own answers; templates of reasoning models leave it out.
-    message.only({"role", "content", "name", "reasoning_content", *_EMPTY_IN_MESSAGES})
-    for field in _EMPTY_IN_MESSAGES:
-        if message.get(field) not in (None, []):
-            raise message.reject(field, "is not supported")
     role = message.get("role")
     if role not in _ROLES:
         raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+    # Reasoning comes back with our own answers; templates of reasoning models leave it out.
+    known = {"role", "content", "name", "reasoning_content", "tool_calls", *_EMPTY_IN_MESSAGES}
+    message.only(known | {"tool_call_id"} if role == "tool" else known)
+    for field in _EMPTY_IN_MESSAGES:
+        if message.get(field) not in (None, []):
+            raise message.reject(field, "is not supported")
+    calls = _calls(message, role=role, path=path)
     # OpenAI's developer is called system in the templates of open models.
-    result = {"role": "system" if role == "developer" else role, "content": _content(message)}
-    name = message.get("name")
-    if isinstance(name, str):
-        result["name"] = name
-    elif name is not None:
-        raise message.reject("name", "must be a string")
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    result["content"] = None if calls and "content" not in message else _content(message)
+    if calls:
+        result["tool_calls"] = calls
+    for name in ("name", "tool_call_id"):
+        if name in message:
+            result[name] = _string(message, name)
+    if role == "tool" and "tool_call_id" not in message:
+        raise message.reject("tool_call_id", "must name the call that the message answers")
     return result
+
+
+def _calls(message: Fields, *, role: str, path: str) -> list[dict[str, Any]]:
+    """The calls that an assistant's message made, as templates take them."""
+    value = [] if message.get("tool_calls") is None else message.get("tool_calls")
+    if not isinstance(value, list) or (value and role != "assistant"):
+        raise message.reject("tool_calls", "must be a list of calls, in an assistant's message")
+    return [_call(one, path=f"{path}.tool_calls[{index}]") for index, one in enumerate(value)]
+
+
+def _call(value: Any, *, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{path} must be an object", param=path)
+    call = Fields(value, path=f"{path}.")
+    # Clients that add up a stream's parts leave their index.
+    call.only({"id", "type", "function", "index"})
+    if call.get("type") != "function" or not isinstance(call.get("function"), dict):
+        raise call.reject("type", "must be function, with a function")
+    function = Fields(call.get("function"), path=f"{path}.function.")
+    function.only({"name", "arguments"})
+    arguments = {"name": _string(function, "name"), "arguments": _arguments(function)}
+    return {"id": _string(call, "id"), "type": "function", "function": arguments}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments for templates of both kinds.
+
+    Transformers' convention is a mapping, which templates write as JSON. Others, DeepSeek's own
+    among them, append a string: they get the text as it came.
+    """
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _arguments(function: Fields) -> _Arguments:
+    text = _string(function, "arguments") or "{}"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise function.reject("arguments", "must be the text of a JSON object")
+    return _Arguments(text, values)
+
+
+def _string(fields: Fields, name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise fields.reject(name, "must be a string")
+    return value
 
 
 def _content(message: Fields) -> str:

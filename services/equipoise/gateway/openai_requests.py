@@ -23,6 +23,7 @@ from equipoise.gateway.sampling_fields import (
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.structured_fields import GRAMMAR_FIELDS, check_end, grammar_of
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.gateway.tool_fields import TOOL_FIELDS, ToolUse, tool_use_of, tools_of
 from equipoise.wire.inference_messages import MAX_LOGPROBS, Grammar, Sampling
 
 DEFAULT_MAX_TOKENS = 16
@@ -47,18 +48,15 @@ _EITHER = frozenset(
     }
 )
 _OF_COMPLETIONS = _EITHER | {"prompt", "echo", "best_of"}
-_OF_CHATS = _EITHER | CHAT_PROMPT_FIELDS | {"max_completion_tokens", "top_logprobs"}
+_OF_CHATS = _EITHER | CHAT_PROMPT_FIELDS | TOOL_FIELDS | {"max_completion_tokens", "top_logprobs"}
 
 # Fields that are not supported, with the values that change nothing and so are accepted.
 _COMPLETIONS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -67,6 +65,7 @@ _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 _NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+_NO_TOOLS = ToolUse()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +125,9 @@ class CompletionRequest:
 
     splits_reasoning: bool
     """Whether the model's reasoning is kept apart from its answer."""
+
+    tools: ToolUse
+    """How answers call tools."""
 
     @property
     def num_all_choices(self) -> int:
@@ -188,7 +190,8 @@ class RequestParser:
         """
         fields = Fields.of_body(body)
         self._check(fields, known=_OF_CHATS, unsupported=_CHATS_UNSUPPORTED)
-        prompt = self._prompts.chat(fields)
+        tools = tool_use_of(fields, parser=self._settings.tool_call_parser)
+        prompt = self._prompts.chat(fields, tools=tools.tools)
         logprobs = None
         if fields.flag("logprobs"):
             logprobs = fields.whole("top_logprobs", least=0, most=MAX_LOGPROBS, default=0)
@@ -198,6 +201,7 @@ class RequestParser:
             fields,
             prompts=(prompt,),
             is_chat=True,
+            tools=tools,
             max_tokens=self._chat_tokens(fields, num_prompt=len(prompt)),
             logprobs=logprobs,
         )
@@ -209,11 +213,11 @@ class RequestParser:
             InvalidRequestError: the body is invalid; names the field.
         """
         fields = Fields.of_body(body)
-        known = CHAT_PROMPT_FIELDS | {"model", "prompt", "add_special_tokens"}
+        known = CHAT_PROMPT_FIELDS | {"model", "prompt", "tools", "add_special_tokens"}
         self._check(fields, known=known)
         begins = "add_special_tokens" not in fields or fields.flag("add_special_tokens")
         if "messages" in fields:
-            tokens = self._prompts.chat(fields)
+            tokens = self._prompts.chat(fields, tools=tools_of(fields))
         elif isinstance(text := fields.get("prompt"), str):
             tokens = self._prompts.encoded(fields, "prompt", text, begins=begins)
         else:
@@ -261,6 +265,7 @@ class RequestParser:
         logprobs: int | None,
         echo: bool = False,
         is_chat: bool = False,
+        tools: ToolUse = _NO_TOOLS,
     ) -> CompletionRequest:
         vocab_size = self._tokenizer.vocab_size
         self._check_context(num_prompt=max(map(len, prompts)), max_tokens=max_tokens)
@@ -283,6 +288,11 @@ class RequestParser:
         if min_tokens and len(stop_tokens) == vocab_size:
             raise fields.reject("min_tokens", "cannot be reached: every token is a stop token")
         grammar = grammar_of(fields)
+        if grammar is not None and tools.form is not None:
+            raise fields.reject(
+                "tools", "cannot be called in an output that must match a grammar: send one of both"
+            )
+        grammar = grammar or tools.grammar
         if grammar is not None:
             check_end(fields, has_end=bool(self._tokenizer.end_tokens), min_tokens=min_tokens)
         include_usage, continuous_usage = _usage_options(fields, stream=stream)
@@ -308,6 +318,7 @@ class RequestParser:
             splits_reasoning=is_chat
             and grammar is None
             and self._settings.reasoning_parser is not ReasoningParser.NONE,
+            tools=tools,
         )
 
     def _check_context(self, *, num_prompt: int, max_tokens: int) -> None:

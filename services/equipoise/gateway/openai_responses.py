@@ -9,6 +9,7 @@ from equipoise.gateway.choice import ChoiceDelta
 from equipoise.gateway.errors import RequestError
 from equipoise.gateway.openai_requests import CompletionRequest
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.gateway.tool_calls import CallDelta
 from equipoise.wire.inference_messages import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
@@ -57,6 +58,10 @@ class ResponseContext:
             ]
         return fields
 
+    def call_id(self, index: int, call: CallDelta) -> str:
+        """The `id` of a choice's call, which no other call has."""
+        return f"call_{self.response_id.rpartition('-')[2]}_{index}_{call.index}"
+
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """An object of this response."""
         return {
@@ -70,7 +75,8 @@ class ResponseContext:
 
     def choice(self, index: int, delta: ChoiceDelta, /, **more: Any) -> dict[str, Any]:
         """A choice with what both forms share, and `more`."""
-        choice = {"index": index, **more, "finish_reason": delta.finish}
+        finish = "tool_calls" if delta.ends_with_calls else delta.finish
+        choice = {"index": index, **more, "finish_reason": finish}
         if self.request.return_token_ids:
             choice["token_ids"] = list(delta.tokens)
         return choice
@@ -147,7 +153,7 @@ class ChatForm:
             context.choice(
                 index,
                 delta,
-                delta=_chat_delta(delta),
+                delta=_chat_delta(context, index, delta),
                 logprobs=_chat_logprobs(context, delta),
             )
             for index, delta in deltas.items()
@@ -162,7 +168,7 @@ class ChatForm:
             context.choice(
                 index,
                 delta,
-                message=_chat_message(context, delta),
+                message=_chat_message(context, index, delta),
                 logprobs=_chat_logprobs(context, delta),
             )
             for index, delta in deltas.items()
@@ -209,17 +215,31 @@ def error_object(error: RequestError) -> dict[str, Any]:
     }
 
 
-def _chat_delta(delta: ChoiceDelta) -> dict[str, str]:
-    fields = {"reasoning_content": delta.reasoning, "content": delta.text}
-    return {name: text for name, text in fields.items() if text}
+def _chat_delta(context: ResponseContext, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+    fields: dict[str, Any] = {"reasoning_content": delta.reasoning, "content": delta.text}
+    fields["tool_calls"] = [
+        {"index": call.index, **_chat_call(context, index, call)}
+        if call.name is not None
+        else {"index": call.index, "function": {"arguments": call.arguments}}
+        for call in delta.calls
+    ]
+    return {name: value for name, value in fields.items() if value}
 
 
-def _chat_message(context: ResponseContext, delta: ChoiceDelta) -> dict[str, Any]:
+def _chat_message(context: ResponseContext, index: int, delta: ChoiceDelta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
     if context.request.splits_reasoning:
         message["reasoning_content"] = delta.reasoning or None
         message["content"] = delta.text or None
+    if delta.calls:
+        message["content"] = delta.text or None
+        message["tool_calls"] = [_chat_call(context, index, call) for call in delta.calls]
     return message
+
+
+def _chat_call(context: ResponseContext, index: int, call: CallDelta) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": context.call_id(index, call), "type": "function", "function": function}
 
 
 def _chat_logprobs(context: ResponseContext, delta: ChoiceDelta) -> dict[str, Any] | None:

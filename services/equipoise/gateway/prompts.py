@@ -1,5 +1,6 @@
 """`PromptReader`: the prompts of a request as tokens, from text, token ids or messages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from equipoise.gateway.chat_template import ChatTemplate
@@ -46,8 +47,8 @@ class PromptReader:
             self._prompt(fields, f"prompt[{index}]", one) for index, one in enumerate(value)
         )
 
-    def chat(self, fields: Fields) -> tuple[int, ...]:
-        """The prompt that the model's chat template makes of messages.
+    def chat(self, fields: Fields, *, tools: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+        """The prompt that the model's chat template makes of messages, with these tools.
 
         Raises:
             InvalidRequestError: a field is invalid, or the model has no template.
@@ -65,6 +66,7 @@ class PromptReader:
             )
         text = self._template.render(
             messages_of(fields),
+            tools=tools,
             variables=_variables(fields),
             continues_final=continues,
             adds_prompt=generates and not continues,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.gateway.reasoning import ReasoningParser
+from equipoise.gateway.tool_formats import ToolCallParser
 from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
@@ -49,6 +50,10 @@ class GatewaySettings:
 
     reasoning_parser: ReasoningParser = ReasoningParser.NONE
     """How chat answers are parted into reasoning_content and content: deepseek_r1 at </think>."""
+
+    tool_call_parser: ToolCallParser = ToolCallParser.NONE
+    """How the model writes calls of tools: deepseek_v3, or hermes for JSON in <tool_call> tags.
+    Without it, a model calls tools only if it must."""
 
     api_keys: Path | None = None
     """File of accepted API keys, one per line; reloaded when it changes. Default: no

@@ -30,12 +30,12 @@ class StopText:
             end, start = min(found)
             return text[:start], text[end:]
         if not final:
-            held = max((_overlap(text, stop) for stop in self._stops), default=0)
+            held = max((overlap(text, stop) for stop in self._stops), default=0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
         return text, ""
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)

@@ -6,7 +6,7 @@ as UTF-8. If the model's folder has no tokenizer.json, tokens 0 to 255 are the b
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,9 +82,16 @@ class Tokenizer:
         text.encode()
         return tuple(self.encode_text(text, begins))
 
-    def decoder(self, *, with_special: bool = False) -> "TokenDecoder":
-        """A new incremental decoder. Special tokens have text if `with_special`."""
-        return TokenDecoder(self.bytes_of, self.special if with_special else {})
+    def decoder(
+        self, *, with_special: bool = False, keeping: Collection[str] = ()
+    ) -> "TokenDecoder":
+        """A new incremental decoder. Special tokens have text if `with_special` or in `keeping`."""
+        kept = {
+            token: text
+            for token, text in self.special.items()
+            if with_special or (keeping and text.decode() in keeping)
+        }
+        return TokenDecoder(self.bytes_of, kept)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The whole text of tokens."""

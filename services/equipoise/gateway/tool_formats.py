@@ -1,0 +1,87 @@
+"""How models write calls of tools: `CallFormat`, and those that are supported. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class ToolCallParser(StrEnum):
+    """How a model writes calls of tools, by the names of vLLM's parsers."""
+
+    NONE = "none"
+    """Not at all."""
+
+    DEEPSEEK_V3 = "deepseek_v3"
+    """As DeepSeek-V3 and R1 do, between markers, with the arguments in a block of JSON."""
+
+    HERMES = "hermes"
+    """As Hermes and Qwen do, a JSON object between <tool_call> and </tool_call>."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """How calls are written: `begin`, what `head` matches, a JSON object, `close`."""
+
+    begin: str
+    """Text that begins a call."""
+
+    head: re.Pattern[str]
+    """What stands between that and the arguments, with the function's `name`."""
+
+    close: str
+    """What follows the arguments, after white space."""
+
+    end: str
+    """Text that ends a call."""
+
+    structure: tuple[str, ...] = ()
+    """Other text around calls; like `end`, it is dropped wherever it stands outside of calls."""
+
+    other_special: tuple[str, ...] = ()
+    """Special tokens within calls."""
+
+    is_object: bool = False
+    """Whether a call is a JSON object, whose fields may come in any order."""
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The text of all tokens that may be special, but must be read."""
+        return frozenset({self.begin, self.end, *self.structure, *self.other_special})
+
+
+def _token(name: str) -> str:
+    """A token of DeepSeek's, which has U+FF5C for bars."""
+    return f"<\uff5ctool▁{name}\uff5c>"
+
+
+_NAME_FIRST = r'\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
+
+PLAIN_JSON = CallFormat(
+    begin="{", head=re.compile(_NAME_FIRST), close="}", end="}", structure=("[", ",", "]")
+)
+"""A JSON array of objects with `name` and `arguments`, which a grammar guarantees."""
+
+FORMATS: Mapping[ToolCallParser, CallFormat] = MappingProxyType(
+    {
+        ToolCallParser.DEEPSEEK_V3: CallFormat(
+            begin=_token("call▁begin"),
+            head=re.compile(
+                rf"\s*function{_token('sep')}\s*(?P<name>[^\s<`]+)\s*```json\s*(?=\{{)"
+            ),
+            close="```",
+            end=_token("call▁end"),
+            structure=(_token("calls▁begin"), _token("calls▁end")),
+            other_special=(_token("sep"),),
+        ),
+        ToolCallParser.HERMES: CallFormat(
+            begin="<tool_call>",
+            head=re.compile(r"\s*\{" + _NAME_FIRST),
+            close="}",
+            end="</tool_call>",
+            is_object=True,
+        ),
+    }
+)
+"""The formats of models, by parser."""

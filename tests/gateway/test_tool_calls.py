@@ -1,0 +1,146 @@
+"""Calls are parted off a text, however it is cut, and nothing that is written is lost."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.gateway.tool_calls import ToolCallSplit, merged
+from equipoise.gateway.tool_formats import FORMATS, PLAIN_JSON, ToolCallParser
+
+DEEPSEEK, HERMES = FORMATS[ToolCallParser.DEEPSEEK_V3], FORMATS[ToolCallParser.HERMES]
+CALLS, END_CALLS = DEEPSEEK.structure
+(SEP,) = DEEPSEEK.other_special
+ARGUMENTS = st.dictionaries(
+    st.text('ab{"\\', max_size=3),
+    st.one_of(st.integers(), st.text('{}"\\é<>`', max_size=6), st.lists(st.dictionaries(
+        st.just("x"), st.none(), max_size=1), max_size=2)),
+    max_size=3,
+).map(json.dumps)  # fmt: skip
+NAMES = st.sampled_from(["f", "get_weather", "a-b.c"])
+
+
+def deepseek(name, arguments):
+    return f"{DEEPSEEK.begin}function{SEP}{name}\n```json\n{arguments}\n```{DEEPSEEK.end}"
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def read(form, parts, **options):
+    """The content and the calls of a text in parts, and the reader after it."""
+    split = ToolCallSplit(form, **options)
+    texts, calls = [], []
+    for index, part in enumerate(parts):
+        text, more = split.read(part, final=index == len(parts) - 1)
+        texts.append(text)
+        calls += more
+    return "".join(texts), [(call.name, call.arguments) for call in merged(calls)], split
+
+
+def check_any_cut(form, text, cuts, **options):
+    """The same result in one part, letter by letter, and cut at will; returns it."""
+    whole = read(form, [text], **options)
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    parts = [text[start:end] for start, end in itertools.pairwise(edges)] or [""]
+    for other in (parts, list(text) or [""], [*text, ""]):
+        *got, split = read(form, other, **options)
+        assert got == [*whole[:2]]
+        assert (split.ended, split.has_called) == (whole[2].ended, whole[2].has_called)
+    return whole
+
+
+CUTS = st.lists(st.integers(0, 10**6), max_size=8)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(["", "I look.", "a < b"]), st.lists(st.tuples(NAMES, ARGUMENTS)), CUTS)
+def test_calls_of_deepseek_are_read_as_they_were_written(before, calls, cuts):
+    written = "\n".join(deepseek(*call) for call in calls)
+    text = before + (f"\n\n{CALLS}{written}{END_CALLS}" if calls else "")
+    content, got, split = check_any_cut(DEEPSEEK, text, cuts)
+    assert (content, got) == (before, calls)
+    assert split.has_called == bool(calls)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(["", "I look.", "a < b"]), st.lists(st.tuples(NAMES, ARGUMENTS)), CUTS)
+def test_calls_of_hermes_are_read_as_they_were_written(before, calls, cuts):
+    text = "\n".join([before, *(hermes(*call) for call in calls)]) if calls else before
+    content, got, split = check_any_cut(HERMES, text, cuts)
+    assert (content, got) == (before, calls)
+    assert split.has_called == bool(calls)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1), st.sampled_from(["", " ", "\n"]), CUTS)
+def test_calls_in_plain_json_are_read_as_they_were_written(calls, space, cuts):
+    written = ("," + space).join(
+        f'{{{space}"name":{space}"{name}",{space}"arguments":{space}{arguments}{space}}}'
+        for name, arguments in calls
+    )
+    text = f"[{space}{written}{space}]"
+    assert check_any_cut(PLAIN_JSON, text, cuts)[:2] == ("", calls)
+    name, arguments = calls[0]
+    assert check_any_cut(PLAIN_JSON, text, cuts, max_calls=1)[:2] == ("", calls[:1])
+    alone = check_any_cut(PLAIN_JSON, arguments, cuts, function=name, max_calls=1)
+    assert alone[:2] == ("", calls[:1])
+    assert alone[2].ended
+
+
+PIECES = {
+    DEEPSEEK: [DEEPSEEK.begin, DEEPSEEK.end, CALLS, END_CALLS, SEP, "function", "```json", "```"],
+    HERMES: ["<tool_call>", "</tool_call>", '{"name": "', '", "arguments": ', '"'],
+}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_whatever_a_model_writes_the_cut_does_not_matter_and_no_word_is_lost(data):
+    form = data.draw(st.sampled_from([DEEPSEEK, HERMES]))
+    piece = st.sampled_from([*PIECES[form], *PIECES[form], "{", "}", "\n", " ", "<", "WORD"])
+    pieces = data.draw(st.lists(piece, max_size=25))
+    words = (f"w{number}w" for number in itertools.count())
+    text = "".join(next(words) if piece == "WORD" else piece for piece in pieces)
+    content, calls, _ = check_any_cut(form, text, data.draw(CUTS))
+    shown = content + "".join(f"{name}{arguments}" for name, arguments in calls)
+    for number in range(pieces.count("WORD")):
+        assert shown.count(f"w{number}w") == text.count(f"w{number}w")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (HERMES, '<tool_call>{"arguments": {"": 1}, "name": "f"}</tool_call>', "",
+         [("f", '{"": 1}')]),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        (HERMES, "<tool_call>no</tool_call>.", "<tool_call>no</tool_call>.", []),
+        (HERMES, '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+        (HERMES, '<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
+        (HERMES, hermes("f", "{}") + " and more", "and more", [("f", "{}")]),
+        (HERMES, "  ", "  ", []),
+        (HERMES, "<tool_cal", "<tool_cal", []),
+        (DEEPSEEK, deepseek("f", "no JSON"), deepseek("f", "no JSON"), []),
+        (DEEPSEEK, deepseek("f", "{}").removesuffix(DEEPSEEK.end), "", [("f", "{}")]),
+        (DEEPSEEK, deepseek("f", '{"a": "'), "", [("f", '{"a": "\n```' + DEEPSEEK.end)]),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_is_content(form, text, content, calls):
+    assert check_any_cut(form, text, [])[:2] == (content, calls)
+
+
+def test_a_call_has_its_name_first_and_its_arguments_as_they_arrive():
+    split = ToolCallSplit(HERMES)
+    parts = [split.read(letter, final=False) for letter in hermes("f", '{"a": [1]}')]
+    assert not any(text for text, _ in parts)
+    calls = [call for _, calls in parts for call in calls]
+    assert [call.name for call in calls] == ["f", *[None] * 9]
+    assert [call.arguments for call in calls] == [*'{"a": [1]}']
+
+
+def test_an_incomplete_call_is_no_call_to_act_on():
+    assert not read(HERMES, ['<tool_call>{"name": "f", "arguments": {"a"'])[2].has_called
+    assert not read(PLAIN_JSON, [""], function="f", max_calls=1)[2].has_called
