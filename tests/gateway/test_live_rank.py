@@ -26,7 +26,7 @@ async def client(tmp_path_factory):
     shutil.copy(packaged_checkpoint() / "config.json", checkpoint)
     (checkpoint / "chat_template.jinja").write_text("{{ messages[-1].content }}{% set _ = tools %}")
     stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
-    async with live_rank(context_length=256) as address:
+    async with live_rank(context_length=512) as address:
         settings = GatewaySettings(
             listen="127.0.0.1:0", workers=(address,), checkpoint=checkpoint, model="tiny"
         )
@@ -101,6 +101,7 @@ async def test_a_call_that_must_be_made_is_made_and_matches_its_parameters(clien
             if choice == "required"
             else {"type": "function", "function": {"name": "weather"}},
             parallel_tool_calls=False,
+            max_tokens=450,
             seed=seed,
         )
         assert answer.choices[0].finish_reason == "tool_calls"

@@ -63,3 +63,50 @@ async def test_a_chat_has_reasoning_and_answer(run_gateway, fleet, stream):
     deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "so"
     assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+
+
+JSON = {"type": "json_object"}
+CALL = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+}
+
+
+@pytest.mark.parametrize("fields", [{"response_format": JSON}, {"guided_regex": "x"}, CALL])
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_a_grammar_holds_after_reasoning(run_gateway, fleet, checkpoint, fields, thinks):
+    (checkpoint / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% set _ = tools %}<think>"
+        "{% if quick %}\n\n</think>\n\n{% endif %}"
+    )
+    fleet.fail(says("so</think>\n{}" if thinks else "{}"))
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 99,
+        "chat_template_kwargs": {"quick": not thinks},
+        **fields,
+    }
+    async with run_gateway(
+        workers=tuple(fleet.addresses), reasoning_parser="deepseek_r1"
+    ) as gateway:
+        response = await gateway.client.post("/v1/chat/completions", json=body)
+    message = response.json()["choices"][0]["message"]
+    assert message.get("reasoning_content") == ("so" if thinks else None)
+    calls = message.get("tool_calls", [{"function": {"arguments": message["content"]}}])
+    assert [call["function"]["arguments"] for call in calls] == ["{}"]
+    (request,) = [request for rank in fleet.ranks for request in rank.requests]
+    assert request.grammar.WhichOneof("kind")
+    assert request.grammar.after == ("</think>" if thinks else "")
+
+
+async def test_a_call_that_must_be_made_is_not_begun_by_reasoning_alone(run_gateway, fleet):
+    fleet.fail(says("and so"))
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 99, **CALL}
+    async with run_gateway(
+        workers=tuple(fleet.addresses), reasoning_parser="deepseek_r1"
+    ) as gateway:
+        response = await gateway.client.post("/v1/chat/completions", json=body)
+    (choice,) = response.json()["choices"]
+    assert choice["message"]["reasoning_content"] == "and so"
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -59,6 +60,29 @@ def test_masks_follow_the_output_and_its_drafts(grammars):
     wrong, *rest = masks_of(grammars, grammar, output=b"a", drafts=b"xb")
     assert wrong == {98, 99}
     assert all(len(one) == VOCAB_SIZE for one in rest)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"enum": ["ab"]}),
+        regex('"ab"'),
+        Grammar(kind=GrammarKind.GRAMMAR, text='start: "\\"ab\\""'),
+        Grammar(kind=GrammarKind.GRAMMAR, text='root ::= "\\"ab\\""'),
+    ],
+)
+def test_a_grammar_may_begin_after_a_text(grammars, grammar):
+    grammar = replace(grammar, after="</end>")
+    quote, a, newline = b'"a\n'
+    before = masks_of(grammars, grammar, output=b'w "ab" <end> \n', drafts=b"</end>")
+    assert all(END not in mask and quote in mask and a in mask for mask in before[:-1])
+    assert quote in before[-1]
+    assert newline in before[-1]
+    assert a not in before[-1]
+    (mask,) = masks_of(grammars, grammar, output=b'</end>\n"ab')
+    assert mask == {quote}
+    (mask,) = masks_of(grammars, grammar, output=b'</end>"ab"')
+    assert mask == {END}
 
 
 def test_masks_change_nothing(grammars):

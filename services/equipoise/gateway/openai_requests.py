@@ -5,14 +5,14 @@ not supported is rejected by name: no client must believe that it took effect.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from equipoise.gateway.errors import ContextLengthExceededError, NoRankError, UnknownModelError
 from equipoise.gateway.fields import Fields, is_whole, shown
 from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader
-from equipoise.gateway.reasoning import ReasoningParser
+from equipoise.gateway.reasoning import REASONING_END, ReasoningParser
 from equipoise.gateway.sampling_fields import (
     SamplingDefaults,
     logit_bias_of,
@@ -200,7 +200,7 @@ class RequestParser:
         return self._request(
             fields,
             prompts=(prompt,),
-            is_chat=True,
+            splits_reasoning=self._begins_with_reasoning(prompt),
             tools=tools,
             max_tokens=self._chat_tokens(fields, num_prompt=len(prompt)),
             logprobs=logprobs,
@@ -264,7 +264,7 @@ class RequestParser:
         max_tokens: int,
         logprobs: int | None,
         echo: bool = False,
-        is_chat: bool = False,
+        splits_reasoning: bool = False,
         tools: ToolUse = _NO_TOOLS,
     ) -> CompletionRequest:
         vocab_size = self._tokenizer.vocab_size
@@ -295,6 +295,8 @@ class RequestParser:
         grammar = grammar or tools.grammar
         if grammar is not None:
             check_end(fields, has_end=bool(self._tokenizer.end_tokens), min_tokens=min_tokens)
+            # As at vLLM, reasoning need not match.
+            grammar = replace(grammar, after=REASONING_END) if splits_reasoning else grammar
         include_usage, continuous_usage = _usage_options(fields, stream=stream)
         return CompletionRequest(
             prompts=prompts,
@@ -314,12 +316,16 @@ class RequestParser:
             continuous_usage=continuous_usage,
             return_token_ids=fields.flag("return_token_ids"),
             with_special="skip_special_tokens" in fields and not fields.flag("skip_special_tokens"),
-            # An output that matches a grammar has no reasoning.
-            splits_reasoning=is_chat
-            and grammar is None
-            and self._settings.reasoning_parser is not ReasoningParser.NONE,
+            splits_reasoning=splits_reasoning,
             tools=tools,
         )
+
+    def _begins_with_reasoning(self, prompt: tuple[int, ...]) -> bool:
+        """Whether a chat's output does; templates may put the end of none into the prompt."""
+        if self._settings.reasoning_parser is ReasoningParser.NONE:
+            return False
+        end = self._tokenizer.decode(prompt[-2 * len(REASONING_END) :])
+        return not end.rstrip().endswith(REASONING_END)
 
     def _check_context(self, *, num_prompt: int, max_tokens: int) -> None:
         most, total = self._context_length(), num_prompt + max_tokens

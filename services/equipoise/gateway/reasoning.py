@@ -4,6 +4,9 @@ from enum import StrEnum
 
 from equipoise.gateway.stop_text import StopText
 
+REASONING_END = "</think>"
+"""Text that ends reasoning."""
+
 
 class ReasoningParser(StrEnum):
     """How a model marks its reasoning, by the names of vLLM's parsers."""
@@ -23,7 +26,7 @@ class ReasoningSplit:
     """
 
     def __init__(self) -> None:
-        self._before = StopText(("</think>",))
+        self._before = StopText((REASONING_END,))
         self._begin: str | None = ""
         self._is_answer_begun = False
 

@@ -87,8 +87,7 @@ class ToolCallSplit:
             _State.CLOSE: self._read_close,
             _State.ENDED: self._read_nothing,
         }
-        if function is not None:
-            self._begin_call(function)
+        self._function = function
 
     @property
     def special(self) -> frozenset[str]:
@@ -108,6 +107,9 @@ class ToolCallSplit:
     def read(self, text: str, *, final: bool) -> tuple[str, tuple[CallDelta, ...]]:
         """The content and the parts of calls, one for each call, that the next text completes."""
         self._held += text
+        if self._function is not None and text:
+            self._begin_call(self._function)
+            self._function = None
         while self._read[self._state](final):
             pass
         if final:

@@ -9,6 +9,7 @@ from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference_messages import (
     BLAME_KEY,
+    MAX_AFTER_BYTES,
     MAX_GRAMMAR_BYTES,
     MAX_LOGPROBS,
     Blame,
@@ -50,7 +51,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         logit_bias=dict(request.logit_bias),
         hold_latents=request.hold_latents,
         latents_from=_source_to_proto(request.latents_from) if request.latents_from else None,
-        grammar=None if grammar is None else pb.Grammar(**{grammar.kind.value: grammar.text}),
+        grammar=None if grammar is None else _grammar_to_proto(grammar),
     )
 
 
@@ -252,14 +253,20 @@ def _hold_from_proto(message: pb.LatentHold) -> LatentHold:
     )
 
 
+def _grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(**{grammar.kind.value: grammar.text}, after=grammar.after)
+
+
 def _grammar_from_proto(message: pb.GenerateRequest) -> Grammar:
     kind = message.grammar.WhichOneof("kind")
     text = getattr(message.grammar, kind) if kind else ""
     if kind is None or len(text.encode()) > MAX_GRAMMAR_BYTES:
         raise _invalid_request(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes of one kind")
+    if len(message.grammar.after.encode()) > MAX_AFTER_BYTES:
+        raise _invalid_request(f"grammar.after must have at most {MAX_AFTER_BYTES} bytes")
     if message.min_tokens:
         raise _invalid_request("min_tokens must be 0 with a grammar, which says where outputs end")
-    return Grammar(kind=GrammarKind(kind), text=text)
+    return Grammar(kind=GrammarKind(kind), text=text, after=message.grammar.after)
 
 
 def _sampling_from_proto(message: pb.Sampling) -> Sampling:

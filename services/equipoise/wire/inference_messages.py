@@ -18,6 +18,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_GRAMMAR_BYTES = 2**16
 """Longest grammar."""
 
+MAX_AFTER_BYTES = 64
+"""Longest text after which a grammar holds."""
+
 
 class Blame(StrEnum):
     """How far a request is the cause of its stream's early end."""
@@ -82,6 +85,9 @@ class Grammar:
 
     text: str
     """At most `MAX_GRAMMAR_BYTES` in UTF-8."""
+
+    after: str = ""
+    """Text after whose first occurrence the output must match; empty if it must from its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ mask says which tokens keep the output valid. Masks depend on the output's token
 the same in any batch and on any rank.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -128,6 +129,8 @@ class Grammars:
         # It raises no narrower error for text that it cannot convert.
         except (ValueError, RecursionError) as error:
             raise GrammarError(_in_one_line(str(error))) from None
+        if grammar.after:
+            text = _following(grammar.after, text)
         matcher = LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise GrammarError(_in_one_line(matcher.get_error()))
@@ -160,6 +163,17 @@ class _Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
+
+
+def _following(end: str, text: str) -> str:
+    """The grammar of anything up to `end`, white space, and then what `text` describes."""
+    inner = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    outer = (
+        "start: before space? @answer\n"
+        f"before[suffix={json.dumps(end)}]: /(.|\\n)*/\n"
+        "space: /[ \\n\\r\\t]{1,20}/"
+    )
+    return json.dumps({"grammars": [{"lark_grammar": outer}, {**inner, "name": "answer"}]})
 
 
 def _in_one_line(text: str) -> str:
