@@ -39,7 +39,7 @@ def main() -> int:
         played = replay(schedule, plant=args.plant)
         if args.shrink and played.violation:
             played = shrink(schedule, played.violation, plant=args.plant)
-        _tell(played, args)
+        _report_schedule(played, args)
         return int(bool(played.violation))
     campaign = _campaign(args)
     _report(campaign, args)
@@ -137,7 +137,7 @@ def _report(campaign: Campaign, args: argparse.Namespace) -> None:
         print(f"\n{violation}: {len(failures)} of {campaign.schedules} schedules (seeds {seeds})")
         for text, count in Counter(one.text[:160] for one in failures).most_common(8):
             print(f"  {count} x {text}")
-        _tell(shrink(failures[0].schedule, violation, plant=args.plant), args)
+        _report_schedule(shrink(failures[0].schedule, violation, plant=args.plant), args)
     if args.table or args.all_failures:
         print(f"\n{'fault':22} {'schedules':>9} {'broke an invariant':>19}")
         for kind in MAKERS:
@@ -153,7 +153,7 @@ def _report(campaign: Campaign, args: argparse.Namespace) -> None:
     )
 
 
-def _tell(played: Played, args: argparse.Namespace) -> None:
+def _report_schedule(played: Played, args: argparse.Namespace) -> None:
     if not played.violation:
         print(f"seed {played.schedule.seed}: every invariant held ({played.digest})")
         return
