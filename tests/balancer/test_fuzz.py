@@ -23,6 +23,7 @@ from equipoise.wire import checks
 from equipoise.wire.convert import from_worker, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, Hello, LayoutRejected, Leaving, Report
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from equipoise_api.v1 import worker_link_pb2 as pb
 from tests.support.mutations import Mutator
@@ -322,8 +323,8 @@ def _payloads(hello):
         status_pb2.WatchStatusRequest(pool="tiny", min_interval_s=0.1),
         status_pb2.GetLayoutRequest(pool="tiny", generation=7),
         status_pb2.ListDecisionsRequest(pool="tiny", limit=10),
-        pb.ConnectRequest(heartbeat=pb.Heartbeat(sequence=1)),
-        pb.ConnectRequest(load_report=pb.LoadReport(epoch=1, assignments=bytes(240))),
+        seal(pb.ConnectRequest(heartbeat=pb.Heartbeat(sequence=1))),
+        seal(pb.ConnectRequest(load_report=pb.LoadReport(epoch=1, assignments=bytes(240)))),
     ]
     requests += [to_balancer(replace(hello, num_ranks=ranks)) for ranks in (4, 5, 6)]
     payloads = [b"", bytes(100)]

@@ -17,6 +17,7 @@ from equipoise.balancer.service import worker_link
 from equipoise.wire.balancer_messages import HeartbeatAck
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.messages import GroupLost, LayoutRejected, Leaving, Staged
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2 as pb
 from tests.support.limit_fleet import METHODS, WAIT_S, base_of, limit_fleet
 from tests.support.limits import field_names, variants
@@ -162,7 +163,7 @@ def messages_of(link):
     for message in said_by(link):
         kind = message.WhichOneof("message")
         for name, changed in variants(getattr(message, kind)):
-            yield f"{kind}.{name}", pb.ConnectRequest(**{kind: changed})
+            yield f"{kind}.{name}", seal(pb.ConnectRequest(**{kind: changed}))
 
 
 async def send(link, message):

@@ -8,6 +8,7 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2
 from tests.support.balancers import serving
 from tests.support.grpc_streams import GrpcConnection
@@ -35,7 +36,7 @@ async def port(tmp_path):
 async def test_none_of_thousands_of_streams_that_come_at_once_is_turned_away(port):
     answers, ended = [], []
     loop = asyncio.get_running_loop()
-    nameless = worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat())
+    nameless = seal(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
     everybody = asyncio.Event()
 
     def note(where, what):

@@ -14,6 +14,7 @@ from equipoise.trust.tokens import BALANCER
 from equipoise.wire.balancer_messages import JoinEpoch, Rejection
 from equipoise.wire.checks import MAX_TERM
 from equipoise.wire.convert import from_balancer, to_balancer
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2, worker_link_pb2_grpc
 from tests.support.authority import write_keys
 from tests.support.balancer_links import POLICY, WAIT_S
@@ -45,7 +46,7 @@ class Fleet:
             for name, value in changes.items():
                 setattr(message.hello, name, value)
             call = stub.Connect(metadata=metadata)
-            await call.write(message)
+            await call.write(seal(message))
             found = []
             while not found or not isinstance(found[-1], until):
                 answer = await asyncio.wait_for(call.read(), WAIT_S)
@@ -70,7 +71,7 @@ class Fleet:
     async def check_undisturbed(self):
         """The first term continues, in the store and on the stream of the pool `tiny`."""
         assert await self.store.highest_term() == 1
-        beat = worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat(sequence=9))
+        beat = seal(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat(sequence=9)))
         await self.stream.write(beat)
         async with asyncio.timeout(WAIT_S):
             while (answer := await self.stream.read()).heartbeat_ack.sequence != 9:

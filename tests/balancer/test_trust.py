@@ -17,6 +17,7 @@ from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import BALANCER, worker_audience
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.messages import Heartbeat
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -80,7 +81,7 @@ async def _ask_once(address, credentials, what):
 
 async def _link(channel, metadata):
     call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=metadata)
-    await call.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
+    await call.write(seal(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat())))
     answer = await call.read()
     if answer is grpc.aio.EOF:
         raise AssertionError("the stream ended without a word")

@@ -9,6 +9,7 @@ import pytest
 
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise.wire.convert import to_balancer
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import status_pb2, worker_link_pb2, worker_link_pb2_grpc
 from tests.support.balancer_links import WAIT_S, is_serving, linked, served, until
 
@@ -75,7 +76,7 @@ async def test_a_heartbeat_that_goes_with_a_report_is_answered_whatever_the_repo
 
 async def test_a_stream_that_does_not_begin_with_hello_is_closed_with_the_reason(channel):
     stream = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
-    await stream.write(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat()))
+    await stream.write(seal(worker_link_pb2.ConnectRequest(heartbeat=worker_link_pb2.Heartbeat())))
     answer = await asyncio.wait_for(stream.read(), WAIT_S)
     assert answer.rejection.fatal
     assert "Hello" in answer.rejection.reason
@@ -139,10 +140,10 @@ async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_reject
 ):
     async with linked(channel, [worker_of(hello_of("worker-0"))]) as (link,):
         huge = worker_link_pb2.Leaving(reason="x" * 200_000)
-        await link.call.write(worker_link_pb2.ConnectRequest(leaving=huge))
-        beat = worker_link_pb2.Heartbeat(sequence=1)
+        await link.call.write(seal(worker_link_pb2.ConnectRequest(leaving=huge)))
+        beat = to_balancer(link.worker.heartbeat(sequence=1))
         for _ in range(3000):
-            await link.call.write(worker_link_pb2.ConnectRequest(heartbeat=beat))
+            await link.call.write(beat)
         kinds = await until_rejected(status, {"link_rate", "link_size"})
         assert not link.call.done(), "the stream lives on"
     assert "messages per second" in kinds["link_rate"].latest
@@ -157,7 +158,7 @@ async def test_bytes_that_are_not_a_message_end_the_stream_and_are_counted(
     stranger = connect()
     await stranger.write(b"\xff\xff")
     rejection = answer(await stranger.read()).rejection
-    assert "2 bytes are not a valid WorkerLink message" in rejection.reason
+    assert "2 bytes do not have the digest" in rejection.reason
     assert not rejection.fatal, "the next try may be whole"
     worker = connect()
     await worker.write(to_balancer(hello_of("worker-0")).SerializeToString())
@@ -166,7 +167,59 @@ async def test_bytes_that_are_not_a_message_end_the_stream_and_are_counted(
         while await worker.read() is not grpc.aio.EOF:
             pass
     kinds = await until_rejected(status, {"link_bytes"})
-    assert "2 bytes are not a valid WorkerLink message" in kinds["link_bytes"].latest
+    assert "2 bytes do not have the digest" in kinds["link_bytes"].latest
+
+
+def with_a_byte_changed(message, part):
+    """The bytes of a message in which one byte of `part` is another; they still parse."""
+    sent = message.SerializeToString()
+    assert sent.count(part) == 1
+    at = sent.index(part)
+    damaged = sent[:at] + bytes([sent[at] ^ 1]) + sent[at + 1 :]
+    assert worker_link_pb2.ConnectRequest.FromString(damaged) != message
+    return damaged
+
+
+async def test_a_table_that_was_damaged_in_transit_does_not_quarantine_its_sender(
+    channel, status, harness
+):
+    async with served(channel, harness) as links:
+        await until(status, is_serving)
+        links[0].call.cancel()
+        rank_0 = links[0].worker
+        rank_0.hello, first = rank_0.reconnecting(), rank_0.hello
+        connect = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")
+        stream = connect()
+        await stream.write(to_balancer(rank_0.hello).SerializeToString())
+        rank_0.hello = first
+        table = rank_0.expert_checksums().tobytes()
+        serving = to_balancer(rank_0.serving())
+        await stream.write(with_a_byte_changed(serving, table))
+        async with asyncio.timeout(WAIT_S):
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+        kinds = await until_rejected(status, {"link_bytes"})
+        assert "do not have the digest" in kinds["link_bytes"].latest
+        pool = await until(status, lambda _: True)
+        assert not pool.quarantined
+
+
+@pytest.mark.parametrize("field", ["experts_digest", "checkpoint_fingerprint"])
+async def test_a_hello_that_was_damaged_in_transit_is_not_another_checkpoint(
+    channel, status, harness, worker_of, hello_of, field
+):
+    newcomer = worker_of(hello_of("worker-9")).hello
+    part = getattr(newcomer, field)
+    part = part.encode() if isinstance(part, str) else part
+    async with served(channel, harness):
+        await until(status, is_serving)
+        stream = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")()
+        await stream.write(with_a_byte_changed(to_balancer(newcomer), part))
+        answer = worker_link_pb2.ConnectResponse.FromString(await stream.read())
+        assert not answer.rejection.fatal, "the next try may be whole"
+        assert "do not have the digest" in answer.rejection.reason
+        pool = await until(status, lambda _: True)
+        assert not pool.quarantined
 
 
 async def until_rejected(status, kinds):

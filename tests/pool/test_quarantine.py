@@ -279,8 +279,21 @@ def test_two_against_two_open_nothing_until_it_is_decided(harness):
     harness.workers["worker-3"] = ScriptedWorker(hello_of_worker("worker-3", boot_id="boot-2"))
     harness.hello(harness.workers["worker-3"].hello)
     assert list(quarantined(harness)) == ["worker-2"]
+    assert "but 3 workers of the pool have abc" in quarantined(harness)["worker-2"].reason
     settle(harness, seconds=WAIT_S)
     assert seated(harness) == ["worker-0", "worker-1", "worker-3"]
+
+
+def test_a_reason_names_the_majority_of_now(serving_harness):
+    """Of four that outvoted a newcomer, one goes."""
+    harness = serving_harness
+    odd = OtherWorker("worker-9")
+    harness.hello(odd.hello)
+    assert "but 4 workers of the pool have abc" in quarantined(harness)["worker-9"].reason
+    harness.lose(harness.workers["worker-3"])
+    (shown,) = quarantined(harness).values()
+    assert "but 3 workers of the pool have abc" in shown.reason
+    assert "but 3 workers of the pool have abc" in harness.pool.diagnosis().reason
 
 
 def test_a_serving_epoch_is_not_outvoted_by_newcomers(serving_harness):

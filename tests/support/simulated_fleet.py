@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.planning.moves import checksums_digest
-from equipoise.wire.layouts import slot_checksums_to_proto
 from equipoise.wire.messages import PROTOCOL_VERSION
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2 as pb
 from tests.support.grpc_streams import GrpcConnection, GrpcStream
 
@@ -150,7 +150,7 @@ class SimulatedRank:
 
     def _say(self, **message: object) -> None:
         if self._stream is not None:
-            self._stream.write(pb.ConnectRequest(**message).SerializeToString())
+            self._stream.write(seal(pb.ConnectRequest(**message)).SerializeToString())
 
     def _end(self, why: str) -> None:
         self._stream = None
@@ -208,7 +208,7 @@ class SimulatedRank:
                 epoch=self._epoch,
                 rank=self._rank,
                 generation=self._generation,
-                **self._slot_checksums(),
+                slot_checksums=self._slot_checksums(),
                 expert_checksums=b"" if self._rank else self._pool.checksums.tobytes(),
             )
         )
@@ -237,7 +237,7 @@ class SimulatedRank:
                 step=1_000 * seat["generation"],
                 stall_us=300,
                 median_step_us=STEP_US,
-                **self._slot_checksums(),
+                slot_checksums=self._slot_checksums(),
             )
         )
         self._fleet.count("switched")
@@ -266,8 +266,8 @@ class SimulatedRank:
         slots = self._pool.settings.slots_per_rank
         return table[:, self._rank * slots : (self._rank + 1) * slots]
 
-    def _slot_checksums(self) -> dict[str, bytes]:
-        return slot_checksums_to_proto(self._own(self._pool.running[self._generation].checksums))
+    def _slot_checksums(self) -> bytes:
+        return self._own(self._pool.running[self._generation].checksums).tobytes()
 
     def _counters(self) -> pb.LoadReport:
         now_s = time.monotonic()

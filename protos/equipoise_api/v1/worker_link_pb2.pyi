@@ -70,6 +70,11 @@ class ConnectRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     GROUP_LOST_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """BLAKE2b-128, 16 bytes, of all bytes of the message before this field, which is the last: a
+    message that was damaged in transit is rejected, whatever it says. Required.
+    """
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream, and only the first."""
@@ -102,10 +107,11 @@ class ConnectRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         leaving: Global___Leaving | None = ...,
         group_lost: Global___GroupLost | None = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "layout_rejected", b"layout_rejected", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "layout_rejected", b"layout_rejected", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_lost", b"group_lost", "heartbeat", b"heartbeat", "hello", b"hello", "layout_rejected", b"layout_rejected", "leaving", b"leaving", "load_report", b"load_report", "message", b"message", "serving", b"serving", "staged", b"staged", "switched", b"switched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "serving", "load_report", "staged", "layout_rejected", "switched", "heartbeat", "leaving", "group_lost"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -379,7 +385,6 @@ class RunningState(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
-    SLOT_CHECKSUMS_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -393,8 +398,6 @@ class RunningState(_message.Message):
     steps: _builtins.str
     """How steps run, as in Serving."""
     expert_checksums: _builtins.bytes
-    """As in Serving."""
-    slot_checksums_digest: _builtins.bytes
     """As in Serving."""
     @_builtins.property
     def layout(self) -> Global___Layout:
@@ -418,11 +421,10 @@ class RunningState(_message.Message):
         steps: _builtins.str = ...,
         expert_checksums: _builtins.bytes = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
-        slot_checksums_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "slot_checksums_digest", b"slot_checksums_digest", "staged_generation", b"staged_generation", "steps", b"steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout", b"layout", "rank", b"rank", "slot_checksums", b"slot_checksums", "staged_generation", b"staged_generation", "steps", b"steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,7 +602,6 @@ class Serving(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     EXPERT_CHECKSUMS_FIELD_NUMBER: _builtins.int
-    SLOT_CHECKSUMS_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the worker serves in."""
     rank: _builtins.int
@@ -622,8 +623,6 @@ class Serving(_message.Message):
     """16 bytes per expert, [num_layers, num_experts, 16]: the checksums of all experts' payloads, from
     the checkpoint's manifest. Sent by rank 0 only; empty from the others.
     """
-    slot_checksums_digest: _builtins.bytes
-    """BLAKE2b-128 of `slot_checksums`, 16 bytes: damage in transit is not damage of the slots."""
     def __init__(
         self,
         *,
@@ -634,11 +633,10 @@ class Serving(_message.Message):
         steps: _builtins.str = ...,
         layout_digest: _builtins.bytes = ...,
         expert_checksums: _builtins.bytes = ...,
-        slot_checksums_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "slot_checksums_digest", b"slot_checksums_digest", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_checksums", b"expert_checksums", "generation", b"generation", "layout_digest", b"layout_digest", "rank", b"rank", "slot_checksums", b"slot_checksums", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1102,7 +1100,6 @@ class Switched(_message.Message):
     MEDIAN_STEP_US_FIELD_NUMBER: _builtins.int
     SLOT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
-    SLOT_CHECKSUMS_DIGEST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
@@ -1119,8 +1116,6 @@ class Switched(_message.Message):
     """
     layout_digest: _builtins.bytes
     """Digest of the layout in use now, as in Serving."""
-    slot_checksums_digest: _builtins.bytes
-    """As in Serving."""
     def __init__(
         self,
         *,
@@ -1132,11 +1127,10 @@ class Switched(_message.Message):
         median_step_us: _builtins.int = ...,
         slot_checksums: _builtins.bytes = ...,
         layout_digest: _builtins.bytes = ...,
-        slot_checksums_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "median_step_us", b"median_step_us", "rank", b"rank", "slot_checksums", b"slot_checksums", "slot_checksums_digest", b"slot_checksums_digest", "stall_us", b"stall_us", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "layout_digest", b"layout_digest", "median_step_us", b"median_step_us", "rank", b"rank", "slot_checksums", b"slot_checksums", "stall_us", b"stall_us", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -366,6 +366,7 @@ class Membership:
         self._rollouts.begin_epoch()
         self._attendance.begin_epoch()
         self._agreement.begin_epoch(opened_here=opened_here)
+        self._quarantine.look_again()
         self._moves, self._is_serving_noted = {}, False
 
     def _join_returned(self) -> Chain:

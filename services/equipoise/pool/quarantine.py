@@ -5,7 +5,7 @@ worker whose shape, kernels or checkpoint are not the pool's, as long as that is
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from equipoise.pool.counters import Rejections
 from equipoise.pool.effects import Chain, Effect, Log, Send
@@ -96,11 +96,19 @@ class Quarantine:
                 text = f"worker {name} is no longer quarantined: it fits the pool"
                 effects.append(Log(text=text, worker=name))
         for name, one in odd.items():
-            if name not in self._workers:
+            if name in self._workers:
+                self._update(name, one.reason)
+            else:
                 self._rejections.count(one.kind, f"{name}: {one.reason}")
                 member = self._roster.members[name]
                 effects += self._put(member, one.reason, until_restart=False, now=now)
         return tuple(effects)
+
+    def _update(self, name: str, reason: str) -> None:
+        """The worker differs from most workers of now, who may be others than those before."""
+        known = self._workers[name]
+        if not known.until_restart:
+            self._workers[name] = replace(known, reason=reason)
 
     def _put(self, member: Member, reason: str, *, until_restart: bool, now: float) -> Chain:
         boot_id = member.hello.boot_id

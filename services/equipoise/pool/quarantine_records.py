@@ -34,6 +34,7 @@ class QuarantineRecords:
         """
         reasons = {(one.worker, one.boot_id): one.reason for one in self._quarantine.workers}
         if reasons.keys() == self._recorded.keys():
+            self._recorded = reasons
             return ()
         changes = [(True, key, reasons[key]) for key in reasons if key not in self._recorded]
         changes += [(False, key, why) for key, why in self._recorded.items() if key not in reasons]

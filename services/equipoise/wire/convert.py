@@ -32,11 +32,16 @@ from equipoise.wire.messages import (
     Switched,
     WorkerMessage,
 )
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 
-def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a case per message
-    """Convert a worker's message."""
+def to_balancer(value: WorkerMessage) -> pb.ConnectRequest:
+    """Convert a worker's message, with its digest."""
+    return seal(_request_of(value))
+
+
+def _request_of(value: WorkerMessage) -> pb.ConnectRequest:  # noqa: PLR0911 - a case per message
     match value:
         case Hello():
             return pb.ConnectRequest(hello=requests.hello_to_proto(value))

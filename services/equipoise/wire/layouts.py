@@ -10,7 +10,7 @@ from equipoise.planning.arrays import Checksums, ShareTable
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import DIGEST_BYTES, Layout
-from equipoise.planning.moves import CHECKSUM_BYTES, checksums_digest
+from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
@@ -166,31 +166,15 @@ def checksums_to_bytes(checksums: Checksums) -> bytes:
     return checksums.tobytes()
 
 
-def slot_checksums_to_proto(checksums: Checksums) -> dict[str, Any]:
-    """The checksums of a worker's slots and their digest, as fields of a message."""
-    return {
-        "slot_checksums": checksums_to_bytes(checksums),
-        "slot_checksums_digest": checksums_digest(checksums),
-    }
-
-
 def slot_checksums_from_proto(kind: str, message: Any, *, hello: Hello) -> Checksums:
     """Checksums of a worker's slots, uint8 [layers, slots_per_rank, 16], read-only.
 
     Raises:
-        InvalidMessageError: "_shape" if the number of bytes does not match; "_checksums" if the
-            digest does not.
+        InvalidMessageError: "_shape" if the number of bytes does not match.
     """
     shape = (hello.model.num_layers, hello.slots_per_rank, CHECKSUM_BYTES)
     table = checks.table(kind, message, "slot_checksums", dtype="|u1", shape=shape)
-    checksums = table.astype(np.uint8, copy=False)
-    if checksums_digest(checksums) != message.slot_checksums_digest:
-        raise InvalidMessageError(
-            f"{kind}_checksums",
-            f"{kind}: slot_checksums do not have the digest that was sent with them: a proxy "
-            "corrupts messages, or the worker uses another protocol",
-        )
-    return checksums
+    return table.astype(np.uint8, copy=False)
 
 
 def expert_checksums_from_proto(kind: str, message: Any, *, hello: Hello) -> Checksums | None:

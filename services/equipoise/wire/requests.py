@@ -87,13 +87,13 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
     """Convert a Serving."""
     return pb.Serving(
         **layouts.fields_of(serving, but=("checksums", "expert_checksums")),
-        **layouts.slot_checksums_to_proto(serving.checksums),
+        slot_checksums=layouts.checksums_to_bytes(serving.checksums),
         expert_checksums=_expert_checksums(serving),
     )
 
 
 def serving_from_proto(message: pb.Serving, *, hello: Hello) -> Serving:
-    """Raises InvalidMessageError: a number is out of range, or the checksums are damaged."""
+    """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
     return Serving(
         **checks.place("serving", message),
         checksums=layouts.slot_checksums_from_proto("serving", message, hello=hello),
@@ -125,12 +125,12 @@ def switched_to_proto(switched: Switched) -> pb.Switched:
     """Convert a Switched."""
     return pb.Switched(
         **layouts.fields_of(switched, but=("checksums",)),
-        **layouts.slot_checksums_to_proto(switched.checksums),
+        slot_checksums=layouts.checksums_to_bytes(switched.checksums),
     )
 
 
 def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
-    """Raises InvalidMessageError: a number is out of range, or the checksums are damaged."""
+    """Raises InvalidMessageError: a number is out of range, or the checksums have another shape."""
     return Switched(
         **checks.place("switched", message),
         **checks.counts("switched", message, "step", "stall_us", "median_step_us"),
@@ -193,7 +193,7 @@ def _running_to_proto(running: RunningState) -> pb.RunningState:
         **layouts.fields_of(running, but=("layout", "checksums", "expert_checksums")),
         generation=running.generation,
         layout=layouts.layout_to_proto(running.layout),
-        **layouts.slot_checksums_to_proto(running.checksums),
+        slot_checksums=layouts.checksums_to_bytes(running.checksums),
         expert_checksums=_expert_checksums(running),
     )
 

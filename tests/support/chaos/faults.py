@@ -12,6 +12,7 @@ import psutil
 import redis.asyncio
 
 from equipoise.balancer.planner.process import PROGRAM
+from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
 from tests.support.chaos.arena import WORKERS, Arena
 from tests.support.chaos.plan import Fault, Kind
@@ -161,7 +162,7 @@ async def _stranger(arena: Arena, fault: Fault) -> None:
         call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect()
         with suppress(grpc.aio.AioRpcError, TimeoutError):
             async with asyncio.timeout(fault.lasts_s):
-                await call.write(worker_link_pb2.ConnectRequest(hello=hello))
+                await call.write(seal(worker_link_pb2.ConnectRequest(hello=hello)))
                 while await call.read() is not grpc.aio.EOF:
                     pass
         call.cancel()

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
@@ -24,6 +23,7 @@ from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import max_message_bytes
 from equipoise.wire.messages import Hello, Leaving, Report
+from equipoise.wire.seal import UNREADABLE, unsealed
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 HELLO_TIMEOUT_S = 10.0
@@ -32,9 +32,7 @@ HELLO_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 1.0
 """Seconds that the last messages of a stream may take to be sent."""
 
-_UNREADABLE = "link_bytes"
-
-_PASSING = {_UNREADABLE, NAME_TAKEN}
+_PASSING = {UNREADABLE, NAME_TAKEN}
 """Rejections that a retry may overcome: the network corrupted a message, or the stream of a worker
 that restarted is not closed yet."""
 
@@ -171,7 +169,7 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
         async for request in requests:
             try:
                 _check_limits(request, hello, limit)
-                value = from_worker(_message(request), hello=hello)
+                value = from_worker(unsealed(request), hello=hello)
                 if isinstance(value, Report) and value.heartbeat is not None:
                     # First, because the report may be rejected.
                     runner.receive(hello.worker, mailbox, value.heartbeat)
@@ -179,9 +177,9 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
             except (InvalidMessageError, InvalidReportError) as error:
                 text = f"worker {hello.worker}: {error}"
                 runner.reject(hello.worker, kind=error.kind, reason=text)
-                if error.kind == _UNREADABLE:
+                if error.kind == UNREADABLE:
                     # The message is lost: a new stream begins with all that matters.
-                    return "undecodable message"
+                    return "damaged message"
                 continue
             if isinstance(value, Leaving):
                 reason = f"it left: {value.reason}"
@@ -205,7 +203,7 @@ async def _introduction(requests: _Requests) -> Hello:
         raise InvalidMessageError(
             "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
         ) from None
-    hello = from_worker(_message(first), hello=None)
+    hello = from_worker(unsealed(first), hello=None)
     assert isinstance(hello, Hello), "the first message is Hello or rejected"
     return hello
 
@@ -218,22 +216,6 @@ def _check_identity(caller: Caller, hello: Hello) -> None:
             f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
             "certificate or token of its own",
         )
-
-
-def _message(request: bytes) -> pb.ConnectRequest:
-    """Decode a message.
-
-    Raises:
-        InvalidMessageError: "link_bytes".
-    """
-    try:
-        return pb.ConnectRequest.FromString(request)
-    except DecodeError:
-        raise InvalidMessageError(
-            _UNREADABLE,
-            f"{len(request)} bytes are not a valid WorkerLink message: a proxy corrupts them, or "
-            "the worker uses another protocol",
-        ) from None
 
 
 def _check_limits(request: bytes, hello: Hello, limit: MessageLimit) -> None:
