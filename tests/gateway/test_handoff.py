@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from equipoise.gateway import relay as relay_module
+from equipoise.gateway.errors import NoRankError
 from equipoise.gateway.handoff import Direct, first_leg, why_direct
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
@@ -76,9 +77,10 @@ def test_a_prefill_pool_is_another_pool_of_a_balancer(changes):
 
 
 @asynccontextmanager
-async def pools(*, num_prefill=2, prefill_form="v1/16"):
+async def pools(*, num_prefill=2, num_decode=2, prefill_form="v1/16", queue_timeout_s=BOUND_S):
     """A relay before a prefill pool and a decode pool of two ranks."""
-    prefill, decode = [FakeRank() for _ in range(num_prefill)], [FakeRank(), FakeRank()]
+    prefill = [FakeRank() for _ in range(num_prefill)]
+    decode = [FakeRank() for _ in range(num_decode)]
     async with AsyncExitStack() as stack:
         tables = []
         for ranks, form in ((prefill, prefill_form), (decode, "v1/16")):
@@ -104,7 +106,7 @@ async def pools(*, num_prefill=2, prefill_form="v1/16"):
                 accept_timeout_s=5.0,
                 first_token_timeout_s=5.0,
                 silence_timeout_s=5.0,
-                queue_timeout_s=BOUND_S,
+                queue_timeout_s=queue_timeout_s,
             ),
             tally=tally,
             credentials=Credentials(),
@@ -242,3 +244,39 @@ def test_the_first_leg_asks_for_no_more_tokens_than_it_makes():
     leg = first_leg(replace(request, num_replayed=2))
     assert (leg.max_tokens, leg.min_tokens, leg.hold_latents) == (1, 3, True)
     assert not first_leg(replace(request, max_tokens=1)).hold_latents
+
+
+async def test_full_decode_ranks_are_tried_again_and_nothing_is_made_twice():
+    async with pools() as rig:
+        for rank in rig.decode:
+            rank.faults.append(Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False))
+        assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
+        assert (rig.tally.replays, rig.tally.outcomes["finished"]) == (0, 1)
+
+
+async def test_without_a_decode_pool_no_prompt_is_read():
+    async with pools(num_decode=0, queue_timeout_s=0.2) as rig:
+        with pytest.raises(NoRankError, match=r"no rank accepted the request within 0\.2 s"):
+            await answer(rig)
+        assert legs(rig.prefill) == []
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_read_ends_the_first_leg():
+    async with pools(num_prefill=1) as rig:
+        rig.prefill[0].gate.clear()
+        leg = asyncio.create_task(answer(rig))
+        await rig.prefill[0].until(lambda: rig.prefill[0].num_open == 1)
+        leg.cancel()
+        await asyncio.wait([leg])
+        await rig.prefill[0].until(lambda: rig.prefill[0].num_open == 0)
+        assert legs(rig.decode) == []
+
+
+async def test_a_client_that_leaves_after_the_first_token_leaves_no_hold():
+    async with pools(num_prefill=1) as rig:
+        request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=12)
+        async with aclosing(rig.relay.stream(request, suspicion=Suspicion())) as parts:
+            assert (await anext(parts)).tokens == undisturbed(PROMPT, 1)
+        assert rig.prefill[0].released == [1]
+        assert legs(rig.decode) == []
+        assert rig.tally.num_handed_over == 0

@@ -1,8 +1,7 @@
 """A prompt read in one pool continues in another: the same tokens, and its latents travelled."""
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
-from types import SimpleNamespace
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -10,59 +9,10 @@ import pytest
 from equipoise.worker.latents.holds import HoldEnd
 from equipoise.worker.latents.puller import PullOutcome
 from equipoise_api.v1 import worker_pb2 as pb
-from tests.support.latent_ranks import a_rank
+from tests.support.latent_ranks import a_rank, answer, handed_over, nothing_is_held, two_pools
 
 B = 16
 TOKENS = [(7 * number) % 61 for number in range(95)]
-
-
-@asynccontextmanager
-async def two_pools(rank_of_one, *, tamper=None, peer_pools=("prefill",), hold_s=30.0, **decode):
-    async with (
-        a_rank(*rank_of_one(), boot_id="reads", tamper=tamper, hold_s=hold_s) as prefill,
-        a_rank(*rank_of_one(**decode), boot_id="writes", peer_pools=peer_pools) as one,
-    ):
-        yield prefill, one
-
-
-async def answer(rank, prompt, max_tokens, **fields):
-    """Tokens, logprobs, the finish reason and the hold of one request on one rank."""
-    found = SimpleNamespace(tokens=[], logprobs=[], finish=0, held=None)
-    call = rank.inference.Generate(
-        pb.GenerateRequest(prompt=prompt, max_tokens=max_tokens, **fields), timeout=60
-    )
-    async for response in call:
-        found.tokens += response.tokens
-        found.logprobs += [(one.logprob, tuple(one.top_tokens)) for one in response.logprobs]
-        found.finish = response.finish_reason or found.finish
-        found.held = response.held if response.HasField("held") else found.held
-    return found
-
-
-def source_of(rank, held, **changes):
-    fields = {
-        "address": rank.address,
-        "pool": "prefill",
-        "worker": "worker-0",
-        "boot_id": held.boot_id if held else rank.boot_id,
-        "hold": held.hold if held else 0,
-    }
-    return pb.LatentSource(**fields | changes)
-
-
-async def handed_over(prefill, decode, prompt, max_tokens, sampling=None, **changes):
-    """The answer of both legs together."""
-    first = await answer(prefill, prompt, 1, hold_latents=True, sampling=sampling)
-    rest = await answer(
-        decode,
-        [*prompt, *first.tokens],
-        max_tokens - 1,
-        num_replayed=1,
-        sampling=sampling,
-        latents_from=source_of(prefill, first.held, **changes),
-    )
-    rest.tokens, rest.logprobs = first.tokens + rest.tokens, first.logprobs + rest.logprobs
-    return rest
 
 
 GREEDY = pb.Sampling(logprobs=2)
@@ -92,15 +42,6 @@ async def test_tokens_are_one_pools_and_latents_travel_instead_of_being_read_aga
         assert (counts.read_missing, counts.read_own) == (0, 0)
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 5}
-
-
-async def nothing_is_held(*ranks):
-    for rank in ranks:
-        holds = rank.scheduler.holds
-        async with asyncio.timeout(10):
-            while rank.scheduler.blocks.num_used or holds.num_open:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert holds.num_taken == holds.ended.total()
 
 
 async def test_a_second_request_with_the_prefix_fetches_only_what_is_not_here(rank_of_one):

@@ -167,7 +167,12 @@ class Relay:
                 await self._release(leg, part.held)
             # Failures of the client, and of the next leg, are not the prefill rank's.
             progress.running = reservation
-            yield whole
+            try:
+                yield whole
+            except GeneratorExit:
+                if whole.finish is None and part.held is not None:
+                    await self._release(leg, part.held)
+                raise
             if whole.finish is not None:
                 return
             request = second_leg(request, part, pool=pool, prefill=leg.rank)

@@ -1,0 +1,140 @@
+"""A prefill rank fails while its latents are fetched: the rest is read, and nothing stays held."""
+
+import asyncio
+
+import pytest
+
+from equipoise.worker.latents.holds import HoldEnd
+from equipoise.worker.latents.puller import PullOutcome
+from tests.support.latent_ranks import (
+    a_rank,
+    answer,
+    handed_over,
+    nothing_is_held,
+    source_of,
+    two_pools,
+)
+
+B = 16
+PROMPT = [(7 * number) % 61 for number in range(50)]
+NUM_FULL = len(PROMPT) // B
+
+
+def die(message):
+    if message.index == 1:
+        raise ConnectionResetError("the rank is gone")
+    yield message
+
+
+def hang(message):
+    if message.index == 1:
+        yield asyncio.Event()
+    yield message
+
+
+@pytest.mark.parametrize(
+    ("tamper", "outcome"), [(die, PullOutcome.LOST), (hang, PullOutcome.TIMEOUT)]
+)
+async def test_a_rank_that_fails_amid_a_fetch_leaves_a_shorter_prefix(rank_of_one, tamper, outcome):
+    async with two_pools(rank_of_one, tamper=tamper, hold_s=1.0, pull_s=1.5) as (prefill, decode):
+        one = await handed_over(prefill, decode, PROMPT, 6)
+        assert decode.puller.outcomes == {outcome: 1}
+        assert decode.puller.num_bytes == decode.core.cache.block_bytes
+        assert decode.scheduler.counts.read_missing == (NUM_FULL - 1) * B
+        assert one.tokens == (await answer(prefill, PROMPT, 6)).tokens
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended == {HoldEnd.EXPIRED: 1}
+
+
+async def leg(decode, prefill, first):
+    """The second leg of a request whose first is done."""
+    return await answer(
+        decode,
+        [*PROMPT, *first.tokens],
+        5,
+        num_replayed=1,
+        latents_from=source_of(prefill, first.held),
+    )
+
+
+async def expired(rank):
+    async with asyncio.timeout(20):
+        while rank.scheduler.holds.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_after_a_hold_expired_its_blocks_are_fetched_while_they_are_cached(rank_of_one):
+    async with two_pools(rank_of_one, hold_s=0.01) as (prefill, decode):
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        await expired(prefill)
+        rest = await leg(decode, prefill, first)
+        assert decode.puller.outcomes == {PullOutcome.WHOLE: 1}
+        assert decode.scheduler.counts.read_missing == 0
+        assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended == {HoldEnd.EXPIRED: 1}
+
+
+async def test_after_a_hold_expired_and_its_blocks_are_reused_the_prompt_is_read_again(rank_of_one):
+    async with two_pools(rank_of_one, hold_s=0.01) as (prefill, decode):
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        await expired(prefill)
+        for number in range(8):  # More than the cache has room for.
+            await answer(prefill, [number + 1] * 90, 1)
+        rest = await leg(decode, prefill, first)
+        assert decode.puller.outcomes == {PullOutcome.PARTIAL: 1}
+        assert decode.scheduler.counts.read_missing == NUM_FULL * B
+        assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
+        await nothing_is_held(prefill, decode)
+
+
+async def test_a_repeated_request_fetches_the_same_hold_without_harm(rank_of_one):
+    async with two_pools(rank_of_one) as (prefill, decode):
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        one, other = await asyncio.gather(*(leg(decode, prefill, first) for _ in range(2)))
+        assert one.tokens == other.tokens
+        assert decode.puller.outcomes == {PullOutcome.WHOLE: 2}
+        assert decode.scheduler.counts.read_missing == 0
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 1}
+
+
+async def test_a_fetch_goes_on_while_either_pool_forms_a_new_epoch(rank_of_one):
+    reached, resume = asyncio.Event(), asyncio.Event()
+
+    def pause(message):
+        if message.index == 1:
+            reached.set()
+            yield resume
+        yield message
+
+    async with two_pools(rank_of_one, tamper=pause) as (prefill, decode):
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        second = asyncio.create_task(leg(decode, prefill, first))
+        async with asyncio.timeout(20):
+            await reached.wait()
+        for rank in (prefill, decode):
+            await rank.end_epoch()
+        resume.set()
+        async with asyncio.timeout(20):
+            while not decode.puller.outcomes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert decode.puller.outcomes == {PullOutcome.WHOLE: 1}
+        for rank in (prefill, decode):
+            rank.begin_epoch()
+        rest = await second
+        assert decode.scheduler.counts.read_missing == 0
+        assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
+        await nothing_is_held(prefill, decode)
+
+
+async def test_a_prefill_rank_that_came_back_as_another_process_has_nothing(rank_of_one):
+    async with two_pools(rank_of_one) as (prefill, decode):
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        async with a_rank(*rank_of_one(), boot_id="later") as successor:
+            prefill.address = successor.address
+            rest = await leg(decode, prefill, first)
+            assert decode.puller.outcomes == {PullOutcome.LOST: 1}
+            assert successor.service.refused == {"latents_boot": 1}
+            assert decode.scheduler.counts.read_missing == NUM_FULL * B
+            assert first.tokens + rest.tokens == (await answer(successor, PROMPT, 6)).tokens
