@@ -50,12 +50,18 @@ VALUES = (
 MESSAGE = '{"role": "user", "content": "def f("}'
 PATHS = {
     "/v1/completions": (
-        '"prompt": "def f("',
+        '"prompt": "def f(", "max_tokens": 2',
         requests._OF_COMPLETIONS | {*requests._COMPLETIONS_UNSUPPORTED},
     ),
     "/v1/chat/completions": (
-        f'"messages": [{MESSAGE}]',
+        f'"messages": [{MESSAGE}], "max_tokens": 2',
         requests._OF_CHATS | {*requests._CHATS_UNSUPPORTED},
+    ),
+    # Other fields are read as those of chats.
+    "/v1/responses": (
+        '"input": "def f(", "max_output_tokens": 2',
+        (requests._OF_RESPONSES | {*requests._RESPONSES_UNSUPPORTED}) - requests._OF_CHATS
+        | {"tools", "tool_choice"},
     ),
 }
 FIELDS = [
@@ -95,14 +101,16 @@ async def check_serves(client):
 
 async def post(client, path, fields):
     begin, _ = PATHS[path]
-    body = "{" + ", ".join([begin, '"max_tokens": 2', *fields]) + "}"
+    body = "{" + ", ".join([begin, *fields]) + "}"
     headers = {"content-type": "application/json"}
     response = await client.post(path, content=body.encode(), headers=headers)
     assert response.status_code in {200, 400, 404}, (response.status_code, body, response.text)
     if response.status_code != 200:
         assert response.json()["error"]["message"]
     elif response.headers["content-type"].startswith("text/event-stream"):
-        assert response.text.endswith("data: [DONE]\n\n"), (body, response.text)
+        last = response.text.rstrip().rpartition("\n\n")[2]
+        end = "event: response." if path == "/v1/responses" else "data: [DONE]"
+        assert last.startswith(end), (body, response.text)
     return response
 
 

@@ -74,6 +74,7 @@ class ChatTemplate:
         self,
         messages: Messages,
         *,
+        field: str = "messages",
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] = _NOTHING,
         adds_prompt: bool = True,
@@ -82,8 +83,8 @@ class ChatTemplate:
         """The text of a conversation.
 
         It ends with the words that begin the model's answer if `adds_prompt`, and within the last
-        message if `continues_final`. `tools` are the functions that the model may call.
-        `variables` are the client's own, for the template.
+        message if `continues_final`. `tools` are the functions that the model may call, `field`
+        names what the messages came in, and `variables` are the client's own, for the template.
 
         Raises:
             InvalidRequestError: the template takes no tools, or rejects these messages; its own
@@ -112,7 +113,7 @@ class ChatTemplate:
         # Either the template or the messages are at fault, and not the gateway.
         except _FAULTS as error:
             raise InvalidRequestError(
-                f"the model's chat template rejects these messages: {error}", param="messages"
+                f"the model's chat template rejects these messages: {error}", param=field
             ) from None
         return _up_to_end_of(messages[-1]["content"] or "", text) if continues_final else text
 

@@ -57,8 +57,11 @@ class HttpClient:
         async with self._bounded():
             await JSONResponse(document)(self._scope, self._receive, self._send)
 
-    async def send_event(self, data: dict[str, Any] | str, *, is_last: bool = False) -> None:
+    async def send_event(
+        self, data: dict[str, Any] | str, *, name: str = "", is_last: bool = False
+    ) -> None:
         """Send a server-sent event; the first one starts the response, the last one ends it."""
+        head = f"event: {name}\n" if name else ""
         text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
         async with self._bounded():
             if not self.is_streaming:
@@ -67,7 +70,7 @@ class HttpClient:
             await self._send(
                 {
                     "type": "http.response.body",
-                    "body": f"data: {text}\n\n".encode(),
+                    "body": f"{head}data: {text}\n\n".encode(),
                     "more_body": not is_last,
                 }
             )

@@ -1,6 +1,7 @@
 """The messages of a chat: what of OpenAI's form is supported, as a template takes them. Pure."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from equipoise.gateway.chat_template import Messages
@@ -40,12 +41,12 @@ def _message(value: Any, *, path: str) -> dict[str, Any]:
     calls = _calls(message, role=role, path=path)
     # OpenAI's developer is called system in the templates of open models.
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    result["content"] = None if calls and "content" not in message else _content(message)
+    result["content"] = None if calls and "content" not in message else content_of(message)
     if calls:
         result["tool_calls"] = calls
     for name in ("name", "tool_call_id"):
         if name in message:
-            result[name] = _string(message, name)
+            result[name] = string_of(message, name)
     if role == "tool" and "tool_call_id" not in message:
         raise message.reject("tool_call_id", "must name the call that the message answers")
     return result
@@ -69,8 +70,8 @@ def _call(value: Any, *, path: str) -> dict[str, Any]:
         raise call.reject("type", "must be function, with a function")
     function = Fields(call.get("function"), path=f"{path}.function.")
     function.only({"name", "arguments"})
-    arguments = {"name": _string(function, "name"), "arguments": _arguments(function)}
-    return {"id": _string(call, "id"), "type": "function", "function": arguments}
+    arguments = {"name": string_of(function, "name"), "arguments": arguments_of(function)}
+    return {"id": string_of(call, "id"), "type": "function", "function": arguments}
 
 
 class _Arguments(dict[str, Any]):
@@ -94,8 +95,13 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
-def _arguments(function: Fields) -> _Arguments:
-    text = _string(function, "arguments") or "{}"
+def arguments_of(function: Fields) -> dict[str, Any]:
+    """A call's `arguments`, as templates take them.
+
+    Raises:
+        InvalidRequestError: they are not the text of a JSON object.
+    """
+    text = string_of(function, "arguments") or "{}"
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -105,24 +111,35 @@ def _arguments(function: Fields) -> _Arguments:
     return _Arguments(text, values)
 
 
-def _string(fields: Fields, name: str) -> str:
+def string_of(fields: Fields, name: str) -> str:
+    """A field that must be a string.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
     value = fields.get(name)
     if not isinstance(value, str):
         raise fields.reject(name, "must be a string")
     return value
 
 
-def _content(message: Fields) -> str:
-    """A message's text, which may be in parts."""
-    value = message.get("content")
+def content_of(
+    message: Fields, name: str = "content", *, kinds: Collection[str] = ("text",)
+) -> str:
+    """A message's text, which may be in parts of these kinds.
+
+    Raises:
+        InvalidRequestError: it is missing, or has parts of another kind.
+    """
+    value = message.get(name)
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):
-        raise message.reject("content", "must be a string or a list of text parts")
+        raise message.reject(name, "must be a string or a list of text parts")
     texts = []
     for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
+        is_text = isinstance(part, dict) and part.get("type") in [*kinds]
         text = part["text"] if is_text and "text" in part else part
         if not isinstance(text, str):
-            raise message.reject("content", "must have parts of type text only")
+            raise message.reject(name, f"must have parts of type {' or '.join(kinds)} only")
         texts.append(text)
     return "".join(texts)

@@ -1,18 +1,21 @@
 """`RequestParser`: parses and checks request bodies. Pure; decides what is rejected.
 
-Both of OpenAI's forms become one `CompletionRequest`. A field that would change the answer and is
+All of OpenAI's forms become one `CompletionRequest`. A field that would change the answer and is
 not supported is rejected by name: no client must believe that it took effect.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from equipoise.gateway.completion_request import CompletionRequest
 from equipoise.gateway.errors import ContextLengthExceededError, NoRankError, UnknownModelError
 from equipoise.gateway.fields import Fields, is_whole, shown
 from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader
 from equipoise.gateway.reasoning import REASONING_END, ReasoningParser
+from equipoise.gateway.responses_form import REPEATED_FIELDS
+from equipoise.gateway.responses_input import messages_of_input, text_format_of
 from equipoise.gateway.sampling_fields import (
     SamplingDefaults,
     logit_bias_of,
@@ -24,7 +27,7 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.structured_fields import GRAMMAR_FIELDS, check_end, grammar_of
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.tool_fields import TOOL_FIELDS, ToolUse, tool_use_of, tools_of
-from equipoise.wire.inference_messages import MAX_LOGPROBS, Grammar, Sampling
+from equipoise.wire.inference_messages import MAX_LOGPROBS, Grammar
 
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI."""
@@ -49,6 +52,12 @@ _EITHER = frozenset(
 )
 _OF_COMPLETIONS = _EITHER | {"prompt", "echo", "best_of"}
 _OF_CHATS = _EITHER | CHAT_PROMPT_FIELDS | TOOL_FIELDS | {"max_completion_tokens", "top_logprobs"}
+_OF_RESPONSES = (
+    _EITHER
+    - {"max_tokens", "n", "logprobs", "prompt_logprobs", "return_token_ids", *GRAMMAR_FIELDS}
+    | REPEATED_FIELDS
+    | {"input", "chat_template_kwargs"}
+)
 
 # Fields that are not supported, with the values that change nothing and so are accepted.
 _COMPLETIONS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -64,75 +73,23 @@ _CHATS_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
+_RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # Nothing is kept, so there is nothing to continue.
+    "store": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "include": ([],),
+    "max_tool_calls": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": None, "summary": None}),
+    "service_tier": ("auto", "default"),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
 _NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 _NO_TOOLS = ToolUse()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
-    """A checked request for text."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    """Token ids of each prompt."""
-
-    max_tokens: int
-    """Maximum number of tokens to generate, per choice; 0 to only repeat the prompt."""
-
-    num_choices: int
-    """Answers to each prompt."""
-
-    sampling: Sampling
-    """How tokens are chosen; choice i of a prompt uses `seed + i`."""
-
-    logit_bias: tuple[tuple[int, float], ...]
-    """Tokens and what to add to their logits."""
-
-    grammar: Grammar | None
-    """What each choice must match; None for anything."""
-
-    min_tokens: int
-    """Tokens before which neither stop tokens nor stop strings end a choice."""
-
-    prompt_logprobs: int | None
-    """How many of the most likely tokens to find for each token of the prompts; None for none."""
-
-    show_prompt_logprobs: bool
-    """Whether choices have them in a field of their own, as at vLLM."""
-
-    echo: bool
-    """Whether to put the prompt before each answer."""
-
-    stops: tuple[str, ...]
-    """Strings that end a choice."""
-
-    stop_tokens: frozenset[int]
-    """Tokens that end a choice."""
-
-    stream: bool
-    """Whether to send server-sent events."""
-
-    include_usage: bool
-    """Whether a stream ends with token counts."""
-
-    continuous_usage: bool
-    """Whether all other events of a stream have token counts, too."""
-
-    return_token_ids: bool
-    """Whether choices have their token ids and their prompt's."""
-
-    with_special: bool
-    """Whether special tokens have text."""
-
-    splits_reasoning: bool
-    """Whether the model's reasoning is kept apart from its answer."""
-
-    tools: ToolUse
-    """How answers call tools."""
-
-    @property
-    def num_all_choices(self) -> int:
-        """Answers to all prompts; those to one prompt are consecutive."""
-        return len(self.prompts) * self.num_choices
 
 
 class RequestParser:
@@ -206,6 +163,31 @@ class RequestParser:
             logprobs=logprobs,
         )
 
+    def response(self, body: bytes) -> CompletionRequest:
+        """Parse the body of `POST /v1/responses`.
+
+        Raises:
+            InvalidRequestError: it cannot be served; names the field and what is allowed.
+            UnknownModelError: it is for another model.
+        """
+        fields = Fields.of_body(body)
+        self._check(fields, known=_OF_RESPONSES, unsupported=_RESPONSES_UNSUPPORTED)
+        tools = tool_use_of(fields, parser=self._settings.tool_call_parser, is_flat=True)
+        messages = messages_of_input(fields)
+        prompt = self._prompts.conversation(fields, "input", messages, tools=tools.tools)
+        limits = ("max_output_tokens",)
+        request = self._request(
+            fields,
+            prompts=(prompt,),
+            splits_reasoning=self._begins_with_reasoning(prompt),
+            grammar=text_format_of(fields),
+            tools=tools,
+            max_tokens=self._chat_tokens(fields, num_prompt=len(prompt), names=limits),
+            logprobs=None,
+        )
+        repeated = {name: fields.get(name) for name in REPEATED_FIELDS if name in fields}
+        return replace(request, repeated=repeated)
+
     def tokenized(self, body: bytes) -> dict[str, Any]:
         """Answer `POST /tokenize`: the tokens of a prompt or of messages.
 
@@ -266,6 +248,7 @@ class RequestParser:
         echo: bool = False,
         splits_reasoning: bool = False,
         tools: ToolUse = _NO_TOOLS,
+        grammar: Grammar | None = None,
     ) -> CompletionRequest:
         vocab_size = self._tokenizer.vocab_size
         self._check_context(num_prompt=max(map(len, prompts)), max_tokens=max_tokens)
@@ -287,7 +270,7 @@ class RequestParser:
         min_tokens = fields.whole("min_tokens", least=0, most=max_tokens, default=0)
         if min_tokens and len(stop_tokens) == vocab_size:
             raise fields.reject("min_tokens", "cannot be reached: every token is a stop token")
-        grammar = grammar_of(fields)
+        grammar = grammar or grammar_of(fields)
         if grammar is not None and tools.form is not None:
             raise fields.reject(
                 "tools", "cannot be called in an output that must match a grammar: send one of both"
@@ -335,20 +318,26 @@ class RequestParser:
                 f"more than the context of {most}: shorten the prompt, or ask for fewer tokens"
             )
 
-    def _chat_tokens(self, fields: Fields, *, num_prompt: int) -> int:
-        """The answer's limit, by either name, or what the context leaves."""
-        names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    def _chat_tokens(
+        self,
+        fields: Fields,
+        *,
+        num_prompt: int,
+        names: tuple[str, ...] = ("max_tokens", "max_completion_tokens"),
+    ) -> int:
+        """The answer's limit, by one of several names, or what the context leaves."""
+        found = [name for name in names if name in fields]
         most = self._settings.max_tokens
-        if len(names) == 2:
+        if len(found) == 2:
             raise fields.reject(
                 "max_tokens", "and max_completion_tokens are the same setting: send one"
             )
-        if names:
-            return fields.whole(names[0], least=1, most=most, default=most)
+        if found:
+            return fields.whole(found[0], least=1, most=most, default=most)
         context_length = self._context_length()
         if not context_length:
             raise NoRankError(
-                "no rank has reported its context length: try again later, or send max_tokens"
+                f"no rank has reported its context length: try again later, or send {names[0]}"
             )
         return max(1, min(most, context_length - num_prompt))
 

@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 from equipoise.gateway.choice import ChoiceDelta
+from equipoise.gateway.completion_request import CompletionRequest
 from equipoise.gateway.errors import RequestError
-from equipoise.gateway.openai_requests import CompletionRequest
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.tool_calls import CallDelta
 from equipoise.wire.inference_messages import TokenLogprob
+
+_ID_LENGTH = 32
 
 _MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI's own server sends this for impossible tokens."""
@@ -60,7 +62,12 @@ class ResponseContext:
 
     def call_id(self, index: int, call: CallDelta) -> str:
         """The `id` of a choice's call, which no other call has."""
-        return f"call_{self.response_id.rpartition('-')[2]}_{index}_{call.index}"
+        return f"call_{self.unique}_{index}_{call.index}"
+
+    @property
+    def unique(self) -> str:
+        """The part of the `id` that no other response has."""
+        return self.response_id[-_ID_LENGTH:]
 
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """An object of this response."""
@@ -85,7 +92,7 @@ class ResponseContext:
 class CompletionForm:
     """The objects of `/v1/completions`."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def opening(self, *_: object) -> None:
         """The event before a choice's first delta: none."""
@@ -134,7 +141,7 @@ class CompletionForm:
 class ChatForm:
     """The objects of `/v1/chat/completions`."""
 
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
 
     def opening(self, context: ResponseContext, index: int) -> dict[str, Any]:
         """The event before a choice's first delta: its role."""

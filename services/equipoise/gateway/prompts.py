@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from equipoise.gateway.chat_template import ChatTemplate
+from equipoise.gateway.chat_template import ChatTemplate, Messages
 from equipoise.gateway.errors import ContextLengthExceededError, InvalidRequestError
 from equipoise.gateway.fields import Fields, is_whole
 from equipoise.gateway.openai_messages import messages_of
@@ -53,25 +53,50 @@ class PromptReader:
         Raises:
             InvalidRequestError: a field is invalid, or the model has no template.
         """
-        if self._template is None:
-            raise InvalidRequestError(
-                f"{self._model} has no chat template: its checkpoint folder has neither "
-                f"chat_template.jinja nor one in tokenizer_config.json; use /v1/completions"
-            )
         continues = fields.flag("continue_final_message")
         generates = "add_generation_prompt" not in fields or fields.flag("add_generation_prompt")
         if continues and "add_generation_prompt" in fields and generates:
             raise fields.reject(
                 "continue_final_message", "and add_generation_prompt cannot both be true"
             )
-        text = self._template.render(
+        return self.conversation(
+            fields,
+            "messages",
             messages_of(fields),
             tools=tools,
-            variables=_variables(fields),
             continues_final=continues,
             adds_prompt=generates and not continues,
         )
-        return self.encoded(fields, "messages", text, begins=False)
+
+    def conversation(
+        self,
+        fields: Fields,
+        name: str,
+        messages: Messages,
+        *,
+        tools: Sequence[dict[str, Any]],
+        continues_final: bool = False,
+        adds_prompt: bool = True,
+    ) -> tuple[int, ...]:
+        """The prompt that the model's chat template makes of messages in the field `name`.
+
+        Raises:
+            InvalidRequestError: the template rejects them, or the model has no template.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                f"{self._model} has no chat template: its checkpoint folder has neither "
+                f"chat_template.jinja nor one in tokenizer_config.json; use /v1/completions"
+            )
+        text = self._template.render(
+            messages,
+            field=name,
+            tools=tools,
+            variables=_variables(fields),
+            continues_final=continues_final,
+            adds_prompt=adds_prompt,
+        )
+        return self.encoded(fields, name, text, begins=False)
 
     def encoded(self, fields: Fields, name: str, text: str, *, begins: bool) -> tuple[int, ...]:
         """The tokens of a field's text, with those that begin every text if `begins`.

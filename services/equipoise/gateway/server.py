@@ -38,6 +38,7 @@ from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_probe import RankProbe
 from equipoise.gateway.rank_table import RankInfo, RankTable
 from equipoise.gateway.relay import Relay
+from equipoise.gateway.responses import ResponsesEndpoint
 from equipoise.gateway.routing import RankState
 from equipoise.gateway.sampling_fields import SamplingDefaults
 from equipoise.gateway.settings import GatewaySettings
@@ -191,10 +192,19 @@ def _application(
     )
     completions = endpoint(parse=parser.completion, form=CompletionForm())
     chats = endpoint(parse=parser.chat, form=ChatForm())
+    responses = ResponsesEndpoint(
+        settings,
+        relay=relay,
+        tokenizer=model.tokenizer,
+        open_requests=open_requests,
+        parse=parser.response,
+        prefix="resp_",
+    )
     application = Starlette(
         routes=[
             Route("/v1/completions", _BehindKey(completions, model.keys), methods=["POST"]),
             Route("/v1/chat/completions", _BehindKey(chats, model.keys), methods=["POST"]),
+            Route("/v1/responses", _BehindKey(responses, model.keys), methods=["POST"]),
             *_tokenizer_routes(settings, model, parser, open_requests),
             *_model_routes(model, context_length),
             *_probes(ranks, open_requests),

@@ -43,16 +43,25 @@ def _response_format(fields: Fields, name: str) -> Grammar | None:
     if not isinstance(value, dict):
         raise fields.reject(name, "must be an object")
     options = Fields(value, path=f"{name}.")
-    kind = options.get("type")
-    if kind == "json_schema":
+    if options.get("type") == "json_schema":
         options.only({"type", "json_schema"})
         named = options.get("json_schema")
         if not isinstance(named, dict):
             raise options.reject("json_schema", "must be an object with a schema")
         inner = Fields(named, path=f"{name}.json_schema.")
         inner.only({"name", "description", "schema", "strict"})
-        return _json_schema(inner, "schema")
+        return json_schema_of(inner, "schema")
+    return shape_of(options)
+
+
+def shape_of(options: Fields) -> Grammar | None:
+    """What a response format without a schema means.
+
+    Raises:
+        InvalidRequestError: its `type` is not known.
+    """
     options.only({"type"})
+    kind = options.get("type")
     if kind == "json_object":
         return Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ANY_OBJECT)
     if kind != "text":
@@ -74,8 +83,12 @@ def _structured_outputs(fields: Fields, name: str) -> Grammar | None:
     return grammars[0]
 
 
-def _json_schema(fields: Fields, name: str) -> Grammar:
-    """A schema, as an object or as JSON text."""
+def json_schema_of(fields: Fields, name: str) -> Grammar:
+    """A schema, as an object or as JSON text.
+
+    Raises:
+        InvalidRequestError: it is not a schema.
+    """
     value = fields.get(name)
     if isinstance(value, str):
         try:
@@ -126,7 +139,7 @@ def _literal(text: str) -> str:
     )
 
 
-_READ_OPTION = {"json": _json_schema, "regex": _regex, "choice": _choice, "grammar": _lark}
+_READ_OPTION = {"json": json_schema_of, "regex": _regex, "choice": _choice, "grammar": _lark}
 _READ = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
