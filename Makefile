@@ -15,7 +15,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm promtool demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check
+.PHONY: help setup redis helm promtool demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check linearizability
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -134,6 +134,10 @@ simulate: $(STAMP)  ## Play 10,000 schedules of faults on a simulated fleet (ARG
 
 model-check: $(STAMP)  ## Explore the models of leases, epochs and rollouts further than the tests do
 	EQUIPOISE_MODEL_STATES=2000000 EQUIPOISE_MODEL_DEPTH=4 $(BIN)/python -m pytest -o timeout=0 tests/model_checking $(ARGS)
+
+linearizability: $(STAMP) redis  ## Check 100 histories of the store across promotions (ARGS=--namespace: drop packets)
+	@$(if $(findstring --namespace,$(ARGS)),unshare -rn sh -c 'ip link set lo up && exec "$$@"' sh) \
+	  env PYTHONPATH=. $(BIN)/python -m tests.support.store_histories --histories 100 $(ARGS)
 
 chaos: $(STAMP) redis  ## Inject seeded faults into a real fleet and check the invariants (ARGS="--runs 200")
 	$(BIN)/python -m tests.support.chaos $(ARGS)
