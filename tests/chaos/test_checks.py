@@ -1,13 +1,18 @@
 """Planted faults: each check finds its own, and nothing in a healthy run."""
 
+import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
-from tests.support.chaos.checks import CHECKS, violations
+from equipoise.cli.demo.traffic import Prompt
+from tests.support.chaos.checks import CHECKS, NEXT_TOKEN_BOUND_S, violations
+from tests.support.chaos.clients import Clients
 from tests.support.chaos.history import Answer, History, StepSeen
 
-WHOLE = Answer(prompt="code: def", tokens=(7, 8, 9), expected=(7, 8, 9), took_s=1.0)
+PROMPT = Prompt(domain="code", tokens=(1,), max_tokens=1)
+WHOLE = Answer(prompt="code: def", tokens=(7, 8, 9), expected=(7, 8, 9), longest_wait_s=1.0)
 
 
 def well() -> History:
@@ -64,5 +69,22 @@ def test_an_answer_that_is_too_short_is_a_loss():
 
 def test_a_client_that_waited_too_long_was_not_served_in_time():
     history = well()
-    history.answers.append(replace(WHOLE, took_s=500.0))
+    history.answers.append(replace(WHOLE, longest_wait_s=NEXT_TOKEN_BOUND_S + 1))
     assert [violation.what for violation in violations(history)] == ["a wait beyond its bound"]
+
+
+async def test_clients_that_receive_tokens_slowly_are_waited_for():
+    history = History()
+    clients = Clients("nowhere", answers={PROMPT: ()}, history=history)
+
+    async def answer_slowly():
+        for _ in range(25):
+            await asyncio.sleep(0.1)
+            history.token_times_s.append(time.monotonic())
+        clients.num_whole += 1
+
+    answering = asyncio.create_task(answer_slowly())
+    await clients.until_whole(1, timeout_s=2.0)
+    await answering
+    with pytest.raises(TimeoutError):
+        await clients.until_whole(1, timeout_s=0.3)

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 import httpx2
 
 from equipoise.cli.demo.traffic import Prompt
+from tests.support.chaos.checks import NEXT_TOKEN_BOUND_S
 from tests.support.chaos.history import Answer, History
 
 _TURNED_AWAY = {429, 503}
+_POLL_S = 0.1
 
 
 class Clients:
@@ -29,7 +31,6 @@ class Clients:
             for domain, prompts in itertools.groupby(answers, key=lambda prompt: prompt.domain)
         }
         self._domain = next(iter(self._of_domain))
-        self._changed = asyncio.Condition()
 
     def shift_to(self, domain: str) -> None:
         """Requests that start from now on are of this domain."""
@@ -38,7 +39,9 @@ class Clients:
     async def run(self, num_clients: int) -> None:
         """Ask until cancelled."""
         async with (
-            httpx2.AsyncClient(base_url=f"http://{self._gateway}", timeout=120.0) as http,
+            httpx2.AsyncClient(
+                base_url=f"http://{self._gateway}", timeout=NEXT_TOKEN_BOUND_S + 5.0
+            ) as http,
             asyncio.TaskGroup() as clients,
         ):
             for _ in range(num_clients):
@@ -48,11 +51,14 @@ class Clients:
         """Wait until that many more requests have ended.
 
         Raises:
-            TimeoutError: they did not within the bound.
+            TimeoutError: no client received a token within the bound.
         """
-        wanted = self.num_whole + more
-        async with asyncio.timeout(timeout_s), self._changed:
-            await self._changed.wait_for(lambda: self.num_whole >= wanted)
+        wanted, began_s = self.num_whole + more, time.monotonic()
+        while self.num_whole < wanted:
+            last_s = max([began_s, *self.history.token_times_s[-1:]])
+            if time.monotonic() >= last_s + timeout_s:
+                raise TimeoutError
+            await asyncio.sleep(_POLL_S)
 
     async def _ask_on(self, http: httpx2.AsyncClient) -> None:
         while True:
@@ -61,14 +67,12 @@ class Clients:
             if answer.rejection or answer.breakage:
                 await asyncio.sleep(0.2)
                 continue
-            async with self._changed:
-                self.num_whole += 1
-                self._changed.notify_all()
+            self.num_whole += 1
 
     async def _ask(self, http: httpx2.AsyncClient, prompt: Prompt) -> Answer:
         tokens: list[int] = []
         rejection = breakage = ""
-        began_s = time.monotonic()
+        times_s = [time.monotonic()]
         body = {
             "prompt": list(prompt.tokens),
             "max_tokens": prompt.max_tokens,
@@ -84,19 +88,23 @@ class Clients:
                 elif response.status_code != 200:
                     breakage = f"{response.status_code}: {(await response.aread()).decode()}"
                 else:
-                    breakage = await self._read(response, tokens)
+                    breakage = await self._read(response, tokens, times_s)
         except httpx2.HTTPError as error:
             breakage = f"{type(error).__name__}: {error}"
         return Answer(
             prompt=f"{prompt.domain}: {bytes(prompt.tokens)[-24:].decode(errors='replace')}",
             tokens=tuple(tokens),
             expected=tuple(self._answers[prompt]),
-            took_s=time.monotonic() - began_s,
+            longest_wait_s=max(
+                later - sooner for sooner, later in itertools.pairwise([*times_s, time.monotonic()])
+            ),
             rejection=rejection,
             breakage=breakage,
         )
 
-    async def _read(self, response: httpx2.Response, tokens: list[int]) -> str:
+    async def _read(
+        self, response: httpx2.Response, tokens: list[int], times_s: list[float]
+    ) -> str:
         """Why the stream did not come to its end; empty if it did."""
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
@@ -108,6 +116,7 @@ class Clients:
                 return f"after {len(tokens)} tokens: {event['error']}"
             for choice in event["choices"]:
                 if choice["token_ids"]:
-                    self.history.token_times_s.append(time.monotonic())
+                    times_s.append(time.monotonic())
+                    self.history.token_times_s.append(times_s[-1])
                 tokens += choice["token_ids"]
         return f"the stream ended after {len(tokens)} tokens without [DONE]"

@@ -24,7 +24,8 @@ class Answer:
     prompt: str
     tokens: tuple[int, ...]
     expected: tuple[int, ...]
-    took_s: float
+    longest_wait_s: float
+    """Longest time without a token, from the request to the end of the answer."""
     rejection: str = ""
     breakage: str = ""
 
@@ -38,8 +39,8 @@ class History:
     token_times_s: list[float] = field(default_factory=list)
     layouts: dict[int, set[int]] = field(default_factory=dict)
     """Hashes of the layouts that were seen under each committed generation."""
-    waits: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What was waited for after the faults: how long, and the bound; both seconds."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """How long each condition took to hold again after the faults, seconds."""
     overdue: list[str] = field(default_factory=list)
     """Waits that reached their bound, with what was there instead."""
     unverified: list[str] = field(default_factory=list)
