@@ -32,7 +32,7 @@ _SECTIONS = {
 class Section(BaseModel):
     """Some values of a policy. Unknown keys are faults, missing ones have their default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     def written(self) -> dict[str, Any]:
         """The values that the file contains, by field of `Policy`; no defaults."""
@@ -81,6 +81,8 @@ else:
 class PoolOverride(PoolPolicy):
     """Values of the pool with this name, or of all pools that serve `phase`."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     phase: Literal["prefill", "decode", "mixed"] | None = None
     """Phase of the pools that these values are for, whatever their names, except pools that have an
     entry of their own. Default: the values are for the pool with the entry's name."""
@@ -88,6 +90,8 @@ class PoolOverride(PoolPolicy):
 
 class BalancePolicy(Section):
     """How loads become layouts: for all pools, and what differs for single pools."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     apiVersion: Literal["equipoise.dev/v1alpha1"]
     """Version of this file's form."""

@@ -7,10 +7,11 @@ string below a field explains it, on the command line and in the docs.
 import ast
 import inspect
 import math
-import textwrap
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, get_type_hints
 
 from equipoise.settings.errors import InvalidSettingsError
@@ -67,19 +68,37 @@ def check_ranges(settings: Any, error: type[Exception] = InvalidSettingsError) -
             raise error(f"{name} must be {valid}, not {value}")
 
 
-def explanations(settings: type) -> dict[str, str]:
+@cache
+def explanations(settings: type) -> Mapping[str, str]:
     """The string below each field of a dataclass, as one line, by field."""
     inherited = [one for one in settings.__bases__ if is_dataclass(one)]
     found = {name: text for base in inherited for name, text in explanations(base).items()}
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
-    assert isinstance(tree, ast.ClassDef)
-    for statement, after in zip(tree.body, tree.body[1:], strict=False):
+    body = _classes_in(settings.__module__)[settings.__qualname__].body
+    for statement, after in pairwise(body):
         match statement, after:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
                 found[name] = " ".join(text.split())
+    return found
+
+
+@cache
+def _classes_in(module: str) -> Mapping[str, ast.ClassDef]:
+    """The classes of a module by qualified name; `inspect` would parse it anew for each."""
+    found: dict[str, ast.ClassDef] = {}
+
+    def search(tree: ast.AST, path: str) -> None:
+        for node in ast.iter_child_nodes(tree):
+            match node:
+                case ast.ClassDef(name=name):
+                    found[path + name] = node
+                    search(node, f"{path}{name}.")
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    search(node, f"{path}{name}.<locals>.")
+
+    search(ast.parse(inspect.getsource(sys.modules[module])), "")
     return found
 
 
