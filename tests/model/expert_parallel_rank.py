@@ -4,7 +4,6 @@ Arguments: rank, number of ranks, rendezvous file, result file. All is derived f
 groups of any size compute the same model on the same rows.
 """
 
-import sys
 from datetime import timedelta
 
 import numpy as np
@@ -149,9 +148,8 @@ def outlive_the_last_rank(model, *, rank, num_ranks):
     return "nothing was noticed"
 
 
-def main():
-    rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
-    rendezvous, result = sys.argv[3:]
+def main(rank, num_ranks, rendezvous, result):
+    rank, num_ranks = int(rank), int(num_ranks)
     torch.set_num_threads(1)
     if num_ranks > 1:
         dist.init_process_group(
@@ -175,7 +173,3 @@ def main():
         # Else the group's threads may still run when the process takes down what they use, and a
         # thread that is not joined then ends it with "terminate called".
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ Arguments: rank, rendezvous file, file of the models, result file. Groups are th
 all, so that four processes are enough.
 """
 
-import sys
 from datetime import timedelta
 
 import torch
@@ -51,9 +50,8 @@ def serve_all(cases, *, rank, num_ranks, group):
     return seen
 
 
-def main():
-    rank = int(sys.argv[1])
-    rendezvous, models, result = sys.argv[2:]
+def main(rank, rendezvous, models, result):
+    rank = int(rank)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -70,7 +68,3 @@ def main():
             seen[size] = serve_all(cases, rank=rank, num_ranks=size, group=group)
     torch.save(seen, result)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

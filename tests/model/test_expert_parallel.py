@@ -17,17 +17,21 @@ NUM_ROWS, TOP_K, NUM_LAYERS, NUM_EXPERTS = 26, 4, 2, 16
 def runs(tmp_path_factory):
     """What every rank of groups of 1, 2 and 4 saw: by group size, a list by rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {size: run_group(size, folder) for size in (1, *GROUP_SIZES)}
-
-
-def run_group(num_ranks, folder):
-    rendezvous = folder / f"rendezvous-{num_ranks}"
-    results = [folder / f"result-{num_ranks}-{rank}" for rank in range(num_ranks)]
+    sizes = (1, *GROUP_SIZES)
     run_ranks(
         PROGRAM,
-        [(str(rank), str(num_ranks), rendezvous, result) for rank, result in enumerate(results)],
+        [
+            (rank, size, folder / f"rendezvous-{size}", folder / f"result-{size}-{rank}")
+            for size in sizes
+            for rank in range(size)
+        ],
     )
-    return [torch.load(result, weights_only=False) for result in results]
+    return {
+        size: [
+            torch.load(folder / f"result-{size}-{rank}", weights_only=False) for rank in range(size)
+        ]
+        for size in sizes
+    }
 
 
 def joined(run, mode, scenario):

@@ -1,8 +1,12 @@
-"""Ranks of the model in processes of their own, each a script that saves what it saw."""
+"""Ranks of the model in processes of their own, forked from one that has imported everything."""
 
+import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 TIMEOUT_S = 120
@@ -12,29 +16,44 @@ _FOLDERS = [_ROOT / folder for folder in ("model", "kernels", ".")]
 
 
 def run_ranks(program, arguments_of_ranks, *, timeout_s=TIMEOUT_S, **settings):
-    """Run `program` once for each rank, all at the same time; each must end well in time.
+    """Run `main` of `program` once for each rank, all at the same time; each must end well in time.
 
-    `settings` are environment variables.
+    It gets the rank's arguments as strings. One process imports torch and the program, which takes
+    more CPU than most ranks do, and forks one for each rank. `settings` are environment variables.
     """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, _FOLDERS)),
         "OMP_NUM_THREADS": "1",
         **settings,
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, program, *map(str, arguments)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for arguments in arguments_of_ranks
-    ]
+    ranks = json.dumps([list(map(str, arguments)) for arguments in arguments_of_ranks])
+    process = subprocess.Popen(
+        [sys.executable, __file__, program, ranks],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=timeout_s)
-            assert process.returncode == 0, errors
+        _, errors = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, errors
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _fork_ranks(program, arguments_of_ranks):
+    main = runpy.run_path(program)["main"]
+    for arguments in arguments_of_ranks:
+        if os.fork() == 0:
+            main(*arguments)
+            sys.exit()
+    for _ in arguments_of_ranks:
+        _, status = os.wait()
+        # The caller then kills the others, which may wait for this rank.
+        assert status == 0, f"a rank ended with status {status}"
+
+
+if __name__ == "__main__":
+    _fork_ranks(sys.argv[1], json.loads(sys.argv[2]))

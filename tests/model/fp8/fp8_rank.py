@@ -4,7 +4,6 @@ Arguments: rank, number of ranks, folder of the checkpoint, empty folder that al
 the exchange. The last rank leaves at the end, and the others continue without it.
 """
 
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -121,9 +120,13 @@ def wait_for(files):
         time.sleep(0.02)
 
 
-def main():
-    rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
-    checkpoint, folder, backend = Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+def main(rank, num_ranks, checkpoint, folder, backend):
+    warnings.simplefilter("ignore", DeprecationWarning)
+    with corrected_casts():
+        serve(int(rank), int(num_ranks), Path(checkpoint), Path(folder), backend)
+
+
+def serve(rank, num_ranks, checkpoint, folder, backend):
     torch.set_num_threads(1)
     compute_rows_one_by_one()
     setting = f"reference,all_to_all={backend}"
@@ -146,9 +149,3 @@ def main():
         seen["re-formed"] = served_together(checkpoint, rank, num_ranks - 1)
         dist.destroy_process_group()
     torch.save(seen, folder / f"result-{rank}")
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore", DeprecationWarning)
-    with corrected_casts():
-        main()
