@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.simulated_fleet import FleetSettings
 
-FLEET = Path(__file__).with_name("simulated_fleet.py")
+ROOT = Path(__file__).parents[2]
+FLEET = "tests.support.simulated_fleet"
 MAX_WAIT_S = 240.0
 
 
@@ -137,7 +138,8 @@ async def fleet(address, *, num_pools, num_ranks, num_processes):
                 num_ranks=num_ranks,
             )
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(FLEET), json.dumps(asdict(settings))),
+                *(sys.executable, "-m", FLEET, json.dumps(asdict(settings))),
+                cwd=ROOT,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=2**24,

@@ -1,6 +1,7 @@
 """Simulated ranks that speak the real worker link: they serve, report, stage and switch.
 
-Run as a process: `python simulated_fleet.py '{...}'` with the fields of `FleetSettings` as JSON.
+Run as a process: `python -m tests.support.simulated_fleet '{...}'` with the fields of
+`FleetSettings` as JSON.
 Each rank has a stream of its own; a connection carries up to 50 of them, in place of one each, and
 speaks gRPC as `grpc_streams` does: a rank's report with its heartbeat takes some 0.1 ms here.
 Nothing is computed and no bytes are pulled: Staged is said after a while, and the ranks of a pool

@@ -42,7 +42,6 @@ from equipoise_api.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     status_pb2,
-    status_pb2_grpc,
     worker_link_pb2,
 )
 
@@ -66,7 +65,7 @@ _RIGHTS: Rights = {
 }
 
 MAX_CALLS = 20_000
-"""Concurrent calls, two streams for each of 10,000 workers; more are rejected."""
+"""Concurrent calls, a stream for each of 10,000 workers and watchers; more are rejected."""
 
 _OPTIONS = (
     # The longest message of a worker, its Hello; others are checked against that.
@@ -259,9 +258,7 @@ def _add_services(
 ) -> Any:
     """Add the services; returns the health servicer."""
     server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
-    status_pb2_grpc.add_StatusServicer_to_server(
-        StatusService(seat, store=store, clock=clock), server
-    )
+    StatusService(seat, store=store, clock=clock).add_to(server)
     admin_pb2_grpc.add_AdminServicer_to_server(
         AdminService(seat, store=store, caller=lambda context: str(guard.caller(context))),
         server,

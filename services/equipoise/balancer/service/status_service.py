@@ -1,6 +1,7 @@
 """The Status service: read-only, and never waits for a worker."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -16,6 +17,7 @@ from equipoise.balancer.service.status import (
     pool_status,
     pool_summary,
 )
+from equipoise.balancer.service.watchers import MAX_WATCHERS, Watchers
 from equipoise.balancer.store.store import MAX_DECISIONS, Store, StoreError
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
@@ -25,14 +27,16 @@ from equipoise_api.v1 import status_pb2_grpc as pb_grpc
 DEFAULT_WATCH_INTERVAL_S = 0.5
 """Default least time between two messages of a watch."""
 
-SHORTEST_WATCH_INTERVAL_S = 0.05
-"""Watchers get at most twenty messages per second."""
+WATCH_WRITE_TIMEOUT_S = 30.0
+"""A watcher that reads nothing for this long is dropped."""
 
 DEFAULT_DECISIONS = 20
 """Decisions listed without a limit."""
 
 LEADER_METADATA = "equipoise-leader"
 """Trailing metadata of a follower's answers: host:port of the balancer that leads."""
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Status"].full_name
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,6 +48,17 @@ class StatusService(pb_grpc.StatusServicer):
         self._seat = seat
         self._store = store
         self._clock = clock
+        self._watchers = Watchers(self._status)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service; responses of WatchStatus are bytes, encoded once for all."""
+        pb_grpc.add_StatusServicer_to_server(self, server)
+        watch = grpc.unary_stream_rpc_method_handler(
+            self.WatchStatus, request_deserializer=pb.WatchStatusRequest.FromString
+        )
+        server.add_registered_method_handlers(  # type: ignore[attr-defined]  # not in its stubs
+            _SERVICE, {"WatchStatus": watch}
+        )
 
     async def ListPools(  # noqa: N802 - the contract's name
         self, request: pb.ListPoolsRequest, context: _Context
@@ -67,18 +82,29 @@ class StatusService(pb_grpc.StatusServicer):
     async def WatchStatus(  # type: ignore[override]  # noqa: N802
         self, request: pb.WatchStatusRequest, context: _Context
     ) -> None:
-        """The state now, and again after each change."""
+        """The state now, and again after each change, at the watcher's own pace."""
         runner = await self._find(request.pool, context)
         interval_s = request.min_interval_s or DEFAULT_WATCH_INTERVAL_S
         try:
             checks.duration_s("watch", "min_interval_s", interval_s)
         except InvalidMessageError as error:
             await _reject(context, str(error))
-        while not runner.closed:
-            status = self._status(runner)
-            await context.write(pb.WatchStatusResponse(status=status))
-            await asyncio.sleep(max(interval_s, SHORTEST_WATCH_INTERVAL_S))
-            await runner.until_changed(status.revision)
+        if self._watchers.are_full:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"this balancer has {MAX_WATCHERS} watchers, its maximum: call GetStatus, or watch "
+                "later",
+            )
+        with self._watchers.joined(runner) as audience, suppress(TimeoutError):
+            revision = -1
+            while True:
+                await audience.newer(revision)
+                if runner.closed:
+                    return
+                revision = audience.revision
+                async with asyncio.timeout(WATCH_WRITE_TIMEOUT_S):
+                    await context.write(audience.message)
+                await asyncio.sleep(interval_s)
 
     async def GetLayout(  # noqa: N802
         self, request: pb.GetLayoutRequest, context: _Context
