@@ -118,6 +118,21 @@ async def test_a_write_that_fails_degrades_the_pool_until_one_succeeds(
     await until(pool_runner, lambda: not pool_runner.pool.journal.store_fault)
 
 
+async def test_each_log_line_of_a_pool_names_what_it_runs(pool_runner, store, hello_of, caplog):
+    caplog.set_level("INFO")
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    await first_of(mailbox, JoinEpoch)
+    store.fault = StoreError("disk full: make room")
+    with pytest.raises(UnansweredError):
+        await pool_runner.administer(Pause(), who="me", reason="", what="pause")
+    (record,) = (one for one in caplog.records if "disk full" in one.getMessage())
+    assert record.about == {"pool": "tiny", "epoch": 1, "generation": 1, "term": 7}
+    pool_runner.leave("worker-0", mailbox, reason="it died")
+    (record,) = (one for one in caplog.records if "it died" in one.getMessage())
+    assert {**record.about}.items() >= {"worker": "worker-0", "rank": 0, "pool": "tiny"}.items()
+
+
 async def test_a_heartbeat_is_answered_while_the_store_hangs(
     pool_runner, store, worker_of, hello_of, monkeypatch
 ):

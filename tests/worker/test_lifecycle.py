@@ -100,8 +100,10 @@ async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
         assert await health_of(hello.address, LIVE) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="no rank yet"):
             await generate(hello.address)
+        assert rig.worker.runs == {}, "log lines have no rank yet"
         link.say(join_epoch([hello], layout))
         serving = await link.until(Serving)
+        assert rig.worker.runs == {"rank": 0, "epoch": 1, "generation": 5}
         assert (serving.epoch, serving.rank, serving.generation) == (1, 0, 5)
         for layer, slot in np.ndindex(layout.expert_of_slot.shape):
             payload = checkpoint.read_expert(layer, int(layout.expert_of_slot[layer, slot]))

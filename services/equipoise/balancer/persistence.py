@@ -72,19 +72,18 @@ async def write_to(store: Store, write: Write, *, pool: str, term: int, log: Poo
             await store.put_proposed(pool, write.layout, term=term)
         case WriteCommitted(generation=generation):
             await store.commit(pool, generation, previous=write.previous, term=term)
-            fields = about(generation=generation, term=term)
-            log.info("generation %d is committed", generation, extra=fields)
+            log.info("generation %d is committed", generation, extra=about(generation=generation))
         case WriteAdopted():
             await store.adopt(pool, write.layout, term=term)
         case WriteMembership(members=members):
             await store.put_membership(pool, members, term=term)
-            fields = about(epoch=members.epoch, term=term)
+            fields = about(epoch=members.epoch)
             log.info("epoch %d: %s", members.epoch, ", ".join(members.workers), extra=fields)
         case WriteAverage():
             await store.put_average(pool, write.name, write.record, term=term)
         case WriteDecision():
             record = await store.add_decision(pool, write.record, term=term)
-            fields = about(generation=record.base_generation, term=term)
+            fields = about(generation=record.base_generation)
             verdict = "yes" if record.accepted else "no"
             log.info("decision %d: %s: %s", record.sequence, verdict, record.reason, extra=fields)
             return replace(write, record=record)
@@ -94,7 +93,6 @@ async def write_to(store: Store, write: Write, *, pool: str, term: int, log: Poo
                 "audit record %d: %s: %s: %s: %s",
                 *(entry.sequence, entry.who, entry.what),
                 *("accepted" if entry.accepted else "rejected", entry.outcome),
-                extra=about(term=term),
             )
             return replace(write, record=entry)
     return write

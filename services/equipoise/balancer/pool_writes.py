@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 from equipoise.balancer.answers import Answers
 from equipoise.balancer.leadership.elector import Tenure
@@ -12,7 +11,6 @@ from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOv
 from equipoise.pool.controller import PoolController
 from equipoise.pool.counters import WRITE_TIMEOUT_S
 from equipoise.pool.effects import Chain, Write, WriteAudit
-from equipoise.telemetry.logs import about
 
 
 class PoolWrites:
@@ -99,17 +97,8 @@ class PoolWrites:
     def _note_failure(
         self, write: Write, reason: str, *, behind: Chain, timed_out: bool = False
     ) -> None:
-        self._log.error("%s", reason, extra=self._about())
+        self._log.error("%s", reason)
         self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
         for effect in (write, *behind):
             if isinstance(effect, WriteAudit):
                 self._answers.fail(effect.request.ticket, f"nothing was done: {reason}")
-
-    def _about(self) -> dict[str, Any]:
-        pool = self._controller.pool
-        current = pool.layouts.current
-        return about(
-            epoch=pool.roster.epoch or None,
-            generation=current.generation if current is not None else None,
-            term=self._tenure.term,
-        )

@@ -78,7 +78,7 @@ class PoolRunner:
     ) -> None:
         self._controller = controller
         self._spans = PoolSpans(controller.pool.name, tracer=tracer)
-        self._log = PoolLog(_log, pool=controller.pool.name)
+        self._log = PoolLog(_log, pool=controller.pool, tenure=tenure)
         self._tenure = tenure
         self._clock = clock
         self._planning = Planning(controller.pool.name, planner=planner)
@@ -245,18 +245,10 @@ class PoolRunner:
             self._chains.put_nowait(tuple(rest))
         self._changed.notify()
 
-    def _about(self, worker: str | None = None) -> dict[str, Any]:
-        """Fields of a line about the pool now, or about one of its workers."""
-        pool = self.pool
-        member = pool.roster.members.get(worker) if worker is not None else None
-        current = pool.layouts.current
-        return about(
-            worker=worker,
-            rank=member.rank if member is not None else None,
-            epoch=pool.roster.epoch or None,
-            generation=current.generation if current is not None else None,
-            term=self._tenure.term,
-        )
+    def _about(self, worker: str) -> dict[str, Any]:
+        """Fields of a line about one of the workers."""
+        member = self.pool.roster.members.get(worker)
+        return about(worker=worker, rank=member.rank if member is not None else None)
 
     def _write_log(self, line: Log) -> None:
         level = logging.WARNING if line.is_warning else logging.INFO
@@ -334,8 +326,7 @@ class PoolRunner:
 
     def _reply(self, reply: Reply) -> None:
         request, answer = reply.request, reply.answer
-        line = "%s: %s: %s", request.who, request.what, answer.reason
-        self._log.info(*line, extra=self._about())
+        self._log.info("%s: %s: %s", request.who, request.what, answer.reason)
         self._answers.give(request.ticket, answer)
 
     async def _propose(self, effect: Propose) -> None:
@@ -352,13 +343,13 @@ class PoolRunner:
             with self.wave_turns.expecting() if is_awaited else nullcontext():
                 proposal = await self._planning.propose(effect.request)
         except (PlanTimeoutError, PlannerDiedError) as error:
-            self._log.error("%s", error, extra=self._about())
+            self._log.error("%s", error)
             spans.abandoned(str(error))
             self._give_up_plan(effect, str(error), timed_out=isinstance(error, PlanTimeoutError))
             return
         except Exception as error:  # noqa: BLE001
             # A bug, which must not end the pool's streams.
-            self._log.exception("planning failed", extra=self._about())
+            self._log.exception("planning failed")
             reason = f"the planner failed ({error!r}); the next window tries again"
             spans.abandoned(reason)
             self._give_up_plan(effect, reason, timed_out=False)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,9 +86,15 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(
-    settings: WorkerSettings, *, stop: asyncio.Event, tracer: Tracer | None = None
+    settings: WorkerSettings,
+    *,
+    stop: asyncio.Event,
+    tracer: Tracer | None = None,
+    on_start: Callable[["Worker"], None] | None = None,
 ) -> None:
     """Run a worker until `stop` is set; `tracer` records stages and switches.
+
+    `on_start` is called with the worker before it runs.
 
     Raises:
         WorkerError: it cannot start, is rejected, or cannot load its experts.
@@ -96,7 +103,10 @@ async def serve(
     core = await asyncio.to_thread(ModelCore.load, settings)
     if stop.is_set():
         return
-    await Worker(settings, core=core, location=location, tracer=tracer).run(stop)
+    worker = Worker(settings, core=core, location=location, tracer=tracer)
+    if on_start is not None:
+        on_start(worker)
+    await worker.run(stop)
 
 
 class Worker:
@@ -182,6 +192,15 @@ class Worker:
     def rank(self) -> Rank | None:
         """This worker's rank; None unless it serves."""
         return self._epochs.rank
+
+    @property
+    def runs(self) -> Mapping[str, int]:
+        """Rank, epoch and generation, as fields of log lines; empty without a rank."""
+        rank = self._epochs.rank
+        if rank is None:
+            return {}
+        epoch = rank.join_epoch
+        return {"rank": epoch.rank, "epoch": epoch.epoch, "generation": rank.engine.generation}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set.
