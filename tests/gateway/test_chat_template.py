@@ -90,3 +90,29 @@ def test_templates_may_name_the_date_and_mark_generated_text(template_of):
     )
     rendered = template_of(chat_template=source).render(MESSAGES[:1])
     assert rendered == f"{datetime.now().astimezone().year}Be brief.!"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ tools | tojson }}",
+        "{%- if mine is defined %}{%- set tools = mine %}{%- endif %}{{ tools | tojson }}",
+        "{% macro shown() %}{{ tools | tojson }}{% endmacro %}{{ shown() }}",
+    ],
+)
+def test_tools_are_shown_by_any_template_that_reads_them(source):
+    template = ChatTemplate(source, special={})
+    messages = [{"role": "user", "content": "a"}]
+    assert template.render(messages, tools=TOOLS) == json.dumps(TOOLS)
+    assert template.render(messages) == "null"
+
+
+def test_a_template_that_reads_no_tools_is_named():
+    template = ChatTemplate(
+        "{% for tools in messages %}{{ tools.content }}{% endfor %}", special={}
+    )
+    with pytest.raises(InvalidRequestError, match="does not show tools"):
+        template.render([{"role": "user", "content": "a"}], tools=TOOLS)

@@ -1,6 +1,7 @@
 """Text and logprobs arrive together, whatever ends the choice."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 
 from equipoise.gateway.choice import ChoiceDecoder, merged_deltas
 from equipoise.gateway.tokenizer import Tokenizer
+from equipoise.gateway.tool_calls import ToolCallSplit, merged
+from equipoise.gateway.tool_formats import FORMATS, ToolCallParser
 from equipoise.wire.inference_messages import FinishReason, GeneratedTokens, TokenLogprob
 
 END = 257
@@ -70,6 +73,28 @@ def test_incomplete_characters_are_emitted_at_the_end():
     first, last = read(b"a\xe2\x98", cuts=[2])
     assert (first.text, last.text) == ("a", "\ufffd")
     assert [one.token for one in last.shown] == [0xE2, 0x98]
+
+
+@pytest.mark.parametrize("with_special", [False, True])
+def test_markers_of_calls_are_read_even_if_they_are_special_tokens(with_special):
+    special = {260: b"<tool_call>", 261: b"</tool_call>", 262: b"<other>"}
+    tokenizer = replace(TOKENIZER, special=special)
+    choice = ChoiceDecoder(
+        tokenizer,
+        stops=(),
+        stop_tokens=frozenset({END}),
+        with_special=with_special,
+        tools=ToolCallSplit(FORMATS[ToolCallParser.HERMES]),
+    )
+    call = b'{"name": "f", "arguments": {"a": 1}}'
+    tokens = [*b"hi", 262, 260, *call, 261, END]
+    parts = [
+        choice.read(made([token], FinishReason.STOP if token == END else None)) for token in tokens
+    ]
+    assert "".join(part.text for part in parts) == ("hi<other>" if with_special else "hi")
+    (made_call,) = merged(call for part in parts for call in part.calls)
+    assert (made_call.name, made_call.arguments) == ("f", '{"a": 1}')
+    assert [part.ends_with_calls for part in parts] == [False] * (len(tokens) - 1) + [True]
 
 
 async def test_choices_are_interleaved_as_they_arrive_and_closing_ends_all():

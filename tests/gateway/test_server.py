@@ -86,6 +86,10 @@ async def test_text_is_tokenized_and_tokens_are_detokenized(gateway, fleet):
     answer = (await client.post("/tokenize", json={"messages": messages})).json()
     text = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()["prompt"]
     assert text.strip() == "[user]hé"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = (await client.post("/tokenize", json={"messages": messages, "tools": tools})).json()
+    text = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()["prompt"]
+    assert text.strip() == f"{json.dumps(tools[0])}[user]hé"
     assert fleet.num_requests == 0
 
 

@@ -9,8 +9,14 @@ import pytest
 import pytest_asyncio
 
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import request_from_proto
-from equipoise.wire.inference_messages import BLAME_KEY, Blame
+from equipoise.wire.inference import request_from_proto, request_to_proto
+from equipoise.wire.inference_messages import (
+    BLAME_KEY,
+    Blame,
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
+)
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup
@@ -270,6 +276,17 @@ def test_a_request_that_fills_the_context_to_the_last_token_is_served():
     request_from_proto(request(max_tokens=91), vocab_size=64, context_length=96)
     with pytest.raises(InvalidMessageError):
         request_from_proto(request(max_tokens=92), vocab_size=64, context_length=96)
+
+
+def test_a_grammar_may_begin_after_a_short_text_only():
+    grammar = Grammar(kind=GrammarKind.REGEX, text="a+", after="x" * 64)
+    message = request_to_proto(
+        GenerateRequest(request_id="a", prompt=(1,), max_tokens=1, grammar=grammar)
+    )
+    assert request_from_proto(message, vocab_size=64, context_length=96).grammar == grammar
+    message.grammar.after += "x"
+    with pytest.raises(InvalidMessageError, match=r"grammar\.after must have at most 64 bytes"):
+        request_from_proto(message, vocab_size=64, context_length=96)
 
 
 async def test_a_queued_request_hears_of_steps_for_others_until_its_turn(bench, solo):
