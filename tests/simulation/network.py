@@ -72,7 +72,8 @@ class Network:
         return [c for c in self._connections if c.client is client and c.method == method]
 
     def delay_s(self) -> float:
-        return self.rng.uniform(*DELAY_S) * self.delay_factor
+        low_s, high_s = DELAY_S
+        return (low_s + (high_s - low_s) * self.rng.random()) * self.delay_factor
 
     def connect(self, client: Process, address: str, method: str) -> "Connection":
         connection = Connection(self, client, address, method)

@@ -4,7 +4,9 @@ It sees what no process sees: true bytes, all processes at once, and what was sa
 violation is recorded with the time, and ends the schedule.
 """
 
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -43,7 +45,7 @@ class Observer:
             for layer in range(world.shape.num_layers)
             for expert in range(world.shape.num_experts)
         }
-        self._obeyed: dict[Any, int] = {}
+        self._obeyed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._steps: dict[Any, tuple[bytes, str]] = {}
         self._used: dict[str, dict[int, tuple[bytes, Any]]] = {}
         self._proposed: dict[tuple[int, bytes], None] = {}
@@ -285,6 +287,7 @@ def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
         del table[next(iter(table))]
 
 
+@lru_cache(maxsize=256)
 def content_of(layout: Layout) -> bytes:
     """What a layout says, without its number."""
     shares = b"" if layout.share_of_slot is None else layout.share_of_slot.tobytes()

@@ -18,6 +18,9 @@ ROUND_S = 5.0
 WORKER_DIES_EVERY, LEADER_DIES_EVERY = 2, 10
 """Rounds."""
 
+KINDS = frozenset({"shift", "kill_worker", "kill_leader", "operator"})
+"""Kinds of faults that happen."""
+
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -42,6 +45,7 @@ def soak(seams: Seams, *, epochs: int, switches: int, terms: int, every: int) ->
     world = seams.open(Schedule(0, 4, ()))
     observer = world.observer
     world.begin()
+    world.kinds.update(KINDS)
     rounds = 0
     while True:
         rounds += 1

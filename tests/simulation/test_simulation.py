@@ -46,6 +46,15 @@ def test_every_invariant_holds_in_some_schedules_which_replay_to_the_last_event(
     assert again == {seed: first[seed] for seed in map(str, range(30, 35))}
 
 
+def test_a_soak_survives_deaths_of_workers():
+    done = simulate("--soak", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    epochs = [
+        int(line.split()[0]) for line in done.stdout.splitlines() if line[:7].strip().isdigit()
+    ]
+    assert epochs[-1] >= 5
+
+
 def test_a_planted_fault_is_found_shrunk_and_reported_with_the_command_that_replays_it():
     done = simulate("--plant", "digests-ignored", "--kinds", "wrong_layout,stop_worker,shift")
     assert done.returncode == 1, done.stdout + done.stderr
