@@ -25,7 +25,7 @@ def test_a_long_rest_earns_one_burst_and_a_clock_that_turns_back_earns_nothing()
 def test_a_worker_that_follows_the_policy_is_never_near_its_limit():
     for interval_s in (0.01, 1.0, 60.0):
         policy = Policy(
-            report_interval_s=interval_s, heartbeat_interval_s=interval_s, silent_after_s=600.0
+            report_interval_s=interval_s, heartbeat_interval_s=interval_s, report_timeout_s=600.0
         )
         limit = message_limit(policy)
         messages = [0.5 * number * interval_s for number in range(1000)]

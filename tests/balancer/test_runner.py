@@ -308,8 +308,8 @@ def mailbox_is_empty(mailbox):
     ("changes", "seconds"),
     [
         ({}, 0.1),
-        ({"heartbeat_interval_s": 4.0, "report_interval_s": 10.0, "silent_after_s": 60.0}, 0.4),
-        ({"heartbeat_interval_s": 60.0, "report_interval_s": 60.0, "silent_after_s": 300.0}, 0.5),
+        ({"heartbeat_interval_s": 4.0, "report_interval_s": 10.0, "report_timeout_s": 60.0}, 0.4),
+        ({"heartbeat_interval_s": 60.0, "report_interval_s": 60.0, "report_timeout_s": 300.0}, 0.5),
         ({"interval_s": 0.05}, 0.1),
     ],
 )

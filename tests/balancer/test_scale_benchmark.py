@@ -31,7 +31,7 @@ INTERVAL_S = float(os.environ.get("EQUIPOISE_SCALE_INTERVAL_S", "10"))
 POLICY = (
     "--report-interval-s=10",
     "--heartbeat-interval-s=10",
-    "--silent-after-s=60",
+    "--report-timeout-s=60",
     f"--interval-s={INTERVAL_S:g}",
     # Every pool is planned after every interval, and moves on request only.
     "--min-gain=1",

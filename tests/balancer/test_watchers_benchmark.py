@@ -19,7 +19,7 @@ NUM_WATCHERS = int(os.environ.get("EQUIPOISE_WATCHERS", "3000"))
 STREAMS = 50
 NUM_POOLS, NUM_RANKS = 2, 32
 MEASURED_S = 15.0
-POLICY = ("--report-interval-s=1", "--heartbeat-interval-s=1", "--silent-after-s=60")
+POLICY = ("--report-interval-s=1", "--heartbeat-interval-s=1", "--report-timeout-s=60")
 
 
 async def test_watchers_do_not_slow_acknowledgements(tmp_path, capsys):

@@ -1,11 +1,12 @@
 """Every flag in the templates is an option of the program."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.support.helm_chart import FULL, READERS, TLS, WRITERS, containers, render
+from tests.support.helm_chart import CHART, FULL, READERS, TLS, WRITERS, containers, render
 
 VARIANTS = [
     {},
@@ -81,3 +82,13 @@ def test_variables_in_arguments_are_set():
             text = " ".join(container.get("args", []))
             used = {part.partition(")")[0] for part in text.split("$(")[1:]}
             assert used <= known, name
+
+
+def test_a_value_in_seconds_has_the_words_of_its_option():
+    templates = (path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
+    durations = r"--([a-z-]+)(?<!-per)-s=\{\{ \$?[\w.]*\.(\w+) \}\}"
+    pairs = re.findall(durations, "".join(templates))
+    assert len(pairs) >= 6
+    for option, value in pairs:
+        first, *rest = option.split("-")
+        assert value == first + "".join(word.capitalize() for word in rest) + "Seconds"

@@ -10,7 +10,7 @@ from equipoise.planning.membership import (
 )
 from equipoise.planning.policy import Policy
 
-POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, silent_after_s=5.0)
+POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, report_timeout_s=5.0)
 NEW, SURVIVOR, AHEAD, JOINING, SERVING, SLOW, QUARANTINED, MISSING, STUCK = MemberState
 
 

@@ -25,7 +25,7 @@ def test_the_defaults_are_valid_and_move_few_experts():
         ("max_wave_bytes", 0),
         ("stage_timeout_s", 0.0),
         ("switch_timeout_s", 1e9),
-        ("silent_after_s", 0.0),
+        ("report_timeout_s", 0.0),
         ("algorithm", "random"),
         ("locality", 1.1),
         ("target_balancedness", 0.0),
@@ -53,8 +53,8 @@ def test_the_fast_average_must_be_faster_than_the_slow_one():
 
 
 def test_a_worker_may_miss_a_heartbeat():
-    with pytest.raises(InvalidPolicyError, match="silent_after_s must be above"):
-        Policy(silent_after_s=1.0, heartbeat_interval_s=1.0)
+    with pytest.raises(InvalidPolicyError, match="report_timeout_s must be above"):
+        Policy(report_timeout_s=1.0, heartbeat_interval_s=1.0)
 
 
 def test_ranks_may_meet_before_the_join_times_out():

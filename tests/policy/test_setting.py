@@ -1,21 +1,44 @@
 """Every value of `Policy` has a place, a form and a range in a policy file."""
 
+import re
 from dataclasses import fields
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.cli.main import app
 from equipoise.planning.policy import Policy
 from equipoise.policy.document import PoolPolicy
 from equipoise.policy.setting import SETTINGS
 from equipoise.settings.fields import ranges_of
+
+BALANCER_OPTIONS = {
+    option
+    for parameter in typer.main.get_command(app).commands["balancer"].params
+    for option in parameter.opts
+}
 
 
 def test_every_value_of_the_planning_policy_can_be_written_exactly_once():
     assert [one.name for one in SETTINGS] == [field.name for field in fields(Policy)]
     assert len({one.path for one in SETTINGS}) == len(SETTINGS)
     assert PoolPolicy().written() == {}
+
+
+def words_of(text):
+    return set(re.sub("([A-Z])", r"_\1", text).lower().split("_"))
+
+
+def test_a_value_has_the_same_words_in_the_file_and_as_an_option():
+    """An option may add the section's words and its unit: timeouts.report, --report-timeout-s."""
+    for one in SETTINGS:
+        section, _, key = one.path.rpartition(".")
+        option = words_of(re.sub("(_bytes_per)?_s$", "", one.name))
+        assert words_of(key) <= option, one.path
+        assert option - words_of(key) <= words_of(section.removesuffix("s")), one.path
+        assert one.option in BALANCER_OPTIONS
 
 
 def test_every_field_is_explained():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.policy import Policy
+from equipoise.policy.setting import SETTINGS
 from equipoise.pool.counters import WRITE_TIMEOUT_S, Timeouts
 from equipoise.wire.messages import WorkerTimeout
 
@@ -81,3 +82,14 @@ def test_a_late_commit_is_counted_under_the_timeout_it_reached(make_harness, pol
     assert (late.timeout_s, late.reached) == (7.0, 1)
     assert "the store did not confirm it within 7 s" in late.latest
     assert of(harness.pool.counters.timeouts, "persist").reached == 0
+
+
+def test_a_timeout_of_the_policy_has_its_name_in_the_status():
+    values = {
+        one.name: 70.0 + number
+        for number, one in enumerate(SETTINGS)
+        if one.path.startswith("timeouts.") and one.name.endswith("_timeout_s")
+    }
+    shown = {one.name: one.timeout_s for one in Timeouts(Policy(**values)).all()}
+    for name, timeout_s in values.items():
+        assert shown[name.removesuffix("_timeout_s")] == timeout_s

@@ -31,7 +31,7 @@ POLICY = Policy(
     interval_s=3600.0,
     report_interval_s=0.1,
     heartbeat_interval_s=1800.0,
-    silent_after_s=3600.0,
+    report_timeout_s=3600.0,
     reform_timeout_s=0.2,
     join_settle_s=0.0,
 )

@@ -223,7 +223,7 @@ class Policy:
     has, the others get as long to confirm it. Ranks switch at their next step, so only a hung pool
     reaches it."""
 
-    silent_after_s: Annotated[float, Range(0.02, HOUR_S), Key("timeouts.report")] = 5.0
+    report_timeout_s: Annotated[float, Range(0.02, HOUR_S), Key("timeouts.report")] = 5.0
     """Time without a message after which a worker counts as lost; above the heartbeat interval.
     The default is five missed heartbeats."""
 
@@ -266,10 +266,10 @@ class Policy:
                 f"fast_half_life_s must be below slow_half_life_s ({self.slow_half_life_s:g}), "
                 f"not {self.fast_half_life_s:g}"
             )
-        if self.silent_after_s <= self.heartbeat_interval_s:
+        if self.report_timeout_s <= self.heartbeat_interval_s:
             raise InvalidPolicyError(
-                f"silent_after_s must be above heartbeat_interval_s "
-                f"({self.heartbeat_interval_s:g}), not {self.silent_after_s:g}"
+                f"report_timeout_s must be above heartbeat_interval_s "
+                f"({self.heartbeat_interval_s:g}), not {self.report_timeout_s:g}"
             )
         if self.join_timeout_s < self.meet_timeout_s:
             raise InvalidPolicyError(

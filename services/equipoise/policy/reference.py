@@ -24,11 +24,12 @@ def json_schema() -> dict[str, Any]:
 
 def field_table() -> str:
     """Every field, as a Markdown table."""
-    rows = ["| field | unit | default | values | meaning |", "|---|---|---|---|---|"]
+    rows = ["| field | option | unit | default | values | meaning |", "|---|---|---|---|---|---|"]
     for one in SETTINGS:
         default = str(one.default).lower() if isinstance(one.default, bool) else one.default
         rows.append(
-            f"| `{one.path}` | {one.form.unit} | `{default}` | {one.valid} | {one.explanation} |"
+            f"| `{one.path}` | `{one.option}` | {one.form.unit} | `{default}` | {one.valid} | "
+            f"{one.explanation} |"
         )
     return "\n".join(rows)
 

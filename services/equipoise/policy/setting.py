@@ -57,6 +57,11 @@ class Setting:
     """The policy's default."""
 
     @property
+    def option(self) -> str:
+        """The balancer's option for this value; a duration in seconds."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
     def default(self) -> Any:
         """The default as a policy file writes it."""
         return self.form.write(self.initial)

@@ -49,8 +49,8 @@ class Attendance:
         policy = self._policy.values
         sent_s = max((one.heartbeat_s for one in self._roster.members.values()), default=0.0)
         if sent_s <= policy.heartbeat_interval_s:
-            return policy.silent_after_s
-        return max(policy.silent_after_s, 2 * sent_s)
+            return policy.report_timeout_s
+        return max(policy.report_timeout_s, 2 * sent_s)
 
     def look_again(self) -> None:
         """Members or the policy changed: a worker may count as silent sooner."""

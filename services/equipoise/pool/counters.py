@@ -87,7 +87,7 @@ class Timeouts:
             ("persist", policy.stage_timeout_s),
             ("commit", policy.switch_timeout_s),
             ("store", WRITE_TIMEOUT_S),
-            ("report", policy.silent_after_s),
+            ("report", policy.report_timeout_s),
             ("reform", policy.reform_timeout_s),
             ("meet", policy.meet_timeout_s),
             ("join", policy.join_timeout_s),
