@@ -37,6 +37,7 @@ from equipoise_model.experts import PhysicalSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.router import Routing
+from equipoise_model.ranges import named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -310,8 +311,9 @@ def _run_pairs(
     order_N = slot_order(slots_N)
     rows_S = torch.bincount(slots_N, minlength=experts.num_slots)
     load_S += rows_S
-    y_ND = experts(permute_rows(x_TD, pairs_N[order_N], top_k=top_k), rows_S.tolist())
-    return unpermute_rows(y_ND, order_N)
+    with named("experts"):
+        y_ND = experts(permute_rows(x_TD, pairs_N[order_N], top_k=top_k), rows_S.tolist())
+        return unpermute_rows(y_ND, order_N)
 
 
 def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from equipoise_model.ranges import named
+
 
 class ExchangeError(RuntimeError):
     """Ranks could not exchange rows: one of them is gone, stuck or unreachable."""
@@ -81,9 +83,10 @@ class RowExchange:
         """
         assert self._group is not None
         began = time.perf_counter()
-        received: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-            x_ND, list(send), list(receive), self._group
-        )
+        with named("exchange"):
+            received: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+                x_ND, list(send), list(receive), self._group
+            )
         self.waited_s += time.perf_counter() - began
         return received
 

@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from equipoise.cli.overlap.analysis import analyse
+from equipoise.cli.overlap.names import Names
+from equipoise.cli.overlap.timeline import Timeline
+from equipoise.formats.trace import read_slices
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.planning.policy import Policy
@@ -38,6 +42,7 @@ from equipoise_model.plain.transformer import Transformer
 from tests.support.forking import forking
 from tests.support.fp8_models import NARROW
 from tests.support.kernel_backends import use_backends
+from tests.support.small_models import SMALL as CONFIG
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8))
 FAILED = 3
@@ -155,6 +160,33 @@ async def test_ranks_switch_at_the_same_step_and_no_token_changes(
         for rank, link in enumerate(pool.links):
             assert await pool.exit_code(rank) == 0
             await link.until(Leaving)
+
+
+async def test_each_rank_writes_a_profile_of_its_steps_that_overlap_reads(
+    balancer, settings, join_epoch, random_layout, solo, tmp_path
+):
+    layout = random_layout(1, num_ranks=2, slots_per_rank=6)
+    profiling = {"profile_steps": 5, "profile_folder": tmp_path / "new" / "traces"}
+    async with two_ranks(balancer, settings, join_epoch, layout, **profiling) as pool:
+        tokens, _ = await generate(pool.addresses()[0], PROMPTS[0], 20)
+        assert tokens == await asyncio.to_thread(solo, PROMPTS[0], 20)
+        for process in pool.processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for rank in range(2):
+            assert await pool.exit_code(rank) == 0
+    names = {"default-w-0.trace.json.gz", "default-w-1.trace.json.gz"}
+    assert {path.name for path in (tmp_path / "new" / "traces").iterdir()} == names
+    for name in names:
+        found = analyse(Timeline.of(read_slices(tmp_path / "new" / "traces" / name), Names()))
+        assert (found.on_device, found.num_processes, found.num_steps) == (False, 1, 5)
+        assert [layer for layer, _ in found.layers] == list(range(CONFIG.num_moe_layers))
+        for _, times in found.layers:
+            # Two exchanges, which hide nothing: the rank waits for each.
+            assert times.communication_us > 0
+            assert times.experts_us > 0
+            assert times.attention_us > 0
+        assert 0 < found.times.experts_us < found.times.computation_us
+        assert 0 < found.experts_share < 1
 
 
 async def test_ranks_that_were_sent_different_layouts_of_one_generation_do_not_form(

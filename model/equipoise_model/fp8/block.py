@@ -19,6 +19,7 @@ from equipoise_model.fp8.prefill import ExpandedRows
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.plain.layers import RMSNorm
 from equipoise_model.plain.router import Router
+from equipoise_model.ranges import named
 
 
 class Fp8MoE(nn.Module):
@@ -79,7 +80,8 @@ class Fp8MoE(nn.Module):
         )
         if exchange is None:
             assert step.alone
-            routed_TD = self.experts.run(rows, routes.slots_TK, routes.weights_TK)
+            with named("experts"):
+                routed_TD = self.experts.run(rows, routes.slots_TK, routes.weights_TK)
         else:
             routed_TD = exchange.run(
                 x_TD,
@@ -126,8 +128,9 @@ class Fp8Block(nn.Module):
         expanded: ExpandedRows | None = None,
     ) -> Tensor:
         """Return what this layer adds to x + delta; x becomes that sum, in place."""
-        rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
-        delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents, expanded=expanded)
+        with named("attention"):
+            rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
+            delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents, expanded=expanded)
         if isinstance(self.mlp, Fp8MoE):
             # The gate needs rows that are not quantised.
             x_TD += delta_TD

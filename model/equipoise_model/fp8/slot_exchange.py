@@ -27,6 +27,7 @@ from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8.experts import Fp8ExpertSlots
+from equipoise_model.ranges import named
 
 PART_TOKENS = 256
 """Rows per rank and part, unless decode steps are larger; memory grows with it."""
@@ -138,16 +139,18 @@ class SlotExchange:
                 with self._reporting():
                     came = buffer.low_latency_dispatch(x_TD[part], slots_TK[part])
                 assert isinstance(came.rows, Tensor)
-                y_ND = experts.run_padded(came.rows, came.rows_of_slot, expected_rows=expected)
+                with named("experts"):
+                    y_ND = experts.run_padded(came.rows, came.rows_of_slot, expected_rows=expected)
             else:
                 sent = QuantizedRows(codes=rows.codes[part], scales=rows.scales[part])
                 layout = RowLayout(alignment=GROUP_ALIGNMENT, most_tokens=most, is_fixed=is_fixed)
                 with self._reporting():
                     came = buffer.dispatch(sent, slots_TK[part], layout=layout)
                 assert isinstance(came.rows, QuantizedRows)
-                y_ND = experts.run_packed(
-                    _aligned(came.rows), came.slot_ends, expected_rows=expected
-                )
+                with named("experts"):
+                    y_ND = experts.run_packed(
+                        _aligned(came.rows), came.slot_ends, expected_rows=expected
+                    )
             load_S += came.rows_of_slot
             with self._reporting():
                 sums.append(buffer.combine(y_ND, came.handle, weights_TK=weights_TK[part]))
@@ -177,7 +180,8 @@ class SlotExchange:
         """Raise the buffer's errors as `ExchangeError`, and add the time to `waited_s`."""
         began = time.perf_counter()
         try:
-            yield
+            with named("exchange"):
+                yield
         except AllToAllError as error:
             late = isinstance(error, PeerMissingError)
             # A broken connection shows at once; only an exchange that waited in full timed out.

@@ -15,6 +15,7 @@ from equipoise_model.fp8.prefill import ExpandedRows, expanded_rows
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
+from equipoise_model.ranges import named_layer
 from equipoise_model.rope import Rope
 from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
@@ -109,16 +110,17 @@ class Fp8Transformer(ServingModel):
         x_TD: Tensor = self.embed_tokens(rows.tokens_T)
         delta_TD = torch.zeros_like(x_TD)
         for layer, block in enumerate(self._blocks()):
-            delta_TD = block(
-                x_TD,
-                delta_TD,
-                rows,
-                rotary=rotary,
-                latents=cache.latents(layer),
-                experts=experts,
-                num_valid=num_valid,
-                expanded=expanded,
-            )
+            with named_layer(layer, num_dense=self.config.first_k_dense_replace):
+                delta_TD = block(
+                    x_TD,
+                    delta_TD,
+                    rows,
+                    rotary=rotary,
+                    latents=cache.latents(layer),
+                    experts=experts,
+                    num_valid=num_valid,
+                    expanded=expanded,
+                )
         hidden_TD: Tensor = self.norm(x_TD + delta_TD)
         return hidden_TD
 

@@ -9,6 +9,7 @@ from equipoise_model.latent_cache import CacheStep
 from equipoise_model.plain.attention import Attention
 from equipoise_model.plain.layers import RMSNorm, SwiGLU
 from equipoise_model.plain.moe import MoE
+from equipoise_model.ranges import named
 
 
 class Block(nn.Module):
@@ -61,9 +62,10 @@ class Block(nn.Module):
         expert_step: ExpertStep,
     ) -> Tensor:
         """Run a step's tokens [T, D] of any sequences; `layer` is the index in the cache."""
-        x_TD = x_TD + self.self_attn.forward_cached(
-            self.input_layernorm(x_TD), cos_TF, sin_TF, layer=layer, step=cache_step
-        )
+        with named("attention"):
+            x_TD = x_TD + self.self_attn.forward_cached(
+                self.input_layernorm(x_TD), cos_TF, sin_TF, layer=layer, step=cache_step
+            )
         return x_TD + self.feed_forward(x_TD, step=expert_step)
 
     def feed_forward(self, x_TD: Tensor, *, step: ExpertStep) -> Tensor:

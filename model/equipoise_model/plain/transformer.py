@@ -15,6 +15,7 @@ from equipoise_model.plain.block import Block
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
 from equipoise_model.plain.mtp import MultiTokenPrediction
 from equipoise_model.plain.router import Router, Routing
+from equipoise_model.ranges import named_layer
 from equipoise_model.rope import Rope
 from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
@@ -115,9 +116,11 @@ class Transformer(ServingModel):
         device = self.embed_tokens.weight.device
         x_TD: Tensor = self.embed_tokens(batch.tokens_T.to(device))
         for layer, block in enumerate(self._blocks()):
-            x_TD = block.forward_cached(
-                x_TD, cos_TF, sin_TF, layer=layer, cache_step=cache_step, expert_step=expert_step
-            )
+            with named_layer(layer, num_dense=self.config.first_k_dense_replace):
+                x_TD = block.forward_cached(
+                    x_TD, cos_TF, sin_TF,
+                    layer=layer, cache_step=cache_step, expert_step=expert_step,
+                )  # fmt: skip
         hidden_TD: Tensor = self.norm(x_TD)
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
@@ -144,16 +147,18 @@ class Transformer(ServingModel):
         assert isinstance(module, MultiTokenPrediction)
         num_rows = following_T.shape[0]
         cos_TF, sin_TF = rotary
-        return module.forward_draft(
-            hidden_TD[:num_rows],
-            next_embedding_TD=self.embed_tokens(following_T),
-            rotary=(cos_TF[:num_rows], sin_TF[:num_rows]),
-            layer=self.config.num_hidden_layers + depth - 1,
-            cache_step=cache_step if num_rows else cache_step.without_rows(),
-            expert_step=step.resumed(
-                layer=self.config.num_moe_layers + depth - 1, tokens_by_rank=tokens_by_rank
-            ),
-        )
+        layer = self.config.num_hidden_layers + depth - 1
+        with named_layer(layer, num_dense=self.config.first_k_dense_replace):
+            return module.forward_draft(
+                hidden_TD[:num_rows],
+                next_embedding_TD=self.embed_tokens(following_T),
+                rotary=(cos_TF[:num_rows], sin_TF[:num_rows]),
+                layer=layer,
+                cache_step=cache_step if num_rows else cache_step.without_rows(),
+                expert_step=step.resumed(
+                    layer=self.config.num_moe_layers + depth - 1, tokens_by_rank=tokens_by_rank
+                ),
+            )
 
     def _train_mtp(
         self, tokens_BT: Tensor, hidden_BTD: Tensor

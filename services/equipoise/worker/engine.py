@@ -45,6 +45,7 @@ from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.drafting import Drafter
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.placement import PlacementTables
+from equipoise_model.ranges import named
 from equipoise_model.sampling import sample, score
 from equipoise_model.sampling_params import SampledToken
 from equipoise_model.step import StepOutput
@@ -58,9 +59,7 @@ LONG_IDLE_WAIT_S = 0.03
 LONG_IDLE_TURNS = 100
 
 _log = logging.getLogger(__name__)
-
 Visited = TypeVar("Visited")
-
 _UNREPORTED_STEPS = 4096
 _MEDIAN_STEPS = 128
 
@@ -95,11 +94,13 @@ class Engine:
         publish: Callable[[StepResult], None],
         step_s: Histogram,
         drafter: Drafter | None,
+        after_turn: Callable[[int], None] = lambda _num_steps: None,
     ) -> None:
         """`publish` is called on the engine's thread after each step that has a result to publish.
 
         It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
         the scheduler to have verified; without one, a step gives each request one token.
+        `after_turn` is called on the engine's thread with the number of steps so far.
         """
         self._model = core.model
         self._cache = core.cache
@@ -108,7 +109,7 @@ class Engine:
         self._held = held
         self._group = group
         self._scheduler = scheduler
-        self._publish = publish
+        self._publish, self._after_turn = publish, after_turn
         self._step_s = step_s
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
@@ -224,7 +225,7 @@ class Engine:
             StepError: a step failed on this rank; names the requests that it ran.
         """
         while self._turn():
-            pass
+            self._after_turn(self._num_steps)
 
     def _turn(self) -> bool:
         """Exchange headers and do what they agree on; returns False when this rank leaves."""
@@ -243,11 +244,11 @@ class Engine:
                 switch = self._switch(staged)
             elif reason := staged_conflict(headers, names=self._group.names):
                 rejected = self._reject(staged, reason)
-        tokens_by_rank = [header.num_tokens for header in headers]
         emissions: tuple[Emission, ...] = ()
-        is_idle = not any(tokens_by_rank)
+        is_idle = not any(header.num_tokens for header in headers)
         if not is_idle:
-            emissions = self._step(plan, headers, began=began)
+            with named("step"):
+                emissions = self._step(plan, headers, began=began)
             with self._lock:
                 # A rank that waits for its peers is not busy.
                 waited_s = self._waited_s - waited_s

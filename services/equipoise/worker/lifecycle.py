@@ -47,6 +47,7 @@ from equipoise.worker.latents.store import LatentStore
 from equipoise.worker.location import Location, find_location
 from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.parts import WorkerParts
+from equipoise.worker.profile import StepProfiler
 from equipoise.worker.rank import Rank
 from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.settings import WorkerSettings
@@ -178,6 +179,7 @@ class Worker:
             waits=waits,
             timings=timings,
             spans=RankSpans(tracer, pool=settings.pool, worker=settings.worker),
+            profiler=StepProfiler.of(settings, device=core.device),
         )
         self._epochs = Epochs(self._parts)
         self._agent = Agent(

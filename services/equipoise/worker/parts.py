@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from equipoise.rank.transfer import ExpertPuller, ExpertTransferService
 from equipoise.rank.waits import Waits
@@ -15,6 +15,7 @@ from equipoise.worker.inference import InferenceService
 from equipoise.worker.latents.puller import LatentPuller
 from equipoise.worker.latents.service import LatentTransferService
 from equipoise.worker.placement import HeldSlots
+from equipoise.worker.profile import StepProfiler
 from equipoise.worker.reading import CheckpointReader
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.settings import WorkerSettings
@@ -45,6 +46,8 @@ class WorkerParts:
     waits: Waits
     timings: Timings
     spans: RankSpans
+    profiler: StepProfiler = field(default_factory=StepProfiler)
+    """Profiles some steps of one epoch, if the settings ask for it."""
 
     def puller(
         self, join_epoch: JoinEpoch, *, held: HeldSlots | None, bytes_per_s: float = math.inf

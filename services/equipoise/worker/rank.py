@@ -54,6 +54,7 @@ class Rank:
             publish=self._publish,
             step_s=parts.timings.step_s,
             drafter=core.drafter(settings),
+            after_turn=parts.profiler.note_turn,
         )
         bytes_per_s = settings.pull_mib_per_s * 2**20
         self.puller = parts.puller(join_epoch, held=self.held, bytes_per_s=bytes_per_s)
@@ -161,6 +162,7 @@ class Rank:
         try:
             self.engine.run()
         finally:
+            self._parts.profiler.close()
             # The other ranks share its memory; none of them steps in this group now.
             self._experts.close()
             self._group.close()

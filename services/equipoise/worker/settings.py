@@ -145,6 +145,14 @@ class WorkerSettings:
     """GiB of the device's memory that this worker may use. 0 is what is free when it starts; it
     exits with the reason if its settings need more."""
 
+    profile_steps: Annotated[int, Range(0, 20)] = 0
+    """Steps to profile, once, after the first one: PyTorch's profiler runs for them, or for a
+    minute, and writes a trace that `equipoise overlap` reads. 0 profiles none."""
+
+    profile_folder: Path | None = None
+    """Folder for the trace, POOL-WORKER.trace.json.gz. Created if necessary; an earlier trace is
+    replaced."""
+
     explain: bool = False
     """Print the memory that these settings need, term by term, and exit: with status 1 if it is
     more than the device has, or than --device-memory-gib. Needs only the checkpoint's config.json,
@@ -227,6 +235,8 @@ class WorkerSettings:
         listen_address("advertise_host with a port", f"{self.advertise_host}:0")
         check_ranges(self)
         self._check_tokens()
+        if self.profile_steps and self.profile_folder is None:
+            raise InvalidSettingsError("profile_steps needs profile_folder, where the trace goes")
         check_endpoint(self.tracing_endpoint)
 
     @property

@@ -12,8 +12,8 @@ from equipoise.cli.overlap.names import Meaning, Names, Part
 from equipoise.formats.errors import FormatError
 from equipoise.formats.trace import Slice
 
-MAX_INTERVALS = 8_000_000
-"""Separate intervals held at once, 16 bytes each."""
+MAX_INTERVALS = 3_500_000
+"""Separate intervals held at once; the analysis needs up to 95 bytes for each."""
 
 MAX_SPAN_NS = 86_400 * 10**9
 """A trace of more than a day has a clock that jumped."""
