@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault
 from equipoise.planning.layout import contiguous_layout
-from equipoise.pool.records import AverageRecord
+from equipoise.pool.records import AverageRecord, DecisionRecord
 from tests.support.redis_server import RedisServer, free_port, require_redis
 
 PATIENT_S = 20.0
@@ -322,6 +322,24 @@ async def test_all_keys_are_in_one_slot_of_a_cluster(redis_url, open_at):
         slots = [key_slot(key) for key in operator.scan_iter()]
     assert len(slots) > 4
     assert len(set(slots)) == 1
+
+
+@pytest.mark.parametrize(
+    "end", ["layouts", "averages", "decisions", "commits", "audit", "%3Aaudit"]
+)
+async def test_a_pool_named_like_a_key_of_another_shares_nothing_with_it(redis_url, open_at, end):
+    store = open_at(redis_url)
+    for pool in (f"a:{end}", "a"):
+        await store.adopt(pool, layout_of(1), term=1)
+        await store.add_decision(
+            pool,
+            DecisionRecord(accepted=True, reason=pool, base_generation=1, time_unix_s=1.0),
+            term=1,
+        )
+    await store.forget(f"a:{end}", term=1)
+    assert await store.pools() == ("a",)
+    assert (await store.committed("a")).generation == 1
+    assert [one.reason for one in await store.decisions("a", limit=9)] == ["a"]
 
 
 async def test_of_two_balancers_that_commit_at_once_exactly_one_wins(redis_url, open_at):

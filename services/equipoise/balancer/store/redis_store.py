@@ -12,6 +12,7 @@ from asyncio import Lock
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from equipoise.balancer.store import redis_scripts as scripts
 from equipoise.balancer.store.hold import pack_hold, unpack_hold
@@ -347,7 +348,8 @@ def _fields(record: AuditRecord | DecisionRecord) -> str:
 
 def _keys(pool: str) -> tuple[str, ...]:
     """Return the keys in the order of `PRELUDE`."""
-    own = f"{HASH_TAG}:pool:{pool}"
+    # The name is escaped, so that no key of a pool named a:layouts is one of pool a.
+    own = f"{HASH_TAG}:pool:{quote(pool, safe='/ ')}"
     return (
         f"{HASH_TAG}:meta",
         f"{HASH_TAG}:pools",
