@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from equipoise.balancer.errors import UnansweredError, UnknownPoolError
-from equipoise.balancer.pools import Pools
+from equipoise.balancer.pools import MAX_POOLS, Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import audit_to_proto, decision_to_proto
@@ -71,7 +71,12 @@ class AdminService(pb_grpc.AdminServicer):
         self, request: pb.RebalanceAllRequest, context: _Context
     ) -> None:
         """Plan now in many pools: one call, a request to each."""
-        names = request.pools or (await self._led(context)).names()
+        names = dict.fromkeys(request.pools) or (await self._led(context)).names()
+        if len(names) > MAX_POOLS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"pools: {len(names)} names, but a balancer has at most {MAX_POOLS} pools",
+            )
         runners = [await self._find(name, context) for name in names]
         who, at_once = self._caller(context), asyncio.Semaphore(MAX_REQUESTS_AT_ONCE)
 
