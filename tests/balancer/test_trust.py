@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from equipoise.balancer.service import worker_link
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
@@ -307,6 +308,20 @@ async def hello_answered(address, credentials, hello):
         yield call, reading
         reading.cancel()
         call.cancel()
+
+
+async def test_the_message_of_another_worker_is_not_converted(
+    tmp_path, accepted, hello_of, monkeypatch
+):
+    """Its conversion may cost a tenth of a second, and callers may send many at once."""
+    converted = []
+    monkeypatch.setattr(worker_link, "from_worker", lambda message, **of: converted.append(message))
+    async with opened(tmp_path, accepted_keys=accepted) as address:
+        shown = showing(tmp_path, "worker/tiny/worker-0")
+        async with hello_answered(address, shown, hello_of("worker-1")) as (_, reading):
+            answer = await asyncio.wait_for(reading, WAIT_S)
+    assert "may not speak for worker" in answer.rejection.reason
+    assert not converted
 
 
 async def test_a_worker_speaks_for_its_own_pool_and_name_only(tmp_path, accepted, hello_of):

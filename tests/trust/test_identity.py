@@ -59,6 +59,8 @@ def test_every_identity_must_allow_what_a_caller_does():
         ("worker/p/w-0", "p", "w-0", True),
         ("worker/p/w-0", "p", "w-1", False),
         ("worker/p/w-0", "q", "w-0", False),
+        ("worker/p/w-0", "p", "*", False),
+        ("worker/p/w-0", "p", None, True),
         ("worker/p/*", "p", "w-7", True),
         ("worker/p/*", "q", "w-7", False),
         ("worker", "q", "w-7", True),

@@ -76,13 +76,13 @@ class Caller:
         allowed = frozenset(roles)
         return all(identity.role in allowed for identity in self.identities)
 
-    def may_speak_for(self, *, pool: str, worker: str = ANY) -> bool:
-        """Whether a worker is the named one of `pool`, or with `*` any worker of `pool`.
+    def may_speak_for(self, *, pool: str, worker: str | None = None) -> bool:
+        """Whether a worker is the named one of `pool`, or any worker of `pool` without a name.
 
         True for callers that are not workers.
         """
         return all(
-            identity.pool in {pool, ANY} and (worker == ANY or identity.worker in {worker, ANY})
+            identity.pool in {pool, ANY} and (worker is None or identity.worker in {worker, ANY})
             for identity in self.identities
             if identity.role is Role.WORKER
         )

@@ -19,6 +19,7 @@ from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
 from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.trust.identity import Caller
 from equipoise.wire.balancer_messages import Rejection, TermConfirmed
+from equipoise.wire.checks import reason
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import max_message_bytes
@@ -90,8 +91,7 @@ class WorkerLinkService:
         A count in a status would be state of a pool that the caller may not be in.
         """
         try:
-            hello = await _introduction(requests)
-            _check_identity(caller, hello)
+            hello = await _introduction(requests, caller)
         except (InvalidMessageError, RejectedWorkerError) as error:
             self._rejected[error.kind] += 1
             count = self._rejected[error.kind]
@@ -190,11 +190,12 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
     return reason
 
 
-async def _introduction(requests: _Requests) -> Hello:
+async def _introduction(requests: _Requests, caller: Caller) -> Hello:
     """Read the first message.
 
     Raises:
         InvalidMessageError: it is late, missing or invalid.
+        RejectedWorkerError: the caller is another worker.
     """
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -203,18 +204,22 @@ async def _introduction(requests: _Requests) -> Hello:
         raise InvalidMessageError(
             "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
         ) from None
-    hello = from_worker(unsealed(first), hello=None)
+    message = unsealed(first)
+    if message.HasField("hello"):
+        # A caller with another worker's name must not cost the conversion of a large message.
+        _check_identity(caller, message.hello)
+    hello = from_worker(message, hello=None)
     assert isinstance(hello, Hello), "the first message is Hello or rejected"
     return hello
 
 
-def _check_identity(caller: Caller, hello: Hello) -> None:
+def _check_identity(caller: Caller, hello: pb.Hello) -> None:
     """Reject a worker that claims to be another one."""
     if not caller.may_speak_for(pool=hello.pool, worker=hello.worker):
         raise RejectedWorkerError(
             "hello_identity",
-            f"{caller} may not speak for worker {hello.worker} of pool {hello.pool}: give it a "
-            "certificate or token of its own",
+            f"{caller} may not speak for worker {reason(hello.worker)} of pool "
+            f"{reason(hello.pool)}: give it a certificate or token of its own",
         )
 
 
