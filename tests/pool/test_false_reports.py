@@ -264,3 +264,16 @@ def test_an_emptied_store_and_one_rank_of_another_generation_are_named_until_the
     harness.tick(1.0)
     assert harness.pool.diagnosis().health is Health.SERVING
     assert harness.pool.agreement.is_settled
+
+
+def test_a_rank_that_runs_a_generation_nobody_made_is_named(serving_harness):
+    liar = serving_harness.ranks[2]
+    serving_harness.say(liar, replace(liar.heartbeat(), generation=2**40))
+    diagnosis = serving_harness.pool.diagnosis()
+    assert diagnosis.health is not Health.SERVING
+    assert (
+        f"rank 2 ({liar.hello.worker}) runs generation {2**40}, but the newest is"
+        in diagnosis.reason
+    )
+    serving_harness.say(liar, liar.heartbeat())
+    assert serving_harness.pool.diagnosis().health is Health.SERVING

@@ -89,16 +89,23 @@ class Agreement:
         Returns False if it runs another one.
         """
         layout, digest = self._layouts.get(heartbeat.generation), heartbeat.layout_digest
-        if layout is None or not digest:
-            return True
         concern = f"layout of rank {member.rank}"
-        if digest == layout.digest():
+        if heartbeat.generation >= self._layouts.next_generation:
+            fault = (
+                f"rank {member.rank} ({member.name}) runs generation {heartbeat.generation}, but "
+                f"the newest is {self._layouts.next_generation - 1}: restart it"
+            )
+            return self._note_conflict(concern, fault)
+        if layout is None or digest in {b"", layout.digest()}:
             self._faults.pop(concern, None)
             return True
         fault = (
             f"rank {member.rank} ({member.name}) runs layout {digest_text(digest)} as generation "
             f"{layout.generation}, which is {digest_text(layout.digest())}: restart it"
         )
+        return self._note_conflict(concern, fault)
+
+    def _note_conflict(self, concern: str, fault: str) -> bool:
         if concern not in self._faults:
             self._rejections.count("layout_conflict", fault)
         self._faults[concern] = fault
