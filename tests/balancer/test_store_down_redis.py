@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from equipoise.balancer import runner
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
-from equipoise_api.v1 import status_pb2, status_pb2_grpc
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
 from tests.support.agent_ranks import WAIT_S, ranks_of, staged_by_all, switch, traffic
 from tests.support.balancers import serving
 
@@ -58,6 +59,30 @@ async def balancer_on(url, *, store_down):
             yield Balancer(f"127.0.0.1:{port}", status_pb2_grpc.StatusStub(channel))
     finally:
         await store.close()
+
+
+async def test_a_pause_whose_outcome_is_unknown_holds_once_redis_shows_it(
+    redis_server, harness, monkeypatch
+):
+    monkeypatch.setattr(runner, "COMPARE_S", 0.2)
+    async with (
+        balancer_on(redis_server.url, store_down="pause") as balancer,
+        ranks_of(harness, [balancer.address]),
+        grpc.aio.insecure_channel(balancer.address) as channel,
+    ):
+        await balancer.until(lambda pool: pool.generation == 1)
+        admin = admin_pb2_grpc.AdminStub(channel)
+        # Redis has the script from here on.
+        assert (await admin.Pause(admin_pb2.PauseRequest())).outcome.accepted
+        assert (await admin.Resume(admin_pb2.ResumeRequest())).outcome.accepted
+        redis_server.pause()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await admin.Pause(admin_pb2.PauseRequest(reason="maintenance"))
+        redis_server.resume()
+        assert "it is unknown whether this was done" in caught.value.details()
+        held = await balancer.until(lambda pool: pool.HasField("hold"))
+        assert [record.what for record in held.audit][:1] == ["pause (maintenance)"]
+        assert (await admin.Resume(admin_pb2.ResumeRequest())).outcome.accepted
 
 
 def bound(status, name):

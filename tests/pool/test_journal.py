@@ -58,6 +58,15 @@ def test_a_store_that_is_ahead_lost_nothing(known):
     assert known.forgotten_by(memory(1, 2, 3, last_decision=known.last_decision)) is None
 
 
+def test_a_request_that_the_store_confirmed_too_late_counts(known):
+    stored = memory(1, 2, 3, 4, hold=Hold())
+    assert known.note_stored(stored)
+    assert [record.sequence for record in known.audit] == [4, 3, 2, 1]
+    assert not known.note_stored(stored)
+    assert not known.note_stored(memory(1, 2, hold=PAUSED))
+    assert known.hold is stored.hold
+
+
 def test_newer_records_of_a_balancer_that_led_an_empty_store_are_not_overruled(known):
     newer = replace(known.last_decision, sequence=1, time_unix_s=500.0)
     stored = PoolMemory(audit=orders(1, at=500.0), hold=Hold(), last_decision=newer)

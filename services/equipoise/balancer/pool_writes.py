@@ -99,6 +99,8 @@ class PoolWrites:
     ) -> None:
         self._log.error("%s", reason)
         self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
+        unknown = "it is unknown whether this was done: look at the audit before you retry"
         for effect in (write, *behind):
             if isinstance(effect, WriteAudit):
-                self._answers.fail(effect.request.ticket, f"nothing was done: {reason}")
+                outcome = unknown if timed_out and effect is write else "nothing was done"
+                self._answers.fail(effect.request.ticket, f"{outcome}: {reason}")

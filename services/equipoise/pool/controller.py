@@ -235,7 +235,12 @@ class PoolController:
         pool.membership.note_failed(lost)
 
     def note_stored(self, memory: PoolMemory) -> None:
-        """The store has this, perhaps less than it had; what all ranks run is adopted again."""
+        """The store has this: less than it had, or requests whose writing seemed to fail.
+
+        What all ranks run is adopted again.
+        """
+        if self.pool.journal.note_stored(memory):
+            self.pool.note_change()
         if self.pool.rollouts.current is None:
             self.pool.layouts.note_read(memory.committed)
 

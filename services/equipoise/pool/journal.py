@@ -79,6 +79,16 @@ class Journal:
         if write.hold is not None:
             self.hold = write.hold
 
+    def note_stored(self, stored: PoolMemory) -> bool:
+        """The store has this. Returns whether it has requests that it did not confirm in time."""
+        known = self._audit[0].sequence if self._audit else 0
+        if not stored.audit or stored.audit[0].sequence <= known:
+            return False
+        self._audit.clear()
+        self._audit.extend(stored.audit)
+        self.hold = stored.hold
+        return True
+
     def note_failed(self, lost: Chain, reason: str) -> None:
         """The store did not accept a write; `lost` are that and what depended on it."""
         in_memory = self._policy.values.store_down is StoreDown.MEMORY
