@@ -227,3 +227,24 @@ def test_the_password_of_redis_is_in_a_file_and_nowhere_else():
             one.get("secret", {}).get("secretName")
             for one in pod_specs(objects)[POD_OF[pod]]["volumes"]
         }
+
+
+def test_a_scrape_token_reaches_every_process_and_the_monitors():
+    metrics = {"serviceMonitor": {"enabled": True}, "tokenSecret": {"name": "scrape", "key": "t"}}
+    objects = render({**TLS, "metrics": metrics})
+    for component, name in POD_OF.items():
+        if component == "test":
+            continue
+        spec = pod_specs(objects)[name]
+        (volume,) = (one for one in spec["volumes"] if one["name"] == "metrics-token")
+        assert volume["secret"]["secretName"] == "scrape"
+        assert volume["secret"]["items"] == [{"key": "t", "path": "token"}]
+        assert "--metrics-token-file=/etc/equipoise/metrics/token" in str(spec["containers"])
+        mounts = [mount for one in spec["containers"] for mount in one["volumeMounts"]]
+        assert any(one["mountPath"] == "/etc/equipoise/metrics" for one in mounts)
+    monitors = [one for one in objects if one["kind"] == "ServiceMonitor"]
+    assert len(monitors) == 3
+    for monitor in monitors:
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "t"}}
+    assert "metrics-token" not in str(render(TLS)), "none by default"

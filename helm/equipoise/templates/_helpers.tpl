@@ -210,6 +210,9 @@ securityContext:
 - --log-format={{ .pod.logFormat }}
 {{- if .root.Values.metrics.enabled }}
 - --metrics-listen=0.0.0.0:{{ .root.Values.metrics.port }}
+{{- if .root.Values.metrics.tokenSecret.name }}
+- --metrics-token-file=/etc/equipoise/metrics/token
+{{- end }}
 {{- end }}
 {{- if has .component (list "balancer" "worker") }}
 - --probes-listen=0.0.0.0:9091

@@ -36,7 +36,16 @@ certificate and signing key the pod has. */}}
 {{- end }}
 {{- end -}}
 
+{{/* "true" if the pod serves metrics to scrapers with a token only. */}}
+{{- define "equipoise.hasScrapeToken" -}}
+{{- $metrics := .root.Values.metrics -}}
+{{- if and $metrics.enabled $metrics.tokenSecret.name (ne .component "test") -}}true{{- end -}}
+{{- end -}}
+
 {{- define "equipoise.trustMounts" -}}
+{{- if include "equipoise.hasScrapeToken" . }}
+- {name: metrics-token, mountPath: /etc/equipoise/metrics, readOnly: true}
+{{- end }}
 {{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: /etc/equipoise/tls, readOnly: true}
 {{- end }}
@@ -54,6 +63,13 @@ certificate and signing key the pod has. */}}
 
 {{/* Mount folders, because a file mounted with subPath is never updated. */}}
 {{- define "equipoise.trustVolumes" -}}
+{{- if include "equipoise.hasScrapeToken" . }}
+- name: metrics-token
+  secret:
+    secretName: {{ .root.Values.metrics.tokenSecret.name }}
+    defaultMode: 0440
+    items: [{key: {{ .root.Values.metrics.tokenSecret.key }}, path: token}]
+{{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
   {{- if eq (include "equipoise.ownWorkerCertificate" .) "true" }}

@@ -101,6 +101,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             planner=planner,
             stop_grace_s=settings.stop_grace_s,
             metrics_listen=settings.metrics_listen,
+            metrics_token_file=settings.metrics_token_file,
             probes_listen=settings.probes_listen,
             web_listen=settings.web_listen,
             register=register,

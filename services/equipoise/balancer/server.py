@@ -127,6 +127,9 @@ class BalancerParts:
     metrics_listen: str = ""
     """host:port of metrics; none if empty."""
 
+    metrics_token_file: str = ""
+    """File with the bearer token of scrapers; none is required if empty."""
+
     probes_listen: str = ""
     """host:port of HTTP probes; none if empty."""
 
@@ -211,6 +214,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             readiness=readiness,
             credentials=parts.credentials,
             metrics_listen=parts.metrics_listen,
+            metrics_token_file=parts.metrics_token_file,
             probes_listen=parts.probes_listen,
             web_listen=parts.web_listen,
         )

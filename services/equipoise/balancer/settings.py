@@ -78,6 +78,10 @@ class BalancerSettings:
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default. Port 0
     picks a free port, shown in the log."""
 
+    metrics_token_file: str = ""
+    """File with the bearer token that scrapers of the metrics must present; read again for every
+    request. Without it, whoever reaches the port can read them."""
+
     probes_listen: str = ""
     """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot
     present a certificate. Disabled by default."""

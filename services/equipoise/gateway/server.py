@@ -119,6 +119,7 @@ async def serve(
             settings.metrics_listen,
             GatewayCollector(tally, ranks=ranks),
             CertificateCollector(credentials),
+            token_file=settings.metrics_token_file,
         ):
             done, _ = await asyncio.wait(
                 {stopped, *watching, serving}, return_when=asyncio.FIRST_COMPLETED

@@ -112,6 +112,10 @@ class GatewaySettings:
     """host:port of an HTTP server for Prometheus metrics at /metrics, separate from the client
     port. Disabled by default."""
 
+    metrics_token_file: str = ""
+    """File with the bearer token that scrapers of the metrics must present; read again for every
+    request. Without it, whoever reaches the port can read them."""
+
     log_format: LogFormat = LogFormat.TEXT
     """Log format: human-readable `text`, or `json`, one object per line."""
 

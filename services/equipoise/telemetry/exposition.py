@@ -23,11 +23,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.http import HttpServer, address_of, bounded_http, open_listener
+from equipoise.telemetry.scrape_token import ScrapeToken
 
 _STOP_GRACE_S = 1
 """Seconds that open responses have to finish when the server stops."""
@@ -67,16 +69,29 @@ class _BuildInfo(Collector):
         yield info
 
 
-def metrics_route(registry: CollectorRegistry) -> Route:
-    """`GET /metrics`, in the format that the client accepts."""
+def metrics_route(registry: CollectorRegistry, *, token_file: str = "") -> Route:
+    """`GET /metrics`, in the format that the client accepts.
+
+    With a `token_file`, requests without its bearer token get 401.
+
+    Raises:
+        TelemetryError: the token file cannot be used.
+    """
     exposition = make_asgi_app(registry)
+    token = ScrapeToken(token_file) if token_file else None
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(SEND_S):
                 await exposition(scope, receive, send)
 
-    async def metrics(_: Request) -> Any:
+    async def metrics(request: Request) -> Any:
+        if token is not None and not token.accepts(request.headers.get("authorization", "")):
+            return PlainTextResponse(
+                "this port requires the bearer token of --metrics-token-file\n",
+                status_code=401,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         return bounded
 
     return Route("/metrics", metrics)
@@ -128,8 +143,15 @@ async def serving_http(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def metrics_at(listen: str, *collectors: Collector) -> AbstractAsyncContextManager[str]:
-    """Serve `/metrics` of `collectors` on `listen`; nothing if `listen` is empty."""
+def metrics_at(
+    listen: str, *collectors: Collector, token_file: str = ""
+) -> AbstractAsyncContextManager[str]:
+    """Serve `/metrics` of `collectors` on `listen`; nothing if `listen` is empty.
+
+    Raises:
+        TelemetryError: the token file cannot be used.
+    """
     if not listen:
         return nullcontext("")
-    return serving_http([metrics_route(registry_of(*collectors))], listen=listen)
+    route = metrics_route(registry_of(*collectors), token_file=token_file)
+    return serving_http([route], listen=listen)

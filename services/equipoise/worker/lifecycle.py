@@ -214,7 +214,12 @@ class Worker:
             collector = WorkerCollector(rank=lambda: self._epochs.rank, parts=self._parts)
             certificates = CertificateCollector(self._parts.credentials)
             async with (
-                metrics_at(self._settings.metrics_listen, collector, certificates),
+                metrics_at(
+                    self._settings.metrics_listen,
+                    collector,
+                    certificates,
+                    token_file=self._settings.metrics_token_file,
+                ),
                 probes_at(
                     self._settings.probes_listen, ready=lambda: self._parts.health.takes_requests
                 ),

@@ -187,6 +187,10 @@ class WorkerSettings:
     metrics_listen: str = ""
     """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default."""
 
+    metrics_token_file: str = ""
+    """File with the bearer token that scrapers of the metrics must present; read again for every
+    request. Without it, whoever reaches the port can read them."""
+
     probes_listen: str = ""
     """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot
     present a certificate. Disabled by default."""

@@ -24,17 +24,19 @@ async def open_http(
     readiness: Readiness,
     credentials: Credentials,
     metrics_listen: str,
+    metrics_token_file: str,
     probes_listen: str,
     web_listen: str,
 ) -> str:
     """Serve until `running` exits; returns the host:port of metrics, empty if off.
 
     Raises:
-        TelemetryError: an address is not available.
+        TelemetryError: an address is not available, or the token file cannot be used.
     """
     metrics = (
         metrics_route(
-            registry_of(BalancerCollector(seat, clock=clock), CertificateCollector(credentials))
+            registry_of(BalancerCollector(seat, clock=clock), CertificateCollector(credentials)),
+            token_file=metrics_token_file,
         ),
     )
     await running.enter_async_context(probes_at(probes_listen, ready=lambda: not readiness.missing))
