@@ -10,6 +10,10 @@ import pytest
 # import it with torch before the kernel tests are collected.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# Products this small lose time to a second thread, most of all on a busy machine: threads of OpenMP
+# that wait for one that does not run burn the CPU that it waits for. torch reads it at its import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def children_get_default_signals():

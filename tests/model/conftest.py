@@ -29,15 +29,6 @@ GROUPED = dataclasses.replace(
 CONFIGS = {"plain": PLAIN, "yarn": YARN, "grouped": GROUPED}
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """Products this small lose time to a second thread, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def config(request):
     """Each of the three shapes in turn."""
