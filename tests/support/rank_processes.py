@@ -45,14 +45,19 @@ def run_ranks(program, arguments_of_ranks, *, timeout_s=TIMEOUT_S, **settings):
 
 def _fork_ranks(program, arguments_of_ranks):
     main = runpy.run_path(program)["main"]
+    running = set()
     for arguments in arguments_of_ranks:
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             main(*arguments)
             sys.exit()
-    for _ in arguments_of_ranks:
-        _, status = os.wait()
-        # The caller then kills the others, which may wait for this rank.
-        assert status == 0, f"a rank ended with status {status}"
+        running.add(pid)
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if status != 0:
+            for other in running:  # They may wait for it.
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with status {status}")
 
 
 if __name__ == "__main__":
