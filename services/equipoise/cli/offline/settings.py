@@ -1,12 +1,20 @@
 """Settings of the commands that work with files: plan, replay, whatif and convert."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 from equipoise.cli.options import REPEATED
 from equipoise.formats.format import Format
 from equipoise.planning.policy import Algorithm
+from equipoise.planning.units import (
+    EXPERTS_PER_TOKEN,
+    NUM_GROUPS,
+    RANKS_PER_NODE,
+    UNITS,
+    Unit,
+    UnitName,
+)
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import DAY_S, Range, check_ranges
 
@@ -75,11 +83,42 @@ class PoolSettings:
     nodes: int = 1
     """Number of nodes, with the same number of ranks each."""
 
-    ranks: int
-    """Number of expert-parallel ranks, one per GPU."""
+    ranks: int = 0
+    """Number of expert-parallel ranks, one per GPU. Required without --unit."""
 
     slots: int | None = None
     """Physical slots per layer over all ranks. Default: the fewest that hold all experts."""
+
+
+def _source_of(unit: Unit, source: RecordingSettings) -> RecordingSettings:
+    """The loads as a unit plans them: the model is DeepSeek-V3 unless the options say more."""
+    if unit.routes_shared_expert:
+        top_k = source.experts_per_token or EXPERTS_PER_TOKEN
+        return replace(source, shared_expert=True, experts_per_token=top_k)
+    if source.groups is None and source.model_config is None and not source.shared_expert:
+        return replace(source, groups=NUM_GROUPS)
+    return source
+
+
+def _pool_of(name: UnitName, pool: PoolSettings) -> PoolSettings:
+    """The pool of a unit.
+
+    Raises:
+        InvalidSettingsError: other options describe the pool too.
+    """
+    if pool.ranks or pool.nodes != 1 or pool.slots is not None:
+        raise InvalidSettingsError(
+            f"--unit {name} has its own --ranks, --nodes and --slots: leave them out"
+        )
+    unit = UNITS[name]
+    return replace(pool, ranks=unit.num_ranks, nodes=unit.num_nodes, slots=unit.num_slots)
+
+
+def _check_ranks_given(unit: UnitName | None, pool: PoolSettings) -> None:
+    if unit is None and pool.ranks < 1:
+        raise InvalidSettingsError(
+            "--ranks must be at least 1: the pool's expert-parallel ranks; or name a --unit"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +134,10 @@ class PlanSettings:
 
     pool: PoolSettings
     """The ranks."""
+
+    unit: UnitName | None = None
+    """Deployment unit of DeepSeek-V3 to plan for, instead of --ranks, --nodes and --slots. It
+    also sets --algorithm, and --shared-expert where the unit routes the shared expert."""
 
     algorithm: Algorithm = Algorithm.AUTO
     """Planning algorithm. auto tries all that apply and keeps the best plan."""
@@ -135,7 +178,13 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        is_limited = self.max_moves is not None or self.target_balancedness is not None
+        _check_ranks_given(self.unit, self.pool)
+        if self.unit is not None:
+            object.__setattr__(self, "pool", _pool_of(self.unit, self.pool))
+            object.__setattr__(self, "source", _source_of(UNITS[self.unit], self.source))
+            if self.algorithm is Algorithm.AUTO and self.locality is None and not self._is_limited:
+                object.__setattr__(self, "algorithm", UNITS[self.unit].algorithm)
+        is_limited = self._is_limited
         self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
             raise InvalidSettingsError("--max-moves and --target-balancedness cannot be combined")
@@ -156,6 +205,11 @@ class PlanSettings:
                 f"--algorithm {self.algorithm} plans from scratch: --max-moves and "
                 "--target-balancedness work with incremental plans only"
             )
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the plan may stop before it is as balanced as possible."""
+        return self.max_moves is not None or self.target_balancedness is not None
 
     def _check_ranks(self, *, is_limited: bool) -> None:
         """Check the options about single ranks and their slots."""
@@ -188,6 +242,10 @@ class ReplaySettings:
     pool: PoolSettings
     """The ranks."""
 
+    unit: UnitName | None = None
+    """Deployment unit of DeepSeek-V3 to plan for, instead of --ranks, --nodes and --slots.
+    Without --policy, the unit's own algorithm and interval are replayed."""
+
     policy: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
     """Policy to compare, repeatable: NAME=interval=20,min_gain=0.05 (options of the balancer; the
     rest keep their defaults), a BalancePolicy .yaml, a .toml or .json file of options, or
@@ -207,6 +265,13 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        _check_ranks_given(self.unit, self.pool)
+        if self.unit is not None:
+            unit = UNITS[self.unit]
+            object.__setattr__(self, "pool", _pool_of(self.unit, self.pool))
+            object.__setattr__(self, "source", _source_of(unit, self.source))
+            own = f"{self.unit}=algorithm={unit.algorithm},interval={unit.interval_s:g}"
+            object.__setattr__(self, "policy", self.policy or (own,))
         if self.plot is not None and self.plot.suffix not in _IMAGES:
             raise InvalidSettingsError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
 
@@ -221,6 +286,10 @@ class WhatIfSettings:
 
     source: RecordingSettings
     """The loads."""
+
+    unit: UnitName | None = None
+    """Deployment unit of DeepSeek-V3 to plan for, with up to as many redundant slots as it
+    has, instead of --ranks, --ranks-per-node and --max-redundant."""
 
     ranks: tuple[str, ...] = ("8", "16", "32", "64")
     """Numbers of expert-parallel ranks (GPUs) to try."""
@@ -251,6 +320,14 @@ class WhatIfSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.unit is not None:
+            unit = UNITS[self.unit]
+            object.__setattr__(self, "source", _source_of(unit, self.source))
+            object.__setattr__(self, "ranks", (str(unit.num_ranks),))
+            object.__setattr__(self, "ranks_per_node", RANKS_PER_NODE)
+            object.__setattr__(self, "max_redundant", unit.num_redundant)
+            if self.algorithm is Algorithm.AUTO:
+                object.__setattr__(self, "algorithm", unit.algorithm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
