@@ -56,6 +56,9 @@ class Model(Generic[S]):
     converges: Callable[[S], str]
     """What is still wrong in a state after faults end; empty if the model recovers from it."""
 
+    canonical: Callable[[S], S] = lambda state: state
+    """One state for all those that differ only in names; of these, the first one is visited."""
+
 
 def explore(model: Model[S], *, max_states: int, converge_every: int = 1) -> Exploration:
     """Visit states breadth first, up to `max_states`.
@@ -65,7 +68,7 @@ def explore(model: Model[S], *, max_states: int, converge_every: int = 1) -> Exp
     Raises:
         ViolationError: an invariant is broken, or a state does not recover.
     """
-    parents: dict[S, tuple[S, str] | None] = {model.initial: None}
+    parents: dict[S, tuple[S, str] | None] = {model.canonical(model.initial): None}
     queue: deque[tuple[S, int]] = deque([(model.initial, 0)])
     num_transitions = depth = num_visited = 0
     while queue:
@@ -74,12 +77,14 @@ def explore(model: Model[S], *, max_states: int, converge_every: int = 1) -> Exp
         broken = model.violation(state)
         if not broken and num_visited % converge_every == 0:
             broken = model.converges(state)
+        canonical = model.canonical(state)
         if broken:
-            raise ViolationError("\n".join([broken, *_story(parents, state)]))
+            raise ViolationError("\n".join([broken, *_story(parents, canonical)]))
         for label, following in model.transitions(state):
             num_transitions += 1
-            if following not in parents and len(parents) < max_states:
-                parents[following] = (state, label)
+            key = model.canonical(following)
+            if key not in parents and len(parents) < max_states:
+                parents[key] = (canonical, label)
                 queue.append((following, depth + 1))
     return Exploration(
         states=len(parents),

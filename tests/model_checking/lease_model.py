@@ -5,7 +5,8 @@ or after they take effect, or take effect after their sender has given up; proce
 time, crash and come back; the register may be emptied, or go back to any record that it held.
 
 All clocks run at one rate. Times are relative to now, and a field that no handler compares in a
-state is cleared, so that the model is finite for a bounded number of terms.
+state is cleared, so that the model is finite for a bounded number of terms. States that differ only
+in which of two candidates has which name count as one.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from equipoise.balancer.leadership.leader_state import (
+    SKIPPED_TERMS,
     Due,
     Failed,
     LeaderRole,
@@ -69,8 +71,8 @@ class World(NamedTuple):
     is_latest: bool
     """Whether the record was written since the register last went back."""
 
-    earlier: tuple[LeaseRecord, ...]
-    """What it held before, and may go back to."""
+    earlier: frozenset[LeaseRecord]
+    """What it held before, and may go back to; empty once it cannot."""
 
     stray: LeaseRecord | None
     """A write that may still take effect though its sender no longer waits for it."""
@@ -82,7 +84,7 @@ class World(NamedTuple):
     """How often a process may still crash, or the register be emptied or go back."""
 
     was_emptied: bool
-    """Whether the register lost its record."""
+    """Whether the register is empty because it lost its record."""
 
     was_taken_blindly: bool
     """Whether a candidate that had never seen a lease took the register after that. It cannot know
@@ -93,11 +95,13 @@ class World(NamedTuple):
 
 
 def lease_model(
-    *, candidates: int, max_leaders: int, faults: int, first_term: int = 0
+    *, candidates: int, max_terms: int, faults: int, first_term: int = 0
 ) -> Model[World]:
-    """Return the model; it is not followed once more than `max_leaders` have led.
+    """Return the model; it is not followed once more than `max_terms` terms were claimed.
 
-    `first_term` is the term that the register remembers, to explore numeric limits.
+    Without that bound it has no end: a candidate whose claim is not answered never leads, and the
+    next one claims a later term. `first_term` is the term that the register remembers, to explore
+    numeric limits.
     """
     names = [chr(ord("a") + number) for number in range(candidates)]
     held = None
@@ -108,7 +112,7 @@ def lease_model(
             processes=tuple(_started(name) for name in names),
             held=held,
             is_latest=True,
-            earlier=(),
+            earlier=frozenset(),
             stray=None,
             led=frozenset(),
             faults_left=faults,
@@ -116,15 +120,16 @@ def lease_model(
             was_taken_blindly=False,
             broken="",
         ),
-        transitions=lambda world: _transitions(world, max_leaders=max_leaders),
+        transitions=lambda world: _transitions(world, last_claim=first_term + max_terms),
         violation=_violation,
         converges=_converges,
+        canonical=_canonical,
     )
 
 
-def takeover_model(*, max_leaders: int, faults: int) -> Model[World]:
+def takeover_model(*, max_terms: int, faults: int) -> Model[World]:
     """Return the model from when `b` leads, although `a`, which led before, never saw its term."""
-    model = lease_model(candidates=2, max_leaders=max_leaders, faults=faults)
+    model = lease_model(candidates=2, max_terms=max_terms, faults=faults)
     world = _round(model.initial, 0)
     while not world.processes[1].state.leads(now=0.0):
         world = _round(_aged(world), 1)
@@ -134,8 +139,8 @@ def takeover_model(*, max_leaders: int, faults: int) -> Model[World]:
 # What may happen. -------------------------------------------------------------------------------
 
 
-def _transitions(world: World, *, max_leaders: int) -> Iterator[tuple[str, World]]:
-    if world.broken or len(world.led) > max_leaders:
+def _transitions(world: World, *, last_claim: int) -> Iterator[tuple[str, World]]:
+    if world.broken or (world.held is not None and _claims(world.held.term) > last_claim):
         return
     yield "a second passes", _aged(world)
     if world.stray is not None:
@@ -145,10 +150,21 @@ def _transitions(world: World, *, max_leaders: int) -> Iterator[tuple[str, World
             yield f"{process.state.candidate.name} {label}", following
     if world.faults_left and world.held is not None:
         emptied = _hold(world, None)._replace(stray=None, was_emptied=True)
-        yield "the register forgets", emptied._replace(faults_left=world.faults_left - 1)
-    for record in world.earlier if world.faults_left else ():
-        older = _hold(world, record)._replace(is_latest=False, faults_left=world.faults_left - 1)
+        yield "the register forgets", _after_fault(emptied)
+    for record in sorted(world.earlier, key=repr):
+        older = _after_fault(_hold(world, record)._replace(is_latest=False))
         yield f"the register goes back to {record.holder!r} in term {record.term}", older
+
+
+def _claims(term: int) -> int:
+    """How many claims led to a term, without those that faults may have lost."""
+    return term % SKIPPED_TERMS if term < MAX_TERM - SKIPPED_TERMS else term
+
+
+def _after_fault(world: World) -> World:
+    """One fault less is left; without any, it does not matter what the register held before."""
+    left = world.faults_left - 1
+    return world._replace(faults_left=left, earlier=world.earlier if left else frozenset())
 
 
 def _moves(world: World, index: int, process: Process) -> Iterator[tuple[str, World]]:
@@ -167,8 +183,8 @@ def _moves(world: World, index: int, process: Process) -> Iterator[tuple[str, Wo
             yield "stops waiting", _step(late, index, Failed(reason=""))
     if world.faults_left:
         # A process that comes back has a name of its own.
-        crashed = world._replace(faults_left=world.faults_left - 1)
-        yield "crashes and restarts", _put(crashed, index, _started(f"{state.candidate.name}'"))
+        restarted = _started(f"{state.candidate.name}'")
+        yield "crashes and restarts", _put(_after_fault(world), index, restarted)
 
 
 def _step(world: World, index: int, event: LeaseEvent) -> World:
@@ -218,11 +234,16 @@ def _hold(world: World, record: LeaseRecord | None) -> World:
     if world.was_emptied and world.held is None and is_blind:
         world = world._replace(was_taken_blindly=True)
     earlier = world.earlier
-    if world.held is not None and record != world.held:
-        earlier = (*(one for one in earlier if one != world.held), world.held)
+    if world.held is not None and record != world.held and world.faults_left:
+        earlier = earlier | {world.held}
     # A write that is late replaces what the register held, so it fails from now on.
     return world._replace(
-        processes=processes, held=record, is_latest=True, earlier=earlier, stray=None
+        processes=processes,
+        held=record,
+        is_latest=True,
+        earlier=earlier,
+        stray=None,
+        was_emptied=world.was_emptied and record is None,
     )
 
 
@@ -232,6 +253,10 @@ def _put(world: World, index: int, process: Process) -> World:
 
 
 # Processes. -------------------------------------------------------------------------------------
+
+
+_AWAITED = LeaseRecord(holder="?", address="", term=0, renewals=0, duration_s=TIMING.duration_s)
+"""Stands for a record that a candidate has seen and does not hold: it will read it again."""
 
 
 @cache
@@ -246,6 +271,16 @@ def _process(state: LeaderState, call: Call | None) -> Process:
     )
     if seen is not None and seen.version == LATE:
         seen = replace(seen, version=OLD)
+    if seen is not None and not is_leading:
+        answer = call.answer if call is not None else None
+        may_repeat = seen.version == NOW or (
+            isinstance(answer, Saw | Wrote)
+            and answer.sighting is not None
+            and answer.sighting.version == OLD
+        )
+        waits = waits and may_repeat
+        record = replace(_AWAITED, holder="?" if waits else "", term=state.register_term)
+        seen = Sighting(record=record, version=seen.version)
     relevant = replace(
         state,
         seen=seen,
@@ -328,6 +363,68 @@ def _process_with(process: Process, *, version: str) -> Process:
     state = process.state
     assert state.seen is not None, "only called with a sighting"
     return _process(replace(state, seen=replace(state.seen, version=version)), process.call)
+
+
+# Symmetry. --------------------------------------------------------------------------------------
+
+
+def _canonical(world: World) -> World:
+    """One of the two worlds that differ only in which candidate is `a` and which is `b`."""
+    if len(world.processes) != 2:
+        return world
+    mirrored = world._replace(
+        processes=tuple(_mirrored(process) for process in reversed(world.processes)),
+        held=_mirrored_record(world.held),
+        earlier=frozenset(_mirrored_record(one) for one in world.earlier),
+        stray=_mirrored_record(world.stray),
+        led=frozenset((term, _mirrored_name(name)) for term, name in world.led),
+    )
+    return min(world, mirrored, key=hash)
+
+
+def _mirrored_name(name: str) -> str:
+    """The other candidate's name, of a process that crashed as often; names end a holder's."""
+    head, mark, last = name.rpartition(" ")
+    return head + mark + last.translate({ord("a"): "b", ord("b"): "a"})
+
+
+@cache
+def _mirrored_record(record: LeaseRecord | None) -> LeaseRecord | None:
+    if record is None or not record.holder:
+        return record
+    name, colon, port = record.address.partition(":")
+    address = f"{_mirrored_name(name)}{colon}{port}"
+    return replace(record, holder=_mirrored_name(record.holder), address=address)
+
+
+def _mirrored_sighting(sighting: Sighting | None) -> Sighting | None:
+    if sighting is None:
+        return None
+    record = _mirrored_record(sighting.record)
+    assert record is not None, "a sighting has a record"
+    return replace(sighting, record=record)
+
+
+@cache
+def _mirrored(process: Process) -> Process:
+    state, call = process.state, process.call
+    name = _mirrored_name(state.candidate.name)
+    candidate = Candidate(name=name, address=f"{name}:7070")
+    state = replace(state, candidate=candidate, seen=_mirrored_sighting(state.seen))
+    if call is None:
+        return _process(state, None)
+    request, answer = call.request, call.answer
+    if isinstance(request, WriteRegister):
+        record = _mirrored_record(request.record)
+        assert record is not None, "a write has a record"
+        request = replace(request, record=record)
+    if isinstance(answer, Saw):
+        answer = replace(answer, sighting=_mirrored_sighting(answer.sighting))
+    elif isinstance(answer, Wrote):
+        sighting = _mirrored_sighting(answer.sighting)
+        assert sighting is not None, "an answer to a write has a sighting"
+        answer = replace(answer, sighting=sighting)
+    return _process(state, Call(request, call.sent_s, answer))
 
 
 # What must hold. --------------------------------------------------------------------------------
