@@ -110,6 +110,19 @@ def test_a_worker_that_is_needed_is_included_at_the_timeout():
     assert "w-3 did not leave it within 5 s, but all are needed" in opening.reason
 
 
+def test_a_worker_that_lost_a_group_in_which_most_still_serve_is_left_out():
+    opening = decide(
+        worker("w-0", SURVIVOR, reason="a lie"), *workers(SERVING, 3, first=1), now=5.0
+    )
+    assert set(opening.workers) == {"w-1", "w-2", "w-3"}
+    assert opening.left_out == ("w-0",)
+    assert opening.is_disputed
+    assert opening.reason == (
+        "w-0 lost the group (a lie), but w-1, w-2, w-3 still serve in it after 5 s and continue "
+        "alone"
+    )
+
+
 def test_a_group_lost_without_a_missing_worker_re_forms():
     opening = decide(*workers(SURVIVOR, 4, reason="a step timed out"))
     assert len(opening.workers) == 4

@@ -162,6 +162,34 @@ def test_a_worker_that_is_needed_stays_and_the_pool_keeps_trying(make_harness):
     assert "workers that end epochs are needed after all: worker-3" in harness.logs
 
 
+@pytest.mark.parametrize("slots_per_rank", [12, 32])
+def test_a_worker_that_reports_a_loss_in_every_heartbeat_and_keeps_stepping_is_left_out(
+    make_harness, slots_per_rank
+):
+    """Whether or not its slots alone could hold all experts."""
+    harness = make_harness()
+    for worker in harness.workers.values():
+        worker.hello = replace(worker.hello, slots_per_rank=slots_per_rank)
+    harness.serve()
+    liar = harness.ranks[2]
+    name = liar.hello.worker
+    others = sorted(set(harness.workers) - {name})
+    num_served = 0
+    for _ in range(300):
+        harness.say(liar, lost(liar, reason="a lie"))
+        live(harness, seconds=1)
+        assert set(others) <= set(seated(harness))
+        num_served += harness.pool.roster.complete and seated(harness) == others
+    assert num_served > 200
+    assert harness.pool.roster.epoch < 20
+    assert f"{name} is left out: it ended" in harness.pool.diagnosis().reason
+    assert any(
+        f"{name} lost the group (a lie), but {', '.join(others)} still serve in it after 5 s"
+        in line
+        for line in harness.logs
+    )
+
+
 @pytest.mark.parametrize("how", ["a new stream", "a rejected epoch"])
 def test_other_ways_to_end_an_epoch_count_alike(harness, how):
     culprit = harness.ranks[3]
@@ -192,6 +220,7 @@ def test_other_ways_to_end_an_epoch_count_alike(harness, how):
 def test_names_are_not_collected_without_end(harness):
     interruptions = harness.pool.interruptions
     for number in range(10 * MAX_WORKERS):
-        interruptions.note_end(Member(hello=make_hello(f"x-{number}"), last_heard_s=0, since_s=0))
+        member = Member(hello=make_hello(f"x-{number}"), last_heard_s=0, since_s=0)
+        interruptions.note_end(member, now=harness.now)
         assert interruptions.judge(silent=(), now=harness.now) == ()
     assert len(interruptions._short) == MAX_WORKERS

@@ -157,8 +157,20 @@ def test_lies_exhaust_no_numbers(make_fleet):
 def test_who_makes_numbers_leap_is_named(make_fleet):
     fleet = make_fleet(3)
     claim = lie(fleet)
-    (line,) = (one for one in fleet.harness.logs if "far above" in one)
-    assert f"worker {LIAR} reports epoch {claim}" in line
+    lines = [one for one in fleet.harness.logs if "far above" in one]
+    assert f"worker {LIAR} reports epoch {claim}" in lines[0]
+    assert f"worker {LIAR} reports generation {claim}" in lines[1]
+
+
+def test_who_makes_numbers_leap_in_many_small_reports_is_named(make_fleet):
+    fleet = make_fleet(3)
+    harness, liar = fleet.harness, fleet.workers[LIAR]
+    for _ in range(4):
+        claim = harness.pool.roster.highest_epoch + 2**19
+        harness.say(liar, GroupLost(epoch=claim, reason="x", expert_of_slot=None, generation=1))
+    (line,) = (one for one in harness.logs if "far above" in one)
+    assert line.startswith(f"worker {LIAR} reports epoch ")
+    assert f"it has raised it by {3 * 2**19}" in line
 
 
 def test_a_number_that_no_pool_can_have_reached_is_rejected_with_the_remedy(make_fleet):

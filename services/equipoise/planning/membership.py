@@ -71,6 +71,9 @@ class EpochDecision:
     """Whether the connected workers have too few slots for all experts."""
     timeout: str = ""
     """Name of the wait that timed out, if one did."""
+    is_disputed: bool = False
+    """Whether the workers that are left out report the group as lost, but most ranks serve in
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,13 +261,26 @@ def _without_late(
 
 
 def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> EpochDecision:
-    """The group is lost for some: the others will notice, or are left out if not needed."""
+    """The group is lost for some: the others will notice, or are left out if not needed.
+
+    Most ranks are right: if they still serve, those that lost the group are left out instead.
+    """
     waited_s = now - min(candidate.since_s for candidate in pool.survivor)
     why = _faults(pool.missing) or pool.survivor[0].reason
     if waited_s < policy.reform_timeout_s:
         return EpochDecision(
             reason=f"the group was lost ({why}): waiting for {_names(pool.bound)} to leave it, "
             f"at most {policy.reform_timeout_s:g} s"
+        )
+    others = [*pool.new, *pool.bound]
+    if len(pool.survivor) < len(pool.bound) and not pool.joining and len(others) >= least:
+        return EpochDecision(
+            workers=tuple(candidate.name for candidate in others),
+            left_out=tuple(candidate.name for candidate in pool.survivor),
+            reason=f"{_names(pool.survivor)} lost the group ({why}), but {_names(pool.bound)} "
+            f"still serve in it after {policy.reform_timeout_s:g} s and continue alone",
+            timeout="reform",
+            is_disputed=True,
         )
     if len(pool.survivor) < len(pool.joining) and not (pool.serving or pool.slow):
         # Most ranks still wait for their group: they have none to leave, and do not hang.

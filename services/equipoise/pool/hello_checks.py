@@ -14,7 +14,8 @@ MIN_BOUND = 2**32
 """Numbers up to this are plausible at any time: the balancer's clock may not be set yet."""
 
 LARGE_LEAP = 2**20
-"""A worker that is further ahead of this balancer than that is named in the log."""
+"""A worker that raises a number of its pool by more than that, perhaps in many reports, is named in
+the log."""
 
 NAME_TAKEN = "hello_name_taken"
 """Kind of a rejection that ends by itself, when the other process's stream ends."""
@@ -51,12 +52,13 @@ class UsedNumbers:
             generations.append(lost.generation)
         return cls(epoch=max(epochs), generation=max(generations))
 
-    def leap(self, *, known: "UsedNumbers") -> str:
-        """Describe how far these are above those that the balancer knows; empty if not far."""
-        for what, reported, ours in self._beside(known):
-            if reported > ours + LARGE_LEAP:
-                return f"{what} {reported}, far above {ours}, the highest of its pool"
-        return ""
+    def leaps(self, *, known: "UsedNumbers") -> dict[str, tuple[int, int]]:
+        """By name, each number above those that the balancer knows, and by how much it is."""
+        return {
+            what: (reported, reported - ours)
+            for what, reported, ours in self._beside(known)
+            if reported > ours
+        }
 
     def fault(self, *, known: "UsedNumbers", now: float) -> tuple[str, str] | None:
         """Return which number no pool can have reached, as (name, description), or None."""

@@ -4,6 +4,7 @@ Each loss of a group costs all ranks a pause, and the worker that reports it fir
 fault: a flaky network looks the same. So nobody is left out for good, but each time for longer.
 """
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ class Interruptions:
         self._roster = roster
         self._culprit = ""
         self._serving_since_s: float | None = None
+        self._ended_s = math.inf
         self._short: dict[str, int] = {}
         self._absences: dict[str, _Absence] = {}
 
@@ -62,15 +64,16 @@ class Interruptions:
         if self._served_s(now=now) >= SHORT_S:
             for member in self._roster.seated():
                 self._short.pop(member.name, None)
-        self._culprit, self._serving_since_s = "", None
+        self._culprit, self._serving_since_s, self._ended_s = "", None, math.inf
 
     def note_serving(self, *, now: float) -> None:
         """All ranks of the epoch serve."""
         self._serving_since_s = now
 
-    def note_end(self, member: Member) -> None:
+    def note_end(self, member: Member, *, now: float) -> None:
         """A rank reports that it cannot continue in the epoch; only the first one counts."""
         self._culprit = self._culprit or member.name
+        self._ended_s = min(self._ended_s, now)
 
     def judge(self, *, silent: Container[str], now: float) -> Chain:
         """Another epoch is due: leave out the worker that ended this one if it does so repeatedly.
@@ -118,4 +121,7 @@ class Interruptions:
         )
 
     def _served_s(self, *, now: float) -> float:
-        return 0.0 if self._serving_since_s is None else now - self._serving_since_s
+        """Seconds that all ranks served, until one of them reported that it could not."""
+        if self._serving_since_s is None:
+            return 0.0
+        return max(0.0, min(now, self._ended_s) - self._serving_since_s)

@@ -17,11 +17,12 @@ from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Effect, Log, Send, WriteAdopted, WriteMembership
 from equipoise.pool.epochs import EpochHistory, EpochRecord, UnwrittenEpoch
-from equipoise.pool.hello_checks import RejectedWorkerError, UsedNumbers
+from equipoise.pool.hello_checks import UsedNumbers
 from equipoise.pool.interruptions import Interruptions
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
+from equipoise.pool.number_claims import NumberClaims
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.records import EpochMembers
@@ -30,7 +31,6 @@ from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
 from equipoise.wire.balancer_messages import JoinEpoch
-from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, Hello, LayoutRejected
 
 FIRST_LOOK_S = 1.0
@@ -68,6 +68,7 @@ class Membership:
         self._windows = windows
         self._rollouts = rollouts
         self._timeouts = counters.timeouts
+        self._numbers = NumberClaims(roster=roster, layouts=layouts)
         self._resumption = Resumption(
             policy,
             roster=roster,
@@ -101,10 +102,11 @@ class Membership:
             RejectedWorkerError: it cannot be in this pool; nothing changed.
         """
         used = UsedNumbers.in_hello(hello)
-        self._check(hello, used, now=now)
+        self._numbers.check_hello(hello.worker, used, now=now)
+        self._resumption.check(hello)
         before = self._roster.members.get(hello.worker)
         member = self._roster.admit(hello, now=now)
-        effects: list[Effect] = [*self._reserve(hello.worker, used)]
+        effects: list[Effect] = [*self._numbers.reserve(hello.worker, used)]
         effects += self._quarantine.note_hello(hello)
         self._unheard -= {hello.worker}
         self._attendance.look_again()
@@ -117,7 +119,7 @@ class Membership:
             # A worker that reconnects later may have staged one more.
             self._layouts.reserve(hello.group_lost.generation + 1)
         if member.rank is not None and member.lost_reason is not None:
-            self._interruptions.note_end(member)
+            self._interruptions.note_end(member, now=now)
         effects += self._open_after(hello, now=now)
         return (*effects, *self._join_returned(), *self.settle(now=now))
 
@@ -140,9 +142,9 @@ class Membership:
         """
         assert member.rank is not None, "only a rank rejects an epoch"
         used = UsedNumbers(epoch=rejected.highest_epoch)
-        warning = self._count(member, used, kind="rejected", now=now)
+        warning = self._numbers.count(member.name, used, kind="rejected", now=now)
         member.reject_epoch(rejected.highest_epoch)
-        self._interruptions.note_end(member)
+        self._interruptions.note_end(member, now=now)
         reason = f"it has already taken up epoch {rejected.highest_epoch}"
         effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*warning, *effects, *self._open_if_due(now=now))
@@ -154,7 +156,7 @@ class Membership:
             InvalidMessageError: its numbers are out of reach.
         """
         used = UsedNumbers(epoch=lost.epoch, generation=lost.generation)
-        warning = self._count(member, used, kind="group_lost", now=now)
+        warning = self._numbers.count(member.name, used, kind="group_lost", now=now)
         if lost.epoch < self._roster.epoch and member.rank is not None:
             return warning  # It has a rank in a later epoch, which it will be sent.
         is_first = all(one.lost_reason is None for one in self._roster.seated())
@@ -166,7 +168,7 @@ class Membership:
         self._quarantine.look_again()
         effects: Chain = ()
         if member.rank is not None:
-            self._interruptions.note_end(member)
+            self._interruptions.note_end(member, now=now)
             reason = f"its group ended: {lost.reason}"
             effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*warning, *effects, *self._open_if_due(now=now))
@@ -211,42 +213,6 @@ class Membership:
         return self._unwritten.again()
 
     # Epochs -------------------------------------------------------------------------------------
-
-    def _check(self, hello: Hello, used: UsedNumbers, *, now: float) -> None:
-        if (fault := self._fault(hello.worker, used, now=now)) is not None:
-            raise RejectedWorkerError(f"hello_{fault[0]}_leap", fault[1])
-        self._resumption.check(hello)
-
-    def _count(self, member: Member, used: UsedNumbers, *, kind: str, now: float) -> Chain:
-        """Take over the numbers that a connected worker reports.
-
-        Raises:
-            InvalidMessageError: no pool can have reached them.
-        """
-        if (fault := self._fault(member.name, used, now=now)) is not None:
-            raise InvalidMessageError(f"{kind}_{fault[0]}_leap", fault[1])
-        return self._reserve(member.name, used)
-
-    def _fault(self, worker: str, used: UsedNumbers, *, now: float) -> tuple[str, str] | None:
-        """Which number no pool can have reached, and the reason to reject it."""
-        fault = used.fault(known=self._used, now=now)
-        return fault and (fault[0], f"worker {worker} reports {fault[1]}: restart it")
-
-    def _reserve(self, worker: str, used: UsedNumbers) -> Chain:
-        """Use higher numbers from here on, whatever the store forgot."""
-        leap = used.leap(known=self._used)
-        self._roster.reserve_epoch(used.epoch)
-        self._layouts.reserve(used.generation)
-        if not leap:
-            return ()
-        text = f"worker {worker} reports {leap}: later ones are above it"
-        return (Log(text=text, is_warning=True, worker=worker),)
-
-    @property
-    def _used(self) -> UsedNumbers:
-        """The highest numbers that this balancer knows of."""
-        generation = self._layouts.next_generation - 1
-        return UsedNumbers(epoch=self._roster.highest_epoch, generation=generation)
 
     def _open_after(self, hello: Hello, *, now: float) -> Chain:
         """Open an epoch if it is due now that a worker said Hello.
@@ -300,9 +266,12 @@ class Membership:
             told = (*told, *self._attendance.recall_excluded(), *self._interruptions.recall())
         if not opening.workers:
             return told
-        # A rank that hangs ended the epoch, whoever reported it first.
-        if not opening.timeout and (found := self._interruptions.judge(silent=silent, now=now)):
-            return (*told, *found, *self._open_if_due(now=now))
+        if opening.is_disputed or not opening.timeout:
+            # Else a rank that hangs ended the epoch, whoever reported it first.
+            found = self._interruptions.judge(silent=silent, now=now)
+            told = (*told, *found)
+            if found and not self._interruptions.excluded.keys().isdisjoint(opening.workers):
+                return (*told, *self._open_if_due(now=now))
         return (*told, *self._open(opening, shape, now=now))
 
     def _take_over(self, choice: GroupChoice, *, now: float) -> Chain:
