@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 
 import grpc
@@ -14,6 +13,7 @@ from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.latents import check_fetch, parts_of
 from equipoise.worker.errors import NotServingError
 from equipoise.worker.latents.holds import HoldEnd
+from equipoise.worker.latents.puller import PULL_TIMEOUT_S
 from equipoise.worker.latents.store import LatentStore, Visit
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
@@ -39,15 +39,20 @@ _log = logging.getLogger(__name__)
 class LatentTransferService(pb_grpc.LatentTransferServicer):
     """Serves `Fetch` and `Release`; used from the event loop only.
 
-    A block that is sent is held meanwhile, so it is never reused before it was read.
+    A fetch holds a block only while it is copied, so a slow caller keeps no block from others. The
+    hold of the request, which can end early, keeps those that are yet to be sent.
     """
 
-    def __init__(self, store: LatentStore, *, visit: Visit) -> None:
+    def __init__(
+        self, store: LatentStore, *, visit: Visit, timeout_s: float = PULL_TIMEOUT_S
+    ) -> None:
+        """A fetch ends after `timeout_s`: its caller does not wait for longer."""
         self._store = store
         self._visit = visit
+        self._timeout_s = timeout_s
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self.refused: Counter[str] = Counter()
-        """Fetches that were refused, by kind."""
+        """Fetches that were refused or cut off, by kind."""
         self.num_sent_bytes = 0
         """Bytes of blocks sent."""
 
@@ -59,17 +64,12 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
         await self._check(request, context)
         async with self._streams:
             try:
-                blocks = self._visit(lambda scheduler: _held(scheduler, request.keys))
+                async with asyncio.timeout(self._timeout_s):
+                    await self._send_all(request, context)
             except NotServingError as error:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-            try:
-                for index, block in enumerate(blocks):
-                    if not await self._send(index, block, context):
-                        return
-                if len(blocks) == len(request.keys):
-                    self._visit(lambda one: one.holds.end(request.hold, HoldEnd.FETCHED))
-            finally:
-                self._visit(lambda scheduler: _release(scheduler, blocks))
+            except TimeoutError:
+                self.refused["latents_slow"] += 1
 
     async def Release(  # noqa: N802 - named by the contract
         self, request: pb.LatentTransferReleaseRequest, _: _ReleaseContext
@@ -134,9 +134,25 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
             _log.warning("refused to send latents to %s (%d so far): %s", peer, count, reason)
         await context.abort(code, reason)
 
-    async def _send(self, index: int, block: int, context: _Context) -> bool:
+    async def _send_all(self, request: pb.LatentTransferFetchRequest, context: _Context) -> None:
+        for index, key in enumerate(request.keys):
+            data = await self._read(key)
+            if data is None or not await self._send(index, data, context):
+                return
+        self._visit(lambda one: one.holds.end(request.hold, HoldEnd.FETCHED))
+
+    async def _read(self, key: bytes) -> bytes | None:
+        """Copy the block with this key, which is held meanwhile; None if it is not cached."""
+        block = self._visit(lambda scheduler: _held(scheduler, key))
+        if block is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._store.cache.read_block, block)
+        finally:
+            self._visit(lambda scheduler: scheduler.blocks.release(block))
+
+    async def _send(self, index: int, data: bytes, context: _Context) -> bool:
         """Send one block; False if the caller does not read."""
-        data = await asyncio.to_thread(self._store.cache.read_block, block)
         for part in parts_of(index, data):
             try:
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
@@ -148,18 +164,9 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
         return True
 
 
-def _held(scheduler: Scheduler, keys: Sequence[bytes]) -> list[int]:
-    """Hold the blocks with these keys, up to the first that is not cached."""
-    found: list[int] = []
-    for key in keys:
-        block = scheduler.blocks.find(key)
-        if block is None:
-            break
+def _held(scheduler: Scheduler, key: bytes) -> int | None:
+    """Hold the block with this key; None if it is not cached."""
+    block = scheduler.blocks.find(key)
+    if block is not None:
         scheduler.blocks.hold(block)
-        found.append(block)
-    return found
-
-
-def _release(scheduler: Scheduler, blocks: Sequence[int]) -> None:
-    for block in reversed(blocks):
-        scheduler.blocks.release(block)
+    return block
