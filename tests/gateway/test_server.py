@@ -198,7 +198,7 @@ async def test_an_internal_error_has_openais_form_and_the_next_request_is_served
 ):
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
         with monkeypatch.context() as patch:
-            patch.setattr("equipoise.gateway.completions.GenerateRequest", lambda *_, **__: 1 / 0)
+            patch.setattr("equipoise.gateway.generation.GenerateRequest", lambda *_, **__: 1 / 0)
             response = await gateway.post(prompt="hello")
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"

@@ -26,8 +26,12 @@ from tests.simulation.engine import SimScheduler
 from tests.simulation.experts import CPU, SimCheckpoint, SimSlots
 from tests.simulation.loop import Process
 
-NO_LATENTS: Any = None
-"""Requests are not simulated, so no latents are sent or fetched."""
+
+class SimLatents:
+    """In place of the exchange of latents with other pools: requests are not simulated."""
+
+    async def drain(self, *, timeout_s: float) -> None:
+        pass
 
 
 class SimInference:
@@ -163,8 +167,8 @@ class SimWorker(Worker):
             core=self._core,
             scheduler=self._core.scheduler(settings),
             inference=SimInference(),
-            latents=NO_LATENTS,
-            latent_puller=NO_LATENTS,
+            latents=SimLatents(),
+            latent_puller=SimLatents(),
             transfer=ExpertTransferService(),
             reader=CheckpointReader(checkpoint.read_expert, waits=waits),
             health=SimHealth(),

@@ -16,7 +16,9 @@ def test_every_json_line_names_the_phase(monkeypatch, capsys):
     monkeypatch.setattr(worker_main, "raise_open_files_limit", lambda: None)
     monkeypatch.setattr(worker_main, "single_threaded", lambda: None)
     monkeypatch.setattr(
-        worker_main, "_serve_to_the_end", lambda _: logging.getLogger("equipoise").warning("hm")
+        worker_main,
+        "_serve_to_the_end",
+        lambda *_, **__: logging.getLogger("equipoise").warning("hm"),
     )
     settings = WorkerSettings(
         pool="readers", worker="reader-1", phase=Phase.PREFILL, log_format=LogFormat.JSON
