@@ -149,3 +149,21 @@ def test_without_ranks_the_majority_of_those_that_remain_decides(harness):
         harness.hello(harness.workers[f"worker-{number}"].hello)
     live(harness, seconds=START_S + 2)
     assert seated(harness) == ["worker-1", "worker-2", "worker-3"]
+
+
+def test_the_worker_that_expects_another_number_of_ranks_is_named(harness):
+    """It may be right, as when a pool grows worker by worker, so it is not quarantined."""
+    odd = harness.workers["worker-2"]
+    odd.hello = replace(odd.hello, num_ranks=2**16)
+    harness.assemble()
+    named = (
+        "1 of 4 workers (worker-2) expect 65536 ranks, the others 4 at most: start all workers "
+        "with the same --num-ranks"
+    )
+    waiting = harness.pool.diagnosis()
+    assert (waiting.health, named in waiting.reason) == (Health.WAITING, True)
+    live(harness, seconds=START_S + 2)
+    diagnosis = harness.pool.diagnosis()
+    assert (diagnosis.health, named in diagnosis.reason) == (Health.DEGRADED, True)
+    harness.lose(odd)
+    assert "workers (" not in harness.pool.diagnosis().reason

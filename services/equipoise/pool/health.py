@@ -8,6 +8,9 @@ from equipoise.planning.membership import EpochDecision
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 
+MAX_NAMED = 4
+"""Workers that a reason names one by one; it counts the others."""
+
 
 class Health(StrEnum):
     """A pool's health."""
@@ -57,7 +60,8 @@ def diagnose(
         return Diagnosis(health=health, reason="; ".join([what + opening.reason, *odd]))
     if roster.epoch == 0 or not roster.seated():
         waiting = opening.reason or ("" if odd else "no worker is connected")
-        return Diagnosis(health=Health.WAITING, reason="; ".join(filter(None, [waiting, *odd])))
+        waits = [waiting, _outvoted(roster), *odd]
+        return Diagnosis(health=Health.WAITING, reason="; ".join(filter(None, waits)))
     troubles = [
         *(_absence(member) for member in roster.seated() if not member.connected),
         *([opening.reason] if opening.reason else []),
@@ -93,4 +97,20 @@ def _shortfall(roster: Roster) -> Sequence[str]:
         f": start {absent} more worker(s), or restart the others with "
         f"--num-ranks={roster.num_ranks}"
     )
-    return (f"{roster.num_ranks} of {intended} ranks" + (remedy if absent > 0 else ""),)
+    shortfall = f"{roster.num_ranks} of {intended} ranks" + (remedy if absent > 0 else "")
+    return tuple(filter(None, [shortfall, _outvoted(roster)]))
+
+
+def _outvoted(roster: Roster) -> str:
+    """Which workers alone expect as many ranks as the pool waits for; empty if all do."""
+    intended = roster.intended_ranks
+    expected = {one.name: one.hello.num_ranks for one in roster.members.values() if one.connected}
+    most = sorted(name for name, num_ranks in expected.items() if num_ranks == intended)
+    others = {num_ranks for num_ranks in expected.values() if num_ranks != intended}
+    if not others:
+        return ""
+    names = ", ".join(most[:MAX_NAMED]) + (", ..." if len(most) > MAX_NAMED else "")
+    return (
+        f"{len(most)} of {len(expected)} workers ({names}) expect {intended} ranks, the others "
+        f"{max(others)} at most: start all workers with the same --num-ranks"
+    )
