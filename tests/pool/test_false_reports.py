@@ -157,6 +157,37 @@ def test_a_late_switch_of_an_earlier_wave_changes_nothing_and_is_named(serving_h
     assert harness.pool.agreement.is_settled
 
 
+@pytest.mark.parametrize("liar", [0, 2, 3], ids=["first", "amid", "last"])
+def test_the_rank_that_reports_another_step_of_the_switch_is_named_until_it_agrees(staging, liar):
+    staging.stage_all()
+    liar = staging.ranks[liar]
+    switches = [worker.switch(step=71 if worker is liar else 70) for worker in staging.ranks]
+    for worker, switched in zip(staging.ranks, switches, strict=True):
+        staging.say(worker, switched)
+    diagnosis = staging.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert diagnosis.reason == (
+        f"rank {liar.rank} ({liar.hello.worker}) reports that it switched to generation 2 at step "
+        "71, but the pool did at step 70: restart it"
+    )
+    assert not staging.pool.agreement.is_settled
+    staging.say(liar, replace(switches[liar.rank], step=70))
+    assert staging.pool.diagnosis().health is Health.SERVING
+
+
+def test_ranks_none_of_which_agree_about_the_switch_are_all_named(staging):
+    staging.stage_all()
+    for step, worker in enumerate(staging.ranks):
+        staging.say(worker, worker.switch(step=70 + step))
+    reason = staging.pool.diagnosis().reason
+    for step, worker in enumerate(staging.ranks):
+        assert (
+            f"({worker.hello.worker}) reports that it switched to generation 2 at step {70 + step}"
+            in reason
+        )
+    assert "but other ranks at others: restart it" in reason
+
+
 def other_layout(layout):
     return layout.with_placement(
         np.ascontiguousarray(layout.expert_of_slot[:, ::-1]), generation=layout.generation

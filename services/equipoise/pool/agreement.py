@@ -1,5 +1,6 @@
 """`Agreement`: makes this balancer's state match what ranks run. Ranks take precedence."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from equipoise.planning.layout import Layout, digest_text
@@ -122,17 +123,30 @@ class Agreement:
             )
 
     def note_switch(self, member: Member, switched: Switched) -> None:
-        """Compare the step of a rank's switch with that of the committed wave."""
-        step = self._rollouts.committed_step(switched.generation)
-        concern = f"switch of rank {member.rank}"
-        if step == switched.step:
+        """Compare the steps at which ranks switched: by their protocol it was the same one.
+
+        Once all ranks have reported, it is that of most of them, committed or not.
+        """
+        assert member.rank is not None, "only a rank switches"
+        committed = self._rollouts.committed_step(switched.generation)
+        steps = dict(self._rollouts.reported_steps(switched.generation))
+        if steps:
+            steps[member.rank] = switched.step
+            step, count = Counter(steps.values()).most_common(1)[0]
+            agreed = step if 2 * count > len(steps) else committed
+        else:
+            steps, agreed = {member.rank: switched.step}, committed
+            if agreed is None:
+                return
+        theirs = "other ranks at others" if agreed is None else f"the pool did at step {agreed}"
+        for rank, step in steps.items():
+            concern = f"switch of rank {rank}"
             self._faults.pop(concern, None)
-        elif step is not None:
-            self._faults[concern] = (
-                f"rank {member.rank} ({member.name}) reports that it switched to generation "
-                f"{switched.generation} at step {switched.step}, but the pool did at step {step}: "
-                "restart it"
-            )
+            if step != agreed:
+                self._faults[concern] = (
+                    f"rank {rank} ({self._roster.member_at(rank).name}) reports that it switched "
+                    f"to generation {switched.generation} at step {step}, but {theirs}: restart it"
+                )
 
     def note_bytes(
         self,

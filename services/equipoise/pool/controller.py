@@ -368,12 +368,12 @@ class PoolController:
                 rejected = RankRejected(rank=rank, generation=generation, reason=value.reason)
                 return pool.rollouts.handle(rejected, now=now)
             case Switched():
+                pool.rollouts.note_switch(value, now=now)
                 pool.agreement.note_switch(member, value)
                 if generation < member.generation:
                     return ()  # Generations only grow: the rank runs a later one by now.
                 member.note_switched(generation, layout)
                 found = pool.agreement.note_bytes(member, layout, value, now=now)
-                pool.rollouts.note_switch(value, now=now)
                 switched = RankSwitched(
                     rank=rank, generation=generation, step=value.step, stall_us=value.stall_us
                 )

@@ -4,7 +4,7 @@ Which event leads where is the table in `planning/rollout.py`; this is the chain
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -166,6 +166,14 @@ class Rollouts:
     def committed_step(self, generation: int) -> int | None:
         """Step at which ranks switched to a generation, if one of the latest waves committed it."""
         return self._steps.get(generation)
+
+    def reported_steps(self, generation: int) -> Mapping[int, int]:
+        """The step of every rank's switch to the latest wave; empty until all have reported it."""
+        tracked = self._tracked
+        if tracked is None or tracked.wave.target.generation != generation:
+            return {}
+        steps = {rank: switched.step for rank, switched in tracked.switches.items()}
+        return steps if len(steps) == tracked.wave.num_ranks else {}
 
     def must_wait(self, *, now: float) -> str | None:
         """Why nothing is rolled out yet after failed rollouts; None if it may be."""
