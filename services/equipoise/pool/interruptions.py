@@ -1,7 +1,11 @@
 """`Interruptions`: workers that end one epoch after another although no other rank is missing.
 
-Each loss of a group costs all ranks a pause, and the worker that reports it first need not be at
-fault: a flaky network looks the same. So nobody is left out for good, but each time for longer.
+Each loss of a group costs all ranks a pause, and the worker that is blamed need not be at fault: a
+flaky network looks the same. So nobody is left out for good, but each time for longer.
+
+A group that served is ended by the rank that reports it first. If ranks never met, the first report
+only shows which timeout was shorter. Then ranks with which no group has served yet are blamed while
+the others have served together, else rank 0, which hosts the rendezvous.
 """
 
 import math
@@ -25,6 +29,12 @@ FIRST_ABSENCE_S = 30.0
 MAX_ABSENCE_S = 3600.0
 """The longest that it is left out at once."""
 
+LONG_WAIT_S = 30.0
+"""Ranks that waited this long for a new one in vain leave it out at once."""
+
+COST_FACTOR = 10
+"""A worker with which ranks did not meet is left out for this many times as long as they waited."""
+
 MAX_WORKERS = 64
 """Workers that are remembered; of more, those that ended an epoch least recently are forgotten."""
 
@@ -42,11 +52,20 @@ class Interruptions:
 
     def __init__(self, *, roster: Roster) -> None:
         self._roster = roster
-        self._culprit = ""
+        # Ranks that reported the end of the epoch, the first one first.
+        self._enders: dict[str, None] = {}
+        self._opened_s = self._ended_s = math.inf
         self._serving_since_s: float | None = None
-        self._ended_s = math.inf
+        # Names and boot IDs of the ranks of the latest epoch that served.
+        self._proven: frozenset[tuple[str, str]] = frozenset()
         self._short: dict[str, int] = {}
         self._absences: dict[str, _Absence] = {}
+        self._failed_hosts: dict[str, None] = {}
+
+    @property
+    def failed_hosts(self) -> Container[str]:
+        """Workers that should not host the rendezvous, because ranks did not meet there."""
+        return self._failed_hosts
 
     @property
     def excluded(self) -> Mapping[str, str]:
@@ -64,15 +83,17 @@ class Interruptions:
         if self._served_s(now=now) >= SHORT_S:
             for member in self._roster.seated():
                 self._short.pop(member.name, None)
-        self._culprit, self._serving_since_s, self._ended_s = "", None, math.inf
+        self._enders.clear()
+        self._opened_s, self._serving_since_s, self._ended_s = now, None, math.inf
 
     def note_serving(self, *, now: float) -> None:
         """All ranks of the epoch serve."""
         self._serving_since_s = now
+        self._proven = frozenset(map(_process_of, self._roster.seated()))
 
     def note_end(self, member: Member, *, now: float) -> None:
-        """A rank reports that it cannot continue in the epoch; only the first one counts."""
-        self._culprit = self._culprit or member.name
+        """A rank reports that it cannot continue in the epoch."""
+        self._enders.setdefault(member.name)
         self._ended_s = min(self._ended_s, now)
 
     def judge(self, *, silent: Container[str], now: float) -> Chain:
@@ -80,36 +101,82 @@ class Interruptions:
 
         Nobody is to blame if a rank is gone, has restarted or is `silent`.
         """
-        culprit, self._culprit = self._culprit, ""
+        enders = tuple(self._enders)
+        self._enders.clear()
         seated = self._roster.seated()
         is_complete = len(seated) == self._roster.num_ranks and all(
             member.connected and member.name not in silent for member in seated
         )
-        if not culprit or not is_complete or self._served_s(now=now) >= SHORT_S:
+        if not enders or not is_complete or self._served_s(now=now) >= SHORT_S:
             return ()
-        count = self._short.pop(culprit, 0) + 1
-        self._short[culprit] = count
-        for forgotten in list(self._short)[:-MAX_WORKERS]:
-            del self._short[forgotten]
-        if count < MAX_SHORT:
-            return ()
-        return self._leave_out(culprit, count=count, now=now)
+        if self._serving_since_s is not None or 2 * len(enders) <= len(seated):
+            return self._count(enders[0], now=now)
+        return self._judge_meeting(now=now)
 
     def recall(self) -> Chain:
-        """Too few workers are left without these: an interrupted pool is better than none."""
+        """Too few workers are left without these: an interrupted pool is better than none.
+
+        One returns at a time, so that the one at fault need not be among those that do.
+        """
         if not self._absences:
             return ()
-        text = f"workers that end epochs are needed after all: {', '.join(self._absences)}"
-        self._absences.clear()
-        return (Log(text=text, is_warning=True),)
+        least = min(self._absences, key=lambda name: (self._short.get(name, 0), name))
+        reason = self._absences.pop(least).reason
+        text = f"worker {least} is needed after all: it was left out because {reason}"
+        return (Log(text=text, is_warning=True, worker=least),)
 
-    def _leave_out(self, worker: str, *, count: int, now: float) -> Chain:
-        absence_s = min(FIRST_ABSENCE_S * 2.0 ** min(count - MAX_SHORT, 16), MAX_ABSENCE_S)
+    def _judge_meeting(self, *, now: float) -> Chain:
+        """The ranks did not meet: the blame is on those that have yet to serve, else on rank 0."""
+        seated = self._roster.seated()
+        unproven = [one.name for one in seated if _process_of(one) not in self._proven]
+        if 0 < len(unproven) < len(seated) and now - self._opened_s >= LONG_WAIT_S:
+            # They return one after another, so that the one at fault is found.
+            return tuple(
+                effect
+                for place, name in enumerate(unproven)
+                for effect in self._leave_out(name, now=now, after=place)
+            )
+        if 0 < len(unproven) < len(seated):
+            return tuple(effect for name in unproven for effect in self._count(name, now=now))
+        host = seated[0].name
+        chain = self._count(host, now=now)
+        if chain:
+            self._failed_hosts.pop(host, None)
+            self._failed_hosts[host] = None
+            for forgotten in list(self._failed_hosts)[:-MAX_WORKERS]:
+                del self._failed_hosts[forgotten]
+        return chain
+
+    def _count(self, culprit: str, *, now: float) -> Chain:
+        """Leave out a worker if it has ended enough epochs by now."""
+        if self._short.get(culprit, 0) + 1 >= MAX_SHORT:
+            return self._leave_out(culprit, now=now)
+        self._remember(culprit, self._short.get(culprit, 0) + 1)
+        return ()
+
+    def _remember(self, worker: str, count: int) -> None:
+        self._short.pop(worker, None)
+        self._short[worker] = count
+        for forgotten in list(self._short)[:-MAX_WORKERS]:
+            del self._short[forgotten]
+
+    def _leave_out(self, worker: str, *, now: float, after: int | None = None) -> Chain:
+        """Leave out a worker; one with which ranks never met, `after` as many others."""
+        has_served = self._serving_since_s is not None
+        ended = self._short.get(worker, 0) + 1
+        self._remember(worker, count := max(ended, MAX_SHORT))
+        waited_s = 0.0 if has_served else max(0.0, min(now - self._opened_s, SHORT_S))
+        first_s = max(FIRST_ABSENCE_S, COST_FACTOR * waited_s)
+        absence_s = min(first_s * 2.0 ** min(count - MAX_SHORT, 16), MAX_ABSENCE_S)
+        absence_s += (after or 0) * FIRST_ABSENCE_S
         until = datetime.fromtimestamp(now + absence_s, UTC)
-        reason = (
-            f"it ended {count} epochs after less than {SHORT_S:g} s although no other rank was "
-            f"missing; it may return at {until:%H:%M:%S} UTC"
+        what = (
+            f"it ended {ended} epochs after less than {SHORT_S:g} s although no other rank was "
+            "missing"
         )
+        if after is not None:
+            what = f"the ranks of epoch {self._roster.epoch} did not meet with it, but had without"
+        reason = f"{what}; it may return at {until:%H:%M:%S} UTC"
         self._absences[worker] = _Absence(until_s=now + absence_s, reason=reason)
         return (
             Log(
@@ -125,3 +192,8 @@ class Interruptions:
         if self._serving_since_s is None:
             return 0.0
         return max(0.0, min(now, self._ended_s) - self._serving_since_s)
+
+
+def _process_of(member: Member) -> tuple[str, str]:
+    """A worker's process: a restarted one has yet to prove itself."""
+    return member.name, member.hello.boot_id

@@ -92,12 +92,14 @@ class Roster:
         if member.rank is None:
             del self._members[worker]
 
-    def open_epoch(self, workers: Container[str], *, left_out: str | None, now: float) -> None:
+    def open_epoch(
+        self, workers: Container[str], *, no_hosts: Container[str], left_out: str | None, now: float
+    ) -> None:
         """Assign the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
 
-        Sorting gives a restarted fleet the ranks that it had. Other connected members lose their
-        ranks, for the reason `left_out`, or may join later if that is None; members that are gone
-        are forgotten.
+        Sorting gives a restarted fleet the ranks that it had, but `no_hosts` come last. Other
+        connected members lose their ranks, for the reason `left_out`, or may join later if that is
+        None; members that are gone are forgotten.
         """
         self.highest_epoch += 1
         self.epoch, self.opened_here = self.highest_epoch, True
@@ -106,7 +108,9 @@ class Roster:
         for member in self._members.values():
             loses_rank = member.rank is not None and member.name not in workers
             member.reopen(left_out=left_out if loses_rank else None)
-        ordered = sorted(chosen, key=lambda member: (member.hello.node, member.name))
+        ordered = sorted(chosen, key=lambda one: (one.name in no_hosts, one.hello.node, one.name))
+        nodes = list(dict.fromkeys(member.hello.node for member in ordered))
+        ordered.sort(key=lambda member: nodes.index(member.hello.node))
         for rank, member in enumerate(ordered):
             member.seat(rank, now=now)
         self.num_ranks, self.latest = len(ordered), ordered[0].hello

@@ -263,7 +263,7 @@ class Membership:
             now=now,
         )
         if opening.is_down:
-            told = (*told, *self._attendance.recall_excluded(), *self._interruptions.recall())
+            told = (*told, *(self._attendance.recall_excluded() or self._interruptions.recall()))
         if not opening.workers:
             return told
         if opening.is_disputed or not opening.timeout:
@@ -290,7 +290,12 @@ class Membership:
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
         is_known = not self._unwritten.is_pending
         left_out = f"it is not part of the next epoch: {opening.reason}" if is_known else None
-        roster.open_epoch(frozenset(opening.workers), left_out=left_out, now=now)
+        roster.open_epoch(
+            frozenset(opening.workers),
+            no_hosts=self._interruptions.failed_hosts,
+            left_out=left_out,
+            now=now,
+        )
         topology, seated = roster.topology(), roster.seated()
         held = [member.held for member in seated]
         layout = recover(

@@ -1,0 +1,81 @@
+"""A worker whose rendezvous address its peers cannot reach: the pool serves without it."""
+
+from equipoise.pool.health import Health
+from tests.support.joining_workers import Fleet
+
+BAD = "worker-0"
+"""Sorts first, so that it hosts the rendezvous."""
+
+
+class UnreachableFleet(Fleet):
+    """Ranks of an epoch that is unmet wait in vain, and give up together."""
+
+    PATIENCE_S = 40.0
+
+    def is_unmet(self, worker):
+        raise NotImplementedError
+
+    def _is_broken(self, worker):
+        return self.is_unmet(worker) or super()._is_broken(worker)
+
+
+class NoneReaches(UnreachableFleet):
+    """No peer reaches the bad worker, whichever rank it is."""
+
+    def is_unmet(self, worker):
+        peers = [peer.worker for peer in worker.join_epoch.peers]
+        return len(peers) > 1 and BAD in peers
+
+
+class NoneReachesItsRendezvous(UnreachableFleet):
+    """Only as the host of the rendezvous is the bad worker out of reach."""
+
+    def is_unmet(self, worker):
+        peers = worker.join_epoch.peers
+        return len(peers) > 1 and peers[0].worker == BAD
+
+
+def live(fleet, *, seconds):
+    """Time passes; returns for how many seconds a group served."""
+    served_s = 0
+    for _ in range(seconds):
+        fleet.live(seconds=1)
+        served_s += any(one.serves for one in fleet.alive)
+    return served_s
+
+
+def left_out(fleet):
+    return {line.split()[1] for line in fleet.harness.logs if " is left out: " in line}
+
+
+def test_the_host_is_left_out_by_name_and_the_others_serve(make_harness):
+    fleet = NoneReaches(make_harness)
+    live(fleet, seconds=200)
+    assert live(fleet, seconds=500) > 450
+    assert left_out(fleet) == {BAD}
+    diagnosis = fleet.harness.pool.diagnosis()
+    assert diagnosis.health is Health.DEGRADED
+    assert diagnosis.reason.startswith(f"{BAD} is left out: ")
+
+
+def test_a_new_worker_with_which_ranks_never_met_interrupts_them_ever_less_often(make_harness):
+    fleet = NoneReaches(make_harness)
+    fleet.kill(BAD)
+    live(fleet, seconds=80)
+    assert all(worker.serves for worker in fleet.alive)
+    fleet.restart(BAD)
+    assert live(fleet, seconds=600) > 500
+    assert left_out(fleet) == {BAD}
+    assert "did not meet with it, but had without" in fleet.harness.pool.diagnosis().reason
+
+
+def test_a_host_that_is_needed_hosts_no_longer(make_harness):
+    """Its slots are needed, and it reaches its peers."""
+    fleet = NoneReachesItsRendezvous(make_harness, slots_per_rank=8)
+    live(fleet, seconds=200)
+    pool = fleet.harness.pool
+    assert all(worker.serves for worker in fleet.alive)
+    assert pool.roster.seated()[0].name != BAD
+    assert pool.diagnosis().health is Health.SERVING
+    nodes = [member.hello.node for member in pool.roster.seated()]
+    assert nodes == sorted(nodes), "ranks of a node are contiguous"
