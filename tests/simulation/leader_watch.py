@@ -70,7 +70,8 @@ class LeaderWatch:
     def _check_epoch(self, leader: Any, pool: Any, term: int, now_s: float) -> None:
         """An epoch that the leader opened is in the store soon after the store works."""
         stored = self._world.store.data.get(("members", POOL))
-        is_stored = stored is not None and stored.epoch >= pool.roster.epoch
+        newest = pool.roster.epoch  # 0 while the leader waits for ranks of a store that is empty
+        is_stored = not newest or (stored is not None and stored.epoch >= newest)
         opened = leader.process, term, pool.roster.epoch
         if is_stored or self._is_lost(pool, term) or not self._is_store_near(leader):
             self._unwritten = None

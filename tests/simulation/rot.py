@@ -8,7 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from equipoise.rank.errors import DamagedSlotError
+from equipoise_model.experts import checksum
 from tests.simulation.loop import Process, outside
 
 LOOK_S = 0.5
@@ -45,6 +48,7 @@ class BitRot:
         self._world = world
         self._open: list[_Rot] = []
         self._all: set[bytes] = set()
+        self._checksums: set[tuple[Process, int, int, str]] = set()
 
     def begin(self, name: str, layer: int, slot: int) -> None:
         """Flip a bit in a slot of a worker that has experts."""
@@ -62,6 +66,8 @@ class BitRot:
         data[7] ^= 16
         contents[slot] = bytes(data)
         self._all.add(contents[slot])
+        found = checksum(torch.frombuffer(data, dtype=torch.uint8)).hex()
+        self._checksums.add((worker.process, layer, slot, found))
         num_slots = len(worker.core.slots) * len(contents)
         self._open.append(
             _Rot(name, worker.process, layer, slot, bytes(data), num_slots * SCRUB_S + SLACK_S)
@@ -94,12 +100,10 @@ class BitRot:
         if not isinstance(error, DamagedSlotError):
             return
         world, name = self._world, worker.process.name
-        found = re.match(r"slot (\d+) of layer (\d+) ", str(error))
-        slot, layer = (int(number) for number in found.groups()) if found else (-1, -1)
-        if not any(
-            (one.process, one.layer, one.slot) == (worker.process, layer, slot)
-            for one in self._open
-        ):
+        about = re.match(r"slot (\d+) of layer (\d+) .* checksum is (\w+),", str(error))
+        slot, layer, found = about.groups() if about else (-1, -1, "")
+        # A switch may have filled the slot again between that and the worker's end.
+        if (worker.process, int(layer), int(slot), found) not in self._checksums:
             world.observer.violate("rot-imagined", f"{name} stops: {error}")
         leader = world.leader()
         if leader is None or not world.kinds <= CONNECTED:

@@ -128,6 +128,12 @@ def test_an_epoch_found_by_a_later_leader_is_excused_if_the_store_lost_it(fleet)
     assert fleet.look_for(WRITTEN_S + 1.0) == []
 
 
+def test_a_leader_that_waits_for_ranks_has_no_epoch_to_write(fleet):
+    fleet.lose_contents()
+    fleet.lead(2, epoch=0)
+    assert fleet.look_for(WRITTEN_S + 1.0) == []
+
+
 def test_a_number_and_workers_of_a_lost_epoch_do_not_excuse_that_of_a_later_term(fleet):
     fleet.lose_contents()
     fleet.lead(2, epoch=fleet.roster.epoch - 1)

@@ -22,13 +22,13 @@ def rot(core, *, layer=LAYER, slot=SLOT):
     core.slots[layer].write(slot, payload)
 
 
-def scrubber_of(core, held):
+def scrubber_of(core, held, *, pause_s=0.0):
     return Scrubber(
         held,
         checksums=core.payload_checksums,
         expert_bytes=core.shape.expert_bytes,
         bytes_per_s=1e12,
-        min_pause_s=0.0,
+        min_pause_s=pause_s,
     )
 
 
@@ -39,6 +39,17 @@ async def run_in_epochs(scrubber, *, slots):
         epoch = asyncio.create_task(scrubber.run())
         while scrubber.num_verified < verified + slots and not epoch.done():
             await asyncio.wait([epoch], timeout=0.0)
+        epoch.cancel()
+        await asyncio.wait([epoch])
+        if not epoch.cancelled():
+            await epoch
+
+
+async def run_in_epochs_of(seconds, scrubber):
+    """Run it again and again, and interrupt it after this time."""
+    while True:
+        epoch = asyncio.create_task(scrubber.run())
+        await asyncio.wait([epoch], timeout=seconds)
         epoch.cancel()
         await asyncio.wait([epoch])
         if not epoch.cancelled():
@@ -63,6 +74,16 @@ async def test_every_slot_has_its_turn_although_epochs_are_shorter_than_a_pass(r
     rot(core, layer=last[0], slot=last[1])
     with pytest.raises(DamagedSlotError, match=f"slot {last[1]} of layer {last[0]}"):
         await asyncio.wait_for(run_in_epochs(scrubber, slots=3), 60)
+
+
+async def test_a_slot_is_verified_when_it_is_due_although_epochs_are_shorter_than_a_pause(
+    rank_of_one,
+):
+    core, held = rank_of_one()
+    rot(core, layer=0, slot=0)
+    scrubber = scrubber_of(core, held, pause_s=1.0)
+    with pytest.raises(DamagedSlotError, match="slot 0 of layer 0"):
+        await asyncio.wait_for(run_in_epochs_of(0.4, scrubber), 20)
 
 
 async def test_one_flipped_bit_in_memory_is_found_with_the_checksums_as_they_are(rank_of_one):

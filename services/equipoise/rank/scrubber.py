@@ -33,42 +33,49 @@ class Scrubber:
         self._checksums = checksums
         self._pause_s = max(expert_bytes / bytes_per_s, min_pause_s)
         self._turn = 0
+        self._due_s: float | None = None
         self.num_verified = 0
         """Slots whose bytes were those of the checkpoint."""
 
     async def run(self) -> None:
         """Verify slot after slot, layer by layer and then from the start, until cancelled.
 
-        The next call continues with the slot whose turn it was. Starting over would leave the last
-        slots unverified for as long as epochs are shorter than a pass through all slots.
+        The next call continues with the slot whose turn it was, at the time at which it is due.
+        Starting over would leave the last slots unverified for as long as epochs are shorter than a
+        pass through all slots, and every slot if they are shorter than one pause.
 
         Raises:
             DamagedSlotError: a slot no longer holds its expert's bytes, in two reads.
         """
         num_layers, num_slots = self._held.expert_of_slot.shape
+        clock = asyncio.get_running_loop().time
+        if self._due_s is None:
+            self._due_s = clock() + self._pause_s
         while True:
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(max(0.0, self._due_s - clock()))
             layer, slot = divmod(self._turn, num_slots)
             # A transfer from the device may fail once; memory that changed stays changed.
-            if not (await self._is_good(layer, slot) or await self._is_good(layer, slot)):
-                raise await asyncio.to_thread(self._damage, layer, slot)
+            if await self._wrong(layer, slot) and (wrong := await self._wrong(layer, slot)):
+                raise self._damage(layer, slot, wrong)
             self._turn = (self._turn + 1) % (num_layers * num_slots)
+            self._due_s = clock() + self._pause_s
 
-    async def _is_good(self, layer: int, slot: int) -> bool:
+    async def _wrong(self, layer: int, slot: int) -> SlotHash | None:
+        """Hash a slot; returns what was found if these are not the bytes of its expert."""
         try:
             hashed = await asyncio.to_thread(self._held.hash_slot, layer, slot)
         except NotHeldError:
-            return True  # It is being replaced; its turn comes again.
-        good = hashed.found == self._expected(layer, hashed)
-        self.num_verified += good
-        return good
+            return None  # It is being replaced; its turn comes again.
+        if hashed.found != self._expected(layer, hashed):
+            return hashed
+        self.num_verified += 1
+        return None
 
     def _expected(self, layer: int, hashed: SlotHash) -> bytes:
         expected: bytes = self._checksums[layer, hashed.expert].tobytes()
         return expected
 
-    def _damage(self, layer: int, slot: int) -> DamagedSlotError:
-        hashed = self._held.hash_slot(layer, slot)
+    def _damage(self, layer: int, slot: int, hashed: SlotHash) -> DamagedSlotError:
         contents: Contents = hashed.contents.changed(
             hashed.contents.layout, {(layer, slot): hashed.found}
         )
