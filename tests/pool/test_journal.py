@@ -110,3 +110,22 @@ def test_a_store_that_another_balancer_led_since_gets_the_higher_numbers(numbere
     assert (restored.members, restored.next_generation) == (lost.members, 40)
     ahead = PoolMemory(members=EpochMembers(epoch=58, workers=("c",)), next_generation=40)
     assert numbered.forgotten_by(ahead) is None
+
+
+@pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 3600.0])
+def test_a_later_balancers_hold_is_kept_whatever_the_clocks_say(known, ahead_s):
+    """It led the store after that was emptied, while this one was suspended."""
+    pinned = Hold(pinned="bob", pin=layout_of(1))
+    stored = memory(1, hold=pinned, last_decision=known.last_decision)
+    record = replace(stored.audit[0], who="bob", time_unix_s=130.0 - ahead_s)
+    stored = replace(stored, audit=(record,))
+    assert known.forgotten_by(stored) is None
+    assert known.dropped_by(stored) == "paused by ann"
+
+
+def test_no_hold_is_dropped_within_one_history(known):
+    ended = Hold()
+    assert known.dropped_by(memory(1, 2, 3, 4, hold=ended)) == ""
+    assert known.dropped_by(memory(1, 2, hold=ended)) == ""
+    assert known.dropped_by(memory(*range(30, 46), hold=ended)) == ""
+    assert known.dropped_by(PoolMemory()) == ""

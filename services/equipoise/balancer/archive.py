@@ -6,12 +6,13 @@ It answers reads; it has no ranks and no loads, and decides nothing.
 from collections.abc import Mapping
 
 from equipoise.balancer.changed import Changed
-from equipoise.balancer.persistence import recall
+from equipoise.balancer.persistence import recall, warn_of_dropped
 from equipoise.balancer.pools import pick
 from equipoise.balancer.store.store import Store
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
+from equipoise.pool.records import AuditRecord
 
 
 class RememberedPool:
@@ -64,7 +65,10 @@ class Archive:
         for name in sorted(stored):
             memory = await recall(self._store, name)
             known = self._pools.get(name)
-            lost = known.pool.journal.forgotten_by(memory) if known is not None else None
+            lost = None
+            if known is not None:
+                warn_of_dropped(name, known.pool.journal, memory)
+                lost = known.pool.journal.forgotten_by(memory)
             if lost is not None:  # Kept, because this balancer writes it back if it leads.
                 memory = lost.added_to(memory)
             pool = Pool(
@@ -106,12 +110,12 @@ class Archive:
             pool.close()
 
 
-def _contents(pool: Pool) -> tuple[int | None, int, int, int, str]:
+def _contents(pool: Pool) -> tuple[int | None, int, int, AuditRecord | None, str]:
     decision, audit = pool.journal.last_decision, pool.journal.audit
     return (
         pool.layouts.stored_generation,
         pool.layouts.next_generation,
         decision.sequence if decision is not None else 0,
-        audit[0].sequence if audit else 0,
+        audit[0] if audit else None,
         pool.elsewhere,
     )

@@ -49,7 +49,10 @@ async def restore(store: Store, pool: str, *, known: Journal | None, term: int) 
         StoreError: the store cannot be used.
     """
     memory = await recall(store, pool)
-    lost = known.forgotten_by(memory) if known is not None else None
+    if known is None:
+        return memory
+    warn_of_dropped(pool, known, memory)
+    lost = known.forgotten_by(memory)
     if lost is None:
         return memory
     await store.restore(pool, lost, term=term)
@@ -59,6 +62,17 @@ async def restore(store: Store, pool: str, *, known: Journal | None, term: int) 
         extra=about(pool=pool, term=term),
     )
     return lost.added_to(memory)
+
+
+def warn_of_dropped(pool: str, known: Journal, stored: PoolMemory) -> None:
+    """Log the hold that this balancer knows and that gives way to what the store has."""
+    if hold := known.dropped_by(stored):
+        _log.warning(
+            "pool %s is no longer %s: the store lost that, and another balancer has recorded "
+            "requests since: repeat it if it still applies",
+            *(pool, hold),
+            extra=about(pool=pool),
+        )
 
 
 async def write_to(store: Store, write: Write, *, pool: str, term: int, log: PoolLog) -> Write:

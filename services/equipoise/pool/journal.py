@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from equipoise.planning.policy import StoreDown
 from equipoise.pool.effects import (
@@ -104,16 +103,17 @@ class Journal:
     def forgotten_by(self, stored: PoolMemory) -> ForgottenRecords | None:
         """What the store has lost of these records, as it was read; None if nothing.
 
-        A store that lost writes has lower numbers than this balancer knows. It also has them if
-        another balancer led an empty store since; then its records are more recent, and count.
+        A store that lost its last writes has an earlier record of this history as its latest, or
+        none. If that is a record unknown here, another balancer led since the loss, and what it
+        recorded counts: neither clocks nor numbers of two balancers say whose hold is newer.
         Epochs and generations are never reused, so the highest count either way.
         """
         audit: tuple[AuditRecord, ...] = ()
-        if self._audit and _is_lost(self._audit[0], stored.audit[0] if stored.audit else None):
+        if not stored.audit or stored.audit[0] in self._audit:
             highest = stored.audit[0].sequence if stored.audit else 0
             audit = tuple(one for one in reversed(self._audit) if one.sequence > highest)
         decision = self.last_decision
-        if decision is not None and not _is_lost(decision, stored.last_decision):
+        if decision is not None and not _is_decision_lost(decision, stored.last_decision):
             decision = None
         is_behind = self._next_generation > stored.next_generation
         members = self._members
@@ -128,6 +128,14 @@ class Journal:
         )
         return lost if lost.kinds else None
 
+    def dropped_by(self, stored: PoolMemory) -> str:
+        """The hold that ends because another balancer recorded others after a loss; else empty."""
+        if not self._audit or not stored.audit or stored.hold.reason == self.hold.reason:
+            return ""
+        has_overlap = stored.audit[-1].sequence <= self._audit[0].sequence
+        is_one_history = self._audit[0] in stored.audit or stored.audit[0] in self._audit
+        return self.hold.reason if has_overlap and not is_one_history else ""
+
     def late_decisions(self) -> Chain:
         """Decisions that the store missed, once it works again."""
         if self.store_fault or not self._late:
@@ -137,11 +145,8 @@ class Journal:
         return late
 
 
-_Record = TypeVar("_Record", AuditRecord, DecisionRecord)
-
-
-def _is_lost(known: _Record, stored: _Record | None) -> bool:
-    """Whether a store whose latest record is `stored` once had the record `known`."""
+def _is_decision_lost(known: DecisionRecord, stored: DecisionRecord | None) -> bool:
+    """Whether a store whose latest decision is `stored` once had the decision `known`."""
     if stored is None:
         return known.sequence > 0
     return known.sequence > stored.sequence and known.time_unix_s >= stored.time_unix_s
