@@ -102,9 +102,13 @@ class Pools:
         self._creating = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        for name in sorted({*await self._store.pools(), *self._known}):
-            known = self._known.get(name)
-            memory = await restore(self._store, name, known=known, term=self._tenure.term)
+        memories = {
+            name: await restore(
+                self._store, name, known=self._known.get(name), term=self._tenure.term
+            )
+            for name in sorted({*await self._store.pools(), *self._known})
+        }
+        for name, memory in memories.items():  # None runs unless all can be read.
             self._register(name, self._runner(name, memory))
         return self
 
