@@ -133,6 +133,24 @@ def test_damage_is_never_the_truth_and_the_pool_goes_on_without_it(
     assert any(f"worker {name} (boot boot-1) is quarantined" in line for line in harness.logs)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_wrong_bytes_count_although_the_next_epoch_has_begun(serving_harness, is_damaged):
+    harness = serving_harness
+    worker = harness.workers["worker-1"]
+    late = dataclasses.replace(worker.serving(), layout_digest=worker.layout.digest())
+    if is_damaged:
+        late.checksums[1, 2, 3] ^= 16
+    harness.lose(harness.workers["worker-3"])
+    for one in harness.ranks[:3]:
+        lost = GroupLost(epoch=1, reason="x", expert_of_slot=None, generation=1)
+        harness.say(one, lost)
+    harness.tick(WAIT_S)
+    assert late.epoch < harness.pool.roster.epoch
+    assert "worker-1" in seated(harness)
+    harness.say(worker, late)
+    assert set(quarantined(harness)) == ({"worker-1"} if is_damaged else set())
+
+
 def test_planning_goes_on_without_the_quarantined_worker(harness, skewed):
     damage(harness, "worker-1")
     harness.serve()

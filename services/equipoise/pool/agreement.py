@@ -16,7 +16,7 @@ from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
-from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
+from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched, WorkerMessage
 
 _CONTRADICTION = "generations of ranks"
 _NO_TABLE = "checksums of the checkpoint"
@@ -172,6 +172,16 @@ class Agreement:
             for other, fault in differences.items()
             for effect in quarantine.note_bytes(roster.member_at(other), fault, now=now)
         )
+
+    def note_late(self, member: Member, report: WorkerMessage, *, now: float) -> Chain:
+        """A worker reports as a rank of an earlier epoch: only wrong bytes still count."""
+        if member.is_claiming or not isinstance(report, Serving):
+            return ()
+        layout = self._layouts.get(report.generation)
+        if layout is None or report.layout_digest != layout.digest():
+            return ()
+        fault = self._verification.difference(member, layout, report.rank, report.checksums)
+        return self._quarantine.note_bytes(member, fault, now=now) if fault else ()
 
     def settle(self, *, now: float) -> Chain:
         """Once all ranks reported what they run, and nothing is rolled out, take that as the truth.

@@ -107,7 +107,8 @@ class PoolController:
                     "hello_repeated", f"worker {worker} has already connected"
                 )
             case _ if value.epoch < pool.roster.epoch or member.is_claiming:
-                return ()  # Of another epoch; a rank that is taken over reports it again.
+                # Of another epoch; a rank that is taken over reports it again.
+                return pool.agreement.note_late(member, value, now=now)
             case _:
                 self._check(member, value)
                 answer = self._answer(member, value, now=now)

@@ -59,6 +59,20 @@ class Verification:
         self._verified.discard(member.rank)
         self._waiting[member.rank] = (member, layout, checksums)
 
+    def difference(
+        self, member: Member, layout: Layout, rank: int, checksums: Checksums
+    ) -> str | None:
+        """How what a worker held as this rank of a layout differs; None if it does not.
+
+        It is also None if the table of the worker's checkpoint is unknown, or the shapes differ.
+        """
+        table, shape = self._table, (layout.num_layers, layout.slots_per_rank)
+        if table is None or member.hello.experts_digest != self._digest:
+            return None
+        if rank >= layout.num_ranks or checksums.shape[:2] != shape:
+            return None
+        return _difference(layout, rank, held=checksums, table=table)
+
     def compare(self) -> Mapping[int, str]:
         """Compare what was noted, once the table is known; returns the difference by rank.
 
