@@ -64,11 +64,11 @@ def test_a_worker_that_ends_every_epoch_is_left_out_by_name_and_the_others_serve
     diagnosis = harness.pool.diagnosis()
     assert diagnosis.health is Health.DEGRADED
     assert diagnosis.reason.startswith(
-        f"{name} is left out: it ended 3 epochs after less than 60 s although no other rank was "
+        f"{name} gets no rank: it ended 3 epochs after less than 60 s although no other rank was "
         "missing; it may return at 00:"
     )
     assert diagnosis.reason.endswith(" UTC; 3 of 4 ranks")
-    assert any(f"worker {name} is left out" in line for line in harness.logs)
+    assert any(f"worker {name} is excluded" in line for line in harness.logs)
 
 
 def test_a_worker_that_ends_every_epoch_while_the_others_wait_for_it_is_left_out(harness):
@@ -85,7 +85,7 @@ def test_a_worker_that_ends_every_epoch_while_the_others_wait_for_it_is_left_out
     assert harness.pool.roster.epoch <= 5
     assert seated(harness) == sorted(set(harness.workers) - {name})
     assert harness.pool.roster.complete
-    assert harness.pool.diagnosis().reason.startswith(f"{name} is left out: it ended 3 epochs")
+    assert harness.pool.diagnosis().reason.startswith(f"{name} gets no rank: it ended 3 epochs")
 
 
 def test_it_may_return_and_is_left_out_twice_as_long_if_it_does_the_same_again(harness):
@@ -182,7 +182,7 @@ def test_a_worker_that_reports_a_loss_in_every_heartbeat_and_keeps_stepping_is_l
         num_served += harness.pool.roster.complete and seated(harness) == others
     assert num_served > 200
     assert harness.pool.roster.epoch < 20
-    assert f"{name} is left out: it ended" in harness.pool.diagnosis().reason
+    assert f"{name} gets no rank: it ended" in harness.pool.diagnosis().reason
     assert any(
         f"{name} lost the group (a lie), but {', '.join(others)} still serve in it after 5 s"
         in line
@@ -214,7 +214,7 @@ def test_other_ways_to_end_an_epoch_count_alike(harness, how):
     live(harness, seconds=3)
     assert seated(harness) == sorted(set(harness.workers) - {name})
     assert harness.pool.roster.complete
-    assert f"{name} is left out" in harness.pool.diagnosis().reason
+    assert f"{name} gets no rank" in harness.pool.diagnosis().reason
 
 
 def test_names_are_not_collected_without_end(harness):

@@ -98,7 +98,9 @@ async def test_a_rank_that_runs_another_layout_under_the_number_is_named(
     ran = odd.layout
     odd.layout = ran.with_placement(ran.expert_of_slot[:, ::-1].copy(), generation=2)
     harness.hello(odd.reconnecting())
-    assert "worker-3 is left out: it runs generation 2 as layout" in harness.pool.diagnosis().reason
+    assert (
+        "worker-3 gets no rank: it runs generation 2 as layout" in harness.pool.diagnosis().reason
+    )
     assert harness.pool.layouts.current.same_placement(ran)
     odd.layout = ran
     harness.hello(odd.reconnecting())

@@ -151,7 +151,7 @@ def test_a_lone_liar_decides_nothing_whenever_it_speaks(successor, place, lie):
     assert pool.layouts.get(1).same_placement(ran)
     assert not [one for one in successor.writes if isinstance(one, WriteMembership | WriteAdopted)]
     assert pool.diagnosis().health is Health.DEGRADED
-    assert f"{liar.hello.worker} is left out: it runs" in pool.diagnosis().reason
+    assert f"{liar.hello.worker} gets no rank: it runs" in pool.diagnosis().reason
     successor.say(liar, liar.report())  # No fault: it does not count yet.
     successor.hello(liar.reconnecting())
     assert seated(successor) == names(successor.ranks)
@@ -222,7 +222,7 @@ def test_one_against_one_the_record_decides(make_harness):
     after.hello(claim(liar, epoch=2))
     after.hello(honest.reconnecting())
     assert (after.pool.roster.epoch, seated(after)) == (1, ["worker-0"])
-    assert "worker-1 is left out: it runs in epoch 2, but 1 of 2 ranks of epoch 1" in (
+    assert "worker-1 gets no rank: it runs in epoch 2, but 1 of 2 ranks of epoch 1" in (
         after.pool.diagnosis().reason
     )
 
@@ -239,7 +239,7 @@ def test_a_worker_left_over_from_the_epoch_on_record_does_not_decide(succeed, re
         harness.hello(claim(worker, epoch=2, rank=rank, workers=workers, layout=layout))
     assert (harness.pool.roster.epoch, seated(harness)) == (2, names(ranks))
     assert harness.pool.layouts.committed.generation == 9
-    assert "worker-3 is left out: it runs in epoch 1, but 3 of 3 ranks of epoch 2" in (
+    assert "worker-3 gets no rank: it runs in epoch 1, but 3 of 3 ranks of epoch 2" in (
         harness.pool.diagnosis().reason
     )
     harness.say(left_over, lost(left_over))

@@ -45,7 +45,7 @@ def live(fleet, *, seconds):
 
 
 def left_out(fleet):
-    return {line.split()[1] for line in fleet.harness.logs if " is left out: " in line}
+    return {line.split()[1] for line in fleet.harness.logs if " is excluded: " in line}
 
 
 def test_the_host_is_left_out_by_name_and_the_others_serve(make_harness):
@@ -55,7 +55,7 @@ def test_the_host_is_left_out_by_name_and_the_others_serve(make_harness):
     assert left_out(fleet) == {BAD}
     diagnosis = fleet.harness.pool.diagnosis()
     assert diagnosis.health is Health.DEGRADED
-    assert diagnosis.reason.startswith(f"{BAD} is left out: ")
+    assert diagnosis.reason.startswith(f"{BAD} gets no rank: the ranks of epoch ")
 
 
 def test_a_new_worker_with_which_ranks_never_met_interrupts_them_ever_less_often(make_harness):
@@ -66,7 +66,10 @@ def test_a_new_worker_with_which_ranks_never_met_interrupts_them_ever_less_often
     fleet.restart(BAD)
     assert live(fleet, seconds=600) > 500
     assert left_out(fleet) == {BAD}
-    assert "did not meet with it, but had without" in fleet.harness.pool.diagnosis().reason
+    assert (
+        "did not meet with it in the group: check that its peers can reach it; "
+        in fleet.harness.pool.diagnosis().reason
+    )
 
 
 def test_a_host_that_is_needed_hosts_no_longer(make_harness):
@@ -76,6 +79,12 @@ def test_a_host_that_is_needed_hosts_no_longer(make_harness):
     pool = fleet.harness.pool
     assert all(worker.serves for worker in fleet.alive)
     assert pool.roster.seated()[0].name != BAD
+    assert any(
+        f"worker {BAD} is excluded: the ranks of epoch " in line
+        and " did not meet at its rendezvous: check that peers can reach --rendezvous-port; "
+        in line
+        for line in fleet.harness.logs
+    )
     assert pool.diagnosis().health is Health.SERVING
     nodes = [member.hello.node for member in pool.roster.seated()]
     assert nodes == sorted(nodes), "ranks of a node are contiguous"

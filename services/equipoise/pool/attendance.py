@@ -1,4 +1,4 @@
-"""`Attendance`: workers that are connected but silent, and workers left out for being slow.
+"""`Attendance`: workers that are connected but silent, and workers excluded for being slow.
 
 `planning/slowness.py` decides which ranks are slow, `planning/membership.py` when an epoch opens
 without them.
@@ -106,10 +106,10 @@ class Attendance:
     def exclude_slow(
         self, slow: Mapping[int, SlowRank], *, found: Sequence[SlowRank], now: float
     ) -> Chain:
-        """A window has closed: report ranks newly `found`, and by policy leave out `slow` ones."""
+        """A window has closed: report ranks newly `found`, and by policy exclude `slow` ones."""
         policy = self._policy.values
         for member in self._roster.seated():
-            # Of members that serve, only those that are slow now are left out.
+            # Of members that serve, only those that are slow now are excluded.
             self._excluded.pop(member.name, None)
             one = slow.get(member.rank) if member.rank is not None else None
             if one and policy.slow_worker_action is SlowWorkerAction.EXCLUDE:

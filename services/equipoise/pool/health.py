@@ -51,7 +51,7 @@ def diagnose(
     `opening` is the latest decision about the next epoch. `silent` (by rank), `left_out` and
     `quarantined` (by worker), `faults` and `store_fault` are messages.
     """
-    odd = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+    odd = [f"{name} gets no rank: {reason}" for name, reason in left_out.items()]
     odd += [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
     if opening.is_down:
         # Ranks that serve on include quarantined ones that the others need.

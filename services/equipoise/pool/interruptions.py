@@ -1,11 +1,11 @@
 """`Interruptions`: workers that end one epoch after another although no other rank is missing.
 
 Each loss of a group costs all ranks a pause, and the worker that is blamed need not be at fault: a
-flaky network looks the same. So nobody is left out for good, but each time for longer.
+flaky network looks the same. So no worker is excluded for good, but each time for longer.
 
-A group that served is ended by the rank that reports it first. If ranks never met, the first report
-only shows which timeout was shorter. Then ranks with which no group has served yet are blamed while
-the others have served together, else rank 0, which hosts the rendezvous.
+If the group served, the rank that reports its end first is blamed. If the ranks never met, the
+first report only shows which timeout was shorter: the ranks that were not in the latest group that
+served are blamed if only some were not, otherwise rank 0, which hosts the rendezvous.
 """
 
 import math
@@ -21,19 +21,19 @@ SHORT_S = 60.0
 """An epoch whose ranks served for less is a short one."""
 
 MAX_SHORT = 3
-"""Short epochs that a worker may end in succession before it is left out."""
+"""Short epochs that a worker may end in succession before it is excluded."""
 
 FIRST_ABSENCE_S = 30.0
-"""How long it is left out the first time; twice as long after each further short epoch."""
+"""How long it is excluded the first time; twice as long after each further short epoch."""
 
 MAX_ABSENCE_S = 3600.0
-"""The longest that it is left out at once."""
+"""The longest that it is excluded at a time."""
 
 LONG_WAIT_S = 30.0
-"""Ranks that waited this long for a new one in vain leave it out at once."""
+"""A new rank for which the others waited this long in vain is excluded at once."""
 
 COST_FACTOR = 10
-"""A worker with which ranks did not meet is left out for this many times as long as they waited."""
+"""If ranks do not meet, the worker blamed is excluded this many times as long as they waited."""
 
 MAX_WORKERS = 64
 """Workers that are remembered; of more, those that ended an epoch least recently are forgotten."""
@@ -48,7 +48,7 @@ class _Absence:
 
 
 class Interruptions:
-    """Which workers of a pool are left out for a while because they end its epochs."""
+    """Which workers of a pool are excluded for a while because they end its epochs."""
 
     def __init__(self, *, roster: Roster) -> None:
         self._roster = roster
@@ -97,9 +97,9 @@ class Interruptions:
         self._ended_s = min(self._ended_s, now)
 
     def judge(self, *, silent: Container[str], now: float) -> Chain:
-        """Another epoch is due: leave out the worker that ended this one if it does so repeatedly.
+        """Another epoch is due: exclude the worker that ended this one if it does so repeatedly.
 
-        Nobody is to blame if a rank is gone, has restarted or is `silent`.
+        No worker is blamed if a rank is gone, has restarted or is `silent`.
         """
         enders = tuple(self._enders)
         self._enders.clear()
@@ -114,32 +114,37 @@ class Interruptions:
         return self._judge_meeting(now=now)
 
     def recall(self) -> Chain:
-        """Too few workers are left without these: an interrupted pool is better than none.
+        """Let one return, because too few slots are left: an interrupted pool is better than none.
 
-        One returns at a time, so that the one at fault need not be among those that do.
+        They return one at a time, so that the pool may serve without the one at fault.
         """
         if not self._absences:
             return ()
         least = min(self._absences, key=lambda name: (self._short.get(name, 0), name))
         reason = self._absences.pop(least).reason
-        text = f"worker {least} is needed after all: it was left out because {reason}"
+        text = f"worker {least} is needed after all: it was excluded because {reason}"
         return (Log(text=text, is_warning=True, worker=least),)
 
     def _judge_meeting(self, *, now: float) -> Chain:
-        """The ranks did not meet: the blame is on those that have yet to serve, else on rank 0."""
+        """The ranks did not meet: blame those that have yet to serve, otherwise rank 0."""
         seated = self._roster.seated()
         unproven = [one.name for one in seated if _process_of(one) not in self._proven]
+        missed = f"the ranks of epoch {self._roster.epoch} did not meet"
+        with_it = f"{missed} with it in the group: check that its peers can reach it"
         if 0 < len(unproven) < len(seated) and now - self._opened_s >= LONG_WAIT_S:
             # They return one after another, so that the one at fault is found.
             return tuple(
                 effect
                 for place, name in enumerate(unproven)
-                for effect in self._leave_out(name, now=now, after=place)
+                for effect in self._exclude(name, now=now, what=with_it, after=place)
             )
         if 0 < len(unproven) < len(seated):
-            return tuple(effect for name in unproven for effect in self._count(name, now=now))
+            return tuple(
+                effect for name in unproven for effect in self._count(name, now=now, what=with_it)
+            )
         host = seated[0].name
-        chain = self._count(host, now=now)
+        at_its_port = f"{missed} at its rendezvous: check that peers can reach --rendezvous-port"
+        chain = self._count(host, now=now, what=at_its_port)
         if chain:
             self._failed_hosts.pop(host, None)
             self._failed_hosts[host] = None
@@ -147,10 +152,10 @@ class Interruptions:
                 del self._failed_hosts[forgotten]
         return chain
 
-    def _count(self, culprit: str, *, now: float) -> Chain:
-        """Leave out a worker if it has ended enough epochs by now."""
+    def _count(self, culprit: str, *, now: float, what: str = "") -> Chain:
+        """Exclude a worker if it has ended enough epochs by now."""
         if self._short.get(culprit, 0) + 1 >= MAX_SHORT:
-            return self._leave_out(culprit, now=now)
+            return self._exclude(culprit, now=now, what=what)
         self._remember(culprit, self._short.get(culprit, 0) + 1)
         return ()
 
@@ -160,27 +165,28 @@ class Interruptions:
         for forgotten in list(self._short)[:-MAX_WORKERS]:
             del self._short[forgotten]
 
-    def _leave_out(self, worker: str, *, now: float, after: int | None = None) -> Chain:
-        """Leave out a worker; one with which ranks never met, `after` as many others."""
+    def _exclude(self, worker: str, *, now: float, what: str, after: int = 0) -> Chain:
+        """Exclude a worker because of `what`, or of the epochs that it ended if that is empty.
+
+        If several are excluded at once, it returns `after` this many of them.
+        """
         has_served = self._serving_since_s is not None
         ended = self._short.get(worker, 0) + 1
         self._remember(worker, count := max(ended, MAX_SHORT))
         waited_s = 0.0 if has_served else max(0.0, min(now - self._opened_s, SHORT_S))
         first_s = max(FIRST_ABSENCE_S, COST_FACTOR * waited_s)
         absence_s = min(first_s * 2.0 ** min(count - MAX_SHORT, 16), MAX_ABSENCE_S)
-        absence_s += (after or 0) * FIRST_ABSENCE_S
+        absence_s += after * FIRST_ABSENCE_S
         until = datetime.fromtimestamp(now + absence_s, UTC)
-        what = (
+        ended_all = (
             f"it ended {ended} epochs after less than {SHORT_S:g} s although no other rank was "
             "missing"
         )
-        if after is not None:
-            what = f"the ranks of epoch {self._roster.epoch} did not meet with it, but had without"
-        reason = f"{what}; it may return at {until:%H:%M:%S} UTC"
+        reason = f"{what or ended_all}; it may return at {until:%H:%M:%S} UTC"
         self._absences[worker] = _Absence(until_s=now + absence_s, reason=reason)
         return (
             Log(
-                text=f"worker {worker} is left out: {reason}",
+                text=f"worker {worker} is excluded: {reason}",
                 is_warning=True,
                 worker=worker,
                 epoch=self._roster.epoch,

@@ -74,7 +74,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         "Compute time per step as a multiple of the median rank's, corrected for load.",
     ),
     "slow_ranks": (_P, "Ranks that are slower than the policy allows, corrected for load."),
-    "excluded_workers": (_P, "Workers left out for a while: they are slow, or end epochs."),
+    "excluded_workers": (_P, "Workers excluded for a while: slow ones, and ones that end epochs."),
     "quarantined_workers": (_P, "Workers quarantined for wrong bytes or another checkpoint."),
     "rank_silence_seconds": (_RANK, "Time since the last message of a rank."),
 }
