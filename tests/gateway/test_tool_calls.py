@@ -1,4 +1,4 @@
-"""Calls are parted off a text, however it is cut, and nothing that is written is lost."""
+"""Calls are separated from a text, however it is cut, and nothing that is written is lost."""
 
 import itertools
 import json

@@ -80,7 +80,7 @@ class BalancerSettings:
 
     metrics_token_file: str = ""
     """File with the bearer token that scrapers of the metrics must present; read again for every
-    request. Without it, whoever reaches the port can read them."""
+    request. Without it, anyone who can reach the port can read them."""
 
     probes_listen: str = ""
     """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot

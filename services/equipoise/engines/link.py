@@ -175,7 +175,7 @@ class EngineLink:
 
     def _calling(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
         def call(value: Any) -> None:
-            with suppress(RuntimeError):  # The loop is closed: there is nobody to tell.
+            with suppress(RuntimeError):  # The loop is closed: nothing waits for it.
                 self._loop.call_soon_threadsafe(method, value)
 
         return call

@@ -87,8 +87,8 @@ class ChoiceDelta:
 class ChoiceDecoder:
     """Decodes one choice, which ends with its first stop string after `min_tokens` tokens.
 
-    Special tokens have text if `with_special`. `reasoning` parts off the model's reasoning, and
-    `tools` parts calls off the rest.
+    Special tokens have text if `with_special`. `reasoning` separates the model's reasoning, and
+    `tools` separates calls from the rest.
     """
 
     def __init__(

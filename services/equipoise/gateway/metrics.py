@@ -45,13 +45,13 @@ class RequestTally:
     """Time between tokens, seconds."""
 
     num_handed_over: int = 0
-    """Requests that moved from the prefill pool to a decode rank."""
+    """Requests handed over from the prefill pool to a decode rank."""
 
     direct: Counter[Direct] = field(default_factory=Counter)
     """Prompts that decode ranks read although there is a prefill pool, by reason."""
 
     second_token_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
-    """Time from the first token of a request that moved to its second, seconds."""
+    """Time from the first to the second token of a request that was handed over, seconds."""
 
     async def counted(
         self,
@@ -118,7 +118,7 @@ class GatewayCollector(Collector):
         for reason in Direct:
             direct.add_metric([reason], tally.direct[reason])
         yield direct
-        moved = "Requests that moved from the prefill pool to a decode rank."
+        moved = "Requests handed over from the prefill pool to a decode rank."
         for family, name, text, value in (
             (CounterMetricFamily, "replays", "Rank failures during a request.", tally.replays),
             (CounterMetricFamily, "poison_requests", poison, tally.poison),
@@ -133,7 +133,7 @@ class GatewayCollector(Collector):
             ("itl_seconds", "Time between two tokens of a request.", tally.itl_s),
             (
                 "second_token_seconds",
-                "Time from the first to the second token of a request that moved.",
+                "Time from the first to the second token of a request that was handed over.",
                 tally.second_token_s,
             ),
         ):

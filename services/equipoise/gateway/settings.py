@@ -49,7 +49,7 @@ class GatewaySettings:
     """Model name for clients. Default: the name of the checkpoint folder."""
 
     reasoning_parser: ReasoningParser = ReasoningParser.NONE
-    """How chat answers are parted into reasoning_content and content: deepseek_r1 at </think>."""
+    """How chat answers are split into reasoning_content and content: deepseek_r1 at </think>."""
 
     tool_call_parser: ToolCallParser = ToolCallParser.NONE
     """How the model writes calls of tools: deepseek_v3, or hermes for JSON in <tool_call> tags.
@@ -114,7 +114,7 @@ class GatewaySettings:
 
     metrics_token_file: str = ""
     """File with the bearer token that scrapers of the metrics must present; read again for every
-    request. Without it, whoever reaches the port can read them."""
+    request. Without it, anyone who can reach the port can read them."""
 
     log_format: LogFormat = LogFormat.TEXT
     """Log format: human-readable `text`, or `json`, one object per line."""

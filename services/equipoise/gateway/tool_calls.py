@@ -1,4 +1,4 @@
-"""`ToolCallSplit`: parts the calls of tools off a model's text as it arrives. Pure.
+"""`ToolCallSplit`: separates tool calls from a model's text as it arrives. Pure.
 
 Models write calls between markers of their own. A call's name is known before its arguments, which
 are passed on as they arrive. The result does not depend on how the text is cut.
@@ -59,7 +59,7 @@ class _State(Enum):
 
 
 class ToolCallSplit:
-    """Parts a text into content and calls.
+    """Splits a text into content and calls.
 
     A call that cannot be read is content as the model wrote it. White space beside calls is
     dropped. The text ends with call number `max_calls`, if set. With `function` the text is

@@ -86,7 +86,7 @@ def explanations(settings: type) -> Mapping[str, str]:
 
 @cache
 def _classes_in(module: str) -> Mapping[str, ast.ClassDef]:
-    """The classes of a module by qualified name; `inspect` would parse it anew for each."""
+    """The classes of a module by qualified name; `inspect` would parse it again for each."""
     found: dict[str, ast.ClassDef] = {}
 
     def search(tree: ast.AST, path: str) -> None:

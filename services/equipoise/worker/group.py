@@ -178,7 +178,7 @@ def meet(
             arrival = Arrival.of(join_epoch, announcement=announcement).to_json()
             arrivals = _await_all(store, "there", join_epoch, value=arrival, deadline=deadline)
             _agree(arrivals, names, check=check, epoch=epoch)
-            deadline.restart(math.inf)  # It waits for nobody while it writes its slots.
+            deadline.restart(math.inf)  # It waits for no rank while it writes its slots.
             on_met()
             deadline.restart(step_timeout_s)
             _form(join_epoch, store, deadline, step_timeout_s=step_timeout_s, device=device)

@@ -43,7 +43,7 @@ class Names:
     """Reads names; each different name is matched once.
 
     Args:
-        communication: regular expression of names of communication, in any case.
+        communication: regular expression of names of communication; case is ignored.
         experts: the same for computation of experts.
 
     Raises:

@@ -22,12 +22,12 @@ class OverlapSettings:
     --profile-steps`, or any other in Chrome's trace event format."""
 
     communication: str | None = None
-    """Regular expression of the names that are communication, in any case. Default: the kernels and
-    operators of NCCL, RCCL, DeepEP, NVSHMEM, MSCCL++, gloo and Equipoise."""
+    """Regular expression of the names that are communication; case is ignored. Default: the kernels
+    and operators of NCCL, RCCL, DeepEP, NVSHMEM, MSCCL++, gloo and Equipoise."""
 
     experts: str | None = None
-    """Regular expression of the names that are computation of experts, in any case. Default:
-    grouped GEMMs, and what has "moe" or "expert" in its name."""
+    """Regular expression of the names that are computation of experts; case is ignored.
+    Default: grouped GEMMs, and what has "moe" or "expert" in its name."""
 
     plot: Path | None = None
     """Image to write, .svg or .png: computation and communication over time, and by layer."""
