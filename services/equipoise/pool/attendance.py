@@ -131,5 +131,7 @@ class Attendance:
         """Too few workers are left without the slow ones: slow is better than down."""
         if not self._excluded:
             return ()
+        names = ", ".join(self._excluded)
         self._excluded.clear()
-        return (Log(text="excluded workers are needed after all", is_warning=True),)
+        text = f"slow workers are needed after all, and are no longer excluded: {names}"
+        return (Log(text=text, is_warning=True),)
