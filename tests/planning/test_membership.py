@@ -183,7 +183,7 @@ def test_a_rank_that_took_up_a_later_epoch_gets_one_above_it_at_once(others):
 def test_new_workers_wait_until_joining_ranks_serve():
     opening = decide(*workers(JOINING, 4), worker("w-4", NEW), now=599.0)
     assert not opening.workers
-    assert "adding w-4 when the ranks that join serve: w-0, w-1, w-2, w-3" in opening.reason
+    assert "w-4 joins when w-0, w-1, w-2, w-3 serves" in opening.reason
 
 
 def test_a_rank_that_cannot_join_while_others_load_waits_until_the_timeout():
@@ -197,13 +197,13 @@ def test_a_rank_that_cannot_join_while_others_load_waits_until_the_timeout():
 
 def test_new_workers_join_together_after_the_settling_time():
     pool = [*workers(SERVING, 4), worker("w-4", NEW), worker("w-5", NEW, since_s=0.3)]
-    assert decide(*pool, now=0.7).reason == "adding w-4, w-5 shortly"
+    assert decide(*pool, now=0.7).reason == "w-4, w-5 joins shortly"
     assert len(decide(*pool, now=0.8).workers) == 6
 
 
 def test_new_workers_wait_for_a_rollout_to_end():
     opening = decide(*workers(SERVING, 4), worker("w-4", NEW), now=9.0, is_rolling_out=True)
-    assert opening.reason == "adding w-4 when the rollout is over"
+    assert opening.reason == "w-4 joins when the rollout is over"
 
 
 def test_a_new_worker_beside_a_missing_one_waits_until_the_timeout():

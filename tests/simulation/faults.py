@@ -171,10 +171,41 @@ class Faults:
             self._set(self.disks[name], "is_gone", True, for_s, False)
 
     def do_disk_damaged(self, name: str, layer: int, expert: int) -> None:
-        good = [one for one in self.disks.values() if not one.damaged]
-        if name in self.disks and len(good) > LEAST_GOOD_DISKS:
+        if name in self.disks and self._num_good(besides=name) >= LEAST_GOOD_DISKS:
             self.disks[name].damaged.add((layer, expert))
             self._kill(name, self.start_worker, 0.5)
+
+    def _num_good(self, *, besides: str) -> int:
+        """Workers that a pool can count on, without one of them."""
+        odd = {besides, self.odd}
+        return sum(not disk.damaged for name, disk in self.disks.items() if name not in odd)
+
+    def _may_be_odd(self, name: str) -> bool:
+        """Whether the pool can do without a worker: one at most is odd."""
+        is_enough = self._num_good(besides=name) >= LEAST_GOOD_DISKS
+        if name not in self.wanted or self.odd not in {"", name} or not is_enough:
+            return False
+        self.odd = name
+        return True
+
+    def do_unreachable_host(self, name: str, back_after_s: float) -> None:
+        """It restarts on a machine where no peer reaches the rendezvous that it hosts."""
+        if self._may_be_odd(name):
+            self.rendezvous.unreachable[name] = "host"
+            self._kill(name, self.start_worker, back_after_s)
+
+    def do_unreachable_rank(self, name: str, back_after_s: float) -> None:
+        """It restarts on a machine that no peer reaches."""
+        if self._may_be_odd(name):
+            self.rendezvous.unreachable[name] = "rank"
+            self._kill(name, self.start_worker, back_after_s)
+
+    def do_false_loss(self, name: str, for_s: float, stays: bool) -> None:
+        """It reports its group as lost with every heartbeat, and steps as before."""
+        if self._may_be_odd(name):
+            self.reports.begin("loss", name)
+            if not stays:
+                self._until(for_s, self.reports.end, "loss")
 
     def do_bit_rot(self, name: str, layer: int, slot: int) -> None:
         self.rot.begin(name, layer, slot)

@@ -27,6 +27,8 @@ class Rendezvous:
         self._hosts: dict[str, tuple[Process, dict[str, Any]]] = {}
         self.on_exchange = lambda _mesh, _headers: None
         self.serials = itertools.count()
+        self.unreachable: dict[str, str] = {}
+        """Workers that no peer reaches, as the host of a rendezvous or as any rank."""
 
     def host(self, process: Process, address: str) -> None:
         alive = {at: one for at, one in self._hosts.items() if one[0].alive}
@@ -40,9 +42,14 @@ class Rendezvous:
         host, keys = found
         network = self.network
         is_cut = network.is_cut(process.name, host.name) or network.is_cut(host.name, process.name)
-        if not host.alive or host.paused or (is_cut and host is not process):
+        is_apart = is_cut or host.name in self.unreachable
+        if not host.alive or host.paused or (is_apart and host is not process):
             return None
         return keys
+
+    def can_form(self, names: tuple[str, ...]) -> bool:
+        """Whether the ranks of a group can connect to each other, once they have met."""
+        return all(self.unreachable.get(name) != "rank" for name in names)
 
 
 class Mesh:
@@ -178,6 +185,9 @@ async def meet(
         published = await place.gather("arrived", arrival, timeout_s=timeout_s)
         _agree(published, names, check=check, epoch=epoch)
         on_met()
+        if not rendezvous.can_form(names):
+            await asyncio.sleep(step_timeout_s)
+            raise TimeoutError("connecting to a rank timed out")  # noqa: TRY301
         mesh.peers = await place.gather("formed", mesh, timeout_s=step_timeout_s)
         _check_present(mesh.peers)
     except TimeoutError as error:

@@ -16,6 +16,7 @@ from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.planning.load import WindowLoad
 from equipoise.planning.rollout import DeadlineCheck, Persisted, RankLost, Wave
+from equipoise.pool import membership as pool_membership
 from equipoise.pool import quarantine
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.hello_checks import UsedNumbers
@@ -199,6 +200,25 @@ def _without_running() -> list[tuple[Any, str, Any]]:
     return [(Worker, "hello", lambda self: replace(hello(self), running=None))]
 
 
+def _first_to_report_blamed() -> list[tuple[Any, str, Any]]:
+    judge = Interruptions.judge
+
+    def hasty(self: Any, **about: Any) -> Any:
+        if self._serving_since_s is None:
+            self._enders = dict.fromkeys(list(self._enders)[:1])
+        return judge(self, **about)
+
+    return [(Interruptions, "judge", hasty)]
+
+
+def _losses_undisputed() -> list[tuple[Any, str, Any]]:
+    decide = pool_membership.next_epoch
+    believing = lambda *args, **about: replace(  # noqa: E731
+        decide(*args, **about), is_disputed=False
+    )
+    return [(pool_membership, "next_epoch", believing)]
+
+
 PLANTS = {
     "term-from-anyone": Plant(
         breaks="a leader gives up its term for one that any worker claims",
@@ -325,6 +345,16 @@ PLANTS = {
         patches=lambda: [(quarantine, "odd_workers", _always({}))],
         kinds=("lie", "restart_everything", "store_forgets"),
     ),
+    "first-report-blamed": Plant(
+        breaks="if ranks never meet, the one that reports it first is blamed, and not the host",
+        patches=_first_to_report_blamed,
+        kinds=("unreachable_host", "kill_worker", "shift"),
+    ),
+    "loss-undisputed": Plant(
+        breaks="a worker that reports losses which most ranks deny is never left out for them",
+        patches=_losses_undisputed,
+        kinds=("false_loss", "kill_worker", "shift"),
+    ),
     "ack-timeout-never": Plant(
         breaks="a worker waits for a silent balancer for ever",
         patches=lambda: [(Agent, "_watch", _for_ever)],
@@ -335,7 +365,7 @@ PLANTS = {
         kinds=("kill_leader", "pause_leader", "reset", "shift", "operator"),
     ),
     "rollout-outlives-epoch": Plant(
-        breaks="a lost rank does not end its rollout, which goes on in the next epoch",
+        breaks="a lost rank does not end its rollout, which continues in the next epoch",
         patches=_rollout_outlives_epoch,
         kinds=("kill_worker", "shift", "slow_network", "disk_hangs"),
     ),

@@ -133,12 +133,22 @@ MAKERS: dict[str, Any] = {
     "join_worker": lambda r: (_duration(r),),
     "wrong_layout": lambda r: (_worker(r),),
     "old_leader": lambda r: (_worker(r),),
+    "unreachable_host": lambda r: (_worker(r), _duration(r)),
+    "unreachable_rank": lambda r: (_worker(r), _duration(r)),
+    "false_loss": lambda r: (_worker(r), _duration(r), r.random() < 0.7),
 }
 """What may happen: arguments of each kind from a random source."""
 
-USUAL = tuple(kind for kind in MAKERS if kind != "lossy_network")
+USUAL = tuple(kind for kind in MAKERS if kind not in {"lossy_network", "unreachable_rank"})
 """Kinds of faults that the product must survive. A message that is lost within a connection that
-stands is not among them: gRPC excludes it, and a pool may then wait for the worker for ever."""
+stands is not among them: gRPC excludes it, and a pool may then wait for the worker for ever. Nor is
+a rank that no peer reaches: unless it hosts the rendezvous, others may be left out in its place."""
+
+LATER = ("unreachable_host", "unreachable_rank", "false_loss")
+"""Kinds that were added to others: the schedules of the others are as they were without them."""
+
+LATER_SHARE = 4.0
+"""A schedule has later kinds with this probability for each, divided by the number of kinds."""
 
 WEIGHTS = {"disk_damaged": 0.3, "wrong_layout": 0.3, "byzantine_term": 0.5, "operator": 2.0,
            "shift": 2.0, "report_gap": 0.3, "lie": 0.5, "join_worker": 0.5}  # fmt: skip
@@ -173,6 +183,7 @@ def make_schedule(seed: int, kinds: tuple[str, ...] = USUAL) -> Schedule:
     kind then meet in ways that they would not among thirty others.
     """
     rng = random.Random(seed)
+    all_kinds, kinds = kinds, tuple(kind for kind in kinds if kind not in LATER) or kinds
     chosen = rng.sample(kinds, min(len(kinds), rng.randint(2, 6)))
     if GAP in chosen and rng.random() >= GAP_SHARE:
         chosen = [kind for kind in chosen if kind != GAP] or [GAP]
@@ -181,7 +192,21 @@ def make_schedule(seed: int, kinds: tuple[str, ...] = USUAL) -> Schedule:
     actions = _lone_gaps(rng) if chosen == [GAP] else _actions(rng, chosen)
     actions.sort(key=lambda action: action.at_s)
     num_workers = rng.choice((3, 4, 4))
-    return Schedule(seed, num_workers, tuple(actions), tuple(range(len(actions))))
+    if chosen != [GAP]:
+        actions += _later_actions(seed, all_kinds)
+    # Places of actions stay what they were without later kinds.
+    placed = sorted(enumerate(actions), key=lambda one: one[1].at_s)
+    places, actions = zip(*placed, strict=True)
+    return Schedule(seed, num_workers, actions, places)
+
+
+def _later_actions(seed: int, kinds: tuple[str, ...]) -> list[Action]:
+    """Return what later kinds add to the schedule of a seed."""
+    rng = random.Random(f"later {seed}")
+    later = [kind for kind in kinds if kind in LATER]
+    share = LATER_SHARE / len(kinds)
+    chosen = [kind for kind in later if len(later) < len(kinds) and rng.random() < share]
+    return [Action(round(rng.uniform(0.0, FAULT_S), 2), kind, MAKERS[kind](rng)) for kind in chosen]
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.transfer import ExpertTransferService
-from equipoise.wire.messages import Report, WorkerMessage
+from equipoise.wire.messages import Heartbeat, Report, WorkerMessage
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import Location
@@ -199,6 +199,13 @@ class SimWorker(Worker):
     @property
     def epochs(self) -> Epochs:
         return self._epochs
+
+    @property
+    def outbox(self) -> Outbox:
+        return self._outbox
+
+    def heartbeat(self, sequence: int) -> Heartbeat:
+        return self.world.reports.heartbeat(self, super().heartbeat(sequence))
 
     def _send(self, message: WorkerMessage) -> bool:
         if isinstance(message, Report) and self.world.gaps.loses(self.process.name):

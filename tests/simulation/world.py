@@ -27,6 +27,7 @@ from tests.simulation.leader_watch import LeaderWatch
 from tests.simulation.loop import EPOCH_S, Process, SimLoop, outside
 from tests.simulation.network import Network
 from tests.simulation.observer import Observer, ViolationError
+from tests.simulation.reports import FalseReports
 from tests.simulation.rot import SCRUB_S, BitRot
 from tests.simulation.schedule import BALANCERS, WORKERS, Action, Schedule
 from tests.simulation.store import StoreServer
@@ -98,7 +99,10 @@ class World(Faults):
         self.operators = operators.Operators(self)
         self.watch = LeaderWatch(self)
         self.rot, self.gaps = BitRot(self), ReportGaps(self)
+        self.reports = FalseReports(self)
         self.liar: Process | None = None
+        self.odd = ""
+        """The worker that the pool may leave out for as long as it likes, if there is one."""
         self.kinds: set[str] = set()
 
     # What processes use -------------------------------------------------------------------------
@@ -176,6 +180,7 @@ class World(Faults):
             self.loop.run_until(self.loop.time() + CHECK_S)
         if self.observer.violation is None:
             self.operators.check()
+            self.reports.watch()
         if self.observer.violation is None and self.loop.faults:
             self.observer.violate("uncaught", self.loop.faults[0])
         return self.observer.violation
@@ -197,7 +202,9 @@ class World(Faults):
         return self._apart(pool) or self.rot.unsettled() or self.operators.unsettled(pool)
 
     def _is_explained(self, reason: str) -> bool:
-        """Whether a pool is degraded only by a liar, or for want of a worker with a good disk."""
+        """Whether a pool is degraded by a liar or an odd worker, or for want of a good disk."""
+        if self.odd and reason.startswith(f"{self.odd} is "):
+            return True
         if self.liar is not None and self.liar.alive:
             return reason.startswith(f"{liars.NAME} is ")
         is_damaged = any(disk.damaged for disk in self.disks.values())
@@ -207,8 +214,8 @@ class World(Faults):
         """What ranks, leader and store do not agree about."""
         running = set()
         for name in sorted(self.wanted):
-            if self.disks[name].damaged:
-                continue  # It is quarantined, or gets its experts elsewhere.
+            if self.disks[name].damaged or name == self.odd:
+                continue  # It is quarantined or left out, or gets its experts elsewhere.
             worker = self.workers.get(name)
             rank = worker.rank if worker is not None and worker.process.alive else None
             if rank is None:

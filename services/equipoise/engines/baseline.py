@@ -217,7 +217,7 @@ class Baseline:
         try:
             while not self._hash_once():
                 pass
-        except Exception as error:  # noqa: BLE001 - the engine keeps serving
+        except Exception as error:  # noqa: BLE001 - the engine serves on
             _log.exception("cannot read this rank's experts")
             self._on_failure(f"rank {self._rank} cannot read its experts: {error}")
 

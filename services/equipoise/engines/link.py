@@ -107,7 +107,7 @@ class EngineLink:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:  # noqa: BLE001 - the engine keeps serving
+        except Exception as error:  # noqa: BLE001 - the engine serves on
             _log.exception("the link to the balancer ended")
             self._seat.leave(f"rank {self._seat.rank} lost its link for good: {error}")
 

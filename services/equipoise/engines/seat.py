@@ -189,7 +189,7 @@ class EngineSeat:
         self._baseline.note_update(is_announced=False)
 
     def leave(self, reason: str) -> None:
-        """Stop balancing, on all ranks together; the engine keeps serving in its current layout."""
+        """Stop balancing, on all ranks together; the engine serves on in the present layout."""
         with self._lock:
             self._leaving = self._leaving or reason
 
@@ -216,7 +216,7 @@ class EngineSeat:
 
         Raises:
             LockstepError: this rank advertised a generation and cannot know whether the others
-                switch to it, or the ranks use different layouts. Continuing could give wrong
+                switch to it, or the ranks use different layouts. To serve on could give wrong
                 tokens.
         """
         if self.stopped:
@@ -359,7 +359,7 @@ class EngineSeat:
         self.stopped = self._leaving or reason
         self._staged = self._advertised = None
         _log.error(
-            "this engine is no longer balanced and keeps serving in its current layout: %s",
+            "this engine is no longer balanced, and serves on in its present layout: %s",
             self.stopped,
         )
         self.on_stop(self.stopped)
@@ -368,7 +368,7 @@ class EngineSeat:
         """Count, or stop balancing on all ranks together if this one cannot."""
         try:
             count()
-        except Exception as error:  # noqa: BLE001 - the engine keeps serving
+        except Exception as error:  # noqa: BLE001 - the engine serves on
             _log.exception("cannot count this rank's loads")
             self.leave(f"rank {self.rank} cannot count its loads: {error}")
 

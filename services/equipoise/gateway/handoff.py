@@ -1,7 +1,7 @@
 """Whether the prefill pool reads a request's prompt, and what is left for the decode rank. Pure.
 
-A handover is a planned interruption after the first token: the decode rank continues with the
-rest of the request, as after a failure, and fetches the latents of the prompt's full blocks.
+A hand-over is a planned break after the first token: the decode rank continues with the request
+that remains, as after any break, and fetches the latents of the prompt's full blocks.
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ class GatewaySettings:
 
     tool_call_parser: ToolCallParser = ToolCallParser.NONE
     """How the model writes calls of tools: deepseek_v3, or hermes for JSON in <tool_call> tags.
-    Without it, only tool_choice required or a named function makes the model call tools."""
+    Without it, a model calls tools only if it must."""
 
     api_keys: Path | None = None
     """File of accepted API keys, one per line; reloaded when it changes. Default: no
@@ -88,8 +88,8 @@ class GatewaySettings:
     """Seconds within which a rank must queue a request."""
 
     first_token_timeout_s: _Seconds = 60.0
-    """Seconds from when the rank queued a request to its first token. Starts again while the rank
-    reports that it runs other requests first."""
+    """Seconds from then to the first token. Starts again while the rank reports that it runs other
+    requests first."""
 
     rank_queue_timeout_s: _Seconds = 300.0
     """Seconds that a request may wait in a rank's queue before it is answered with 503."""

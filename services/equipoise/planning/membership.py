@@ -314,7 +314,7 @@ def _beside_a_gap(
             reason=f"{_names(pool.new)} waits for a rank: {faults}; the others have "
             f"{policy.reform_timeout_s:g} s to notice"
         )
-    return _open(pool, f"adding {_names(pool.new)}; {faults}", timeout="reform")
+    return _open(pool, f"{_names(pool.new)} joins; {faults}", timeout="reform")
 
 
 def _without_quarantined(pool: _Workers, *, least: int) -> EpochDecision | None:
@@ -355,14 +355,14 @@ def _growing(pool: _Workers, *, is_rolling_out: bool, policy: Policy, now: float
         return EpochDecision()
     newest_s = max(candidate.since_s for candidate in pool.new)
     if pool.joining:
-        when = f"when the ranks that join serve: {_names(pool.joining)}"
+        when = f"when {_names(pool.joining)} serves"
     elif is_rolling_out:
         when = "when the rollout is over"
     elif now - newest_s < policy.join_settle_s:
         when = "shortly"
     else:
-        return _open(pool, f"adding {_names(pool.new)}")
-    return EpochDecision(reason=f"adding {_names(pool.new)} {when}")
+        return _open(pool, f"{_names(pool.new)} joins")
+    return EpochDecision(reason=f"{_names(pool.new)} joins {when}")
 
 
 def _open(pool: _Workers, reason: str, *, timeout: str = "") -> EpochDecision:

@@ -131,7 +131,5 @@ class Attendance:
         """Too few workers are left without the slow ones: slow is better than down."""
         if not self._excluded:
             return ()
-        names = ", ".join(self._excluded)
         self._excluded.clear()
-        text = f"slow workers are needed after all, and are no longer excluded: {names}"
-        return (Log(text=text, is_warning=True),)
+        return (Log(text="excluded workers are needed after all", is_warning=True),)

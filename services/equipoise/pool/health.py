@@ -54,8 +54,8 @@ def diagnose(
     odd = [f"{name} gets no rank: {reason}" for name, reason in left_out.items()]
     odd += [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
     if opening.is_down:
-        # Ranks that keep serving include quarantined ones that the others need.
-        what = "all ranks keep serving, perhaps with wrong experts: " if roster.complete else ""
+        # Ranks that serve on include quarantined ones that the others need.
+        what = "all ranks serve on, perhaps with wrong experts: " if roster.complete else ""
         health = Health.DEGRADED if roster.complete else Health.DOWN
         return Diagnosis(health=health, reason="; ".join([what + opening.reason, *odd]))
     if roster.epoch == 0 or not roster.seated():

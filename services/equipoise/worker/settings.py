@@ -80,7 +80,7 @@ class WorkerSettings:
 
     peer_pools: tuple[str, ...] = ()
     """Pools of the same model whose workers exchange latents with this one: the decode pools of a
-    prefill worker, the prefill pools of a decode worker. Default: none."""
+    prefill worker, and the reverse. Default: none."""
 
     hold_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 30.0
     """Seconds that latents of a prompt are held for a worker of a peer pool to fetch."""

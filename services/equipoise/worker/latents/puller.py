@@ -117,7 +117,7 @@ class LatentPuller:
             self.outcomes[outcome] += 1
             if reason:
                 _log.warning(
-                    "latents from %s of pool %s at %s: %s (%s); the rest is read here",
+                    "latents from %s of pool %s at %s: %s (%s); the rest is read",
                     *(source.worker, source.pool, source.address, reason, outcome),
                 )
 
