@@ -160,6 +160,7 @@ class BalancerThread:
     def stop(self):
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
+        self._loop.close()
 
     def status(self, pool="moe"):
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:

@@ -170,8 +170,8 @@ def _fence_ignored() -> list[tuple[Any, str, Any]]:
     return [(SimStore, "_fenced", unfenced)]
 
 
-async def _good(_self: Any, _layer: int, _slot: int) -> bool:
-    return True
+async def _found_good(_self: Any, _layer: int, _slot: int) -> None:
+    return None
 
 
 async def _scrub_in_silence(self: Any) -> None:
@@ -309,7 +309,7 @@ PLANTS = {
     ),
     "rot-unnoticed": Plant(
         breaks="slots in use are not verified again",
-        patches=lambda: [(Scrubber, "_is_good", _good)],
+        patches=lambda: [(Scrubber, "_wrong", _found_good)],
         kinds=("bit_rot", "shift"),
     ),
     "rot-unreported": Plant(
