@@ -165,6 +165,17 @@ async def test_a_store_that_cannot_be_read_at_startup_is_reported(store, elector
         await seat_of(store, elector).open()
 
 
+async def test_a_store_that_is_busy_at_startup_is_read_later(store, elector):
+    await store.adopt("p", layout_of(3), term=0)
+    store.fault = StoreError("no answer within 2 s", fault=StoreFault.SLOW)
+    seat = seat_of(store, elector)
+    await seat.open()
+    assert seat.store_fault == "no answer within 2 s"
+    store.fault = None
+    await seat.open()
+    assert seat.pools.names() == ("p",)
+
+
 async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(store, elector):
     await store.adopt("p", layout_of(3), term=0)
     async with seated(store, elector) as seat:

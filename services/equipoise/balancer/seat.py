@@ -16,7 +16,7 @@ from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.store.store import Store, StoreError, TermOverError
+from equipoise.balancer.store.store import PASSING_FAULTS, Store, StoreError, TermOverError
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Timeout
 
@@ -93,12 +93,19 @@ class Seat:
         return f"no balancer leads now ({self._elector.state.reason}): try again in a moment"
 
     async def open(self) -> None:
-        """Read the store once, so that a balancer that cannot read it does not start.
+        """Read the store once, so that a balancer that cannot use it does not start.
 
         Raises:
-            StoreError: the store cannot be read, or its contents are not valid.
+            StoreError: the store rejects the balancer, or its contents are not valid. One that does
+                not answer now is read again later.
         """
-        await self._archive.refresh(elsewhere=self.elsewhere)
+        try:
+            await self._archive.refresh(elsewhere=self.elsewhere)
+        except StoreError as error:
+            if error.fault not in PASSING_FAULTS:
+                raise
+            self.store_fault = str(error)
+            _log.warning("the status may be outdated: %s", error)
 
     @property
     def not_ready(self) -> str:
