@@ -141,6 +141,10 @@ class Faults:
     def do_store_hangs(self, for_s: float) -> None:
         self._set(self.store, "hangs", True, for_s, False)
 
+    def do_store_answers_late(self, for_s: float) -> None:
+        """It applies writes, but answers after their timeout: their outcome is unknown."""
+        self._set(self.store, "answers_late", True, for_s, False)
+
     def do_store_full(self, for_s: float) -> None:
         self._set(self.store, "is_full", True, for_s, False)
 
@@ -206,6 +210,13 @@ class Faults:
             self.reports.begin("loss", name)
             if not stays:
                 self._until(for_s, self.reports.end, "loss")
+
+    def do_false_generation(self, name: str, for_s: float, stays: bool) -> None:
+        """Its heartbeats have a generation that nobody made."""
+        if self._may_be_odd(name):
+            self.reports.begin("generation", name)
+            if not stays:
+                self._until(for_s, self.reports.end, "generation")
 
     def do_bit_rot(self, name: str, layer: int, slot: int) -> None:
         self.rot.begin(name, layer, slot)

@@ -101,7 +101,7 @@ class LeaderWatch:
         world, name = self._world, leader.process.name
         is_cut = world.network.is_cut(name, NAME) or world.network.is_cut(NAME, name)
         store = world.store
-        is_broken = store.is_down or store.hangs or store.is_full
+        is_broken = store.is_down or store.hangs or store.is_full or store.answers_late
         return not is_broken and not is_cut and world.network.delay_factor == 1.0
 
     def _watch_plans(self, pool: Any) -> None:

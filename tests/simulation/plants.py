@@ -18,9 +18,11 @@ from equipoise.planning.load import WindowLoad
 from equipoise.planning.rollout import DeadlineCheck, Persisted, RankLost, Wave
 from equipoise.pool import membership as pool_membership
 from equipoise.pool import quarantine
+from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.hello_checks import UsedNumbers
 from equipoise.pool.interruptions import Interruptions
+from equipoise.pool.journal import Journal
 from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
@@ -211,6 +213,16 @@ def _first_to_report_blamed() -> list[tuple[Any, str, Any]]:
     return [(Interruptions, "judge", hasty)]
 
 
+def _unmade_generation_believed() -> list[tuple[Any, str, Any]]:
+    note_running = Agreement.note_running
+
+    def blind(self: Any, member: Any, heartbeat: Any) -> bool:
+        is_unknown = self._layouts.get(heartbeat.generation) is None
+        return is_unknown or note_running(self, member, heartbeat)
+
+    return [(Agreement, "note_running", blind)]
+
+
 def _losses_undisputed() -> list[tuple[Any, str, Any]]:
     decide = pool_membership.next_epoch
     believing = lambda *args, **about: replace(  # noqa: E731
@@ -354,6 +366,16 @@ PLANTS = {
         breaks="a worker that reports losses which most ranks deny is never left out for them",
         patches=_losses_undisputed,
         kinds=("false_loss", "kill_worker", "shift"),
+    ),
+    "generation-believed": Plant(
+        breaks="a rank that reports a generation that nobody made is not named",
+        patches=_unmade_generation_believed,
+        kinds=("false_generation", "kill_worker", "shift"),
+    ),
+    "late-write-unnoticed": Plant(
+        breaks="a request that the store applied after its timeout is not adopted",
+        patches=lambda: [(Journal, "note_stored", _always(False))],
+        kinds=("store_answers_late", "operator", "shift"),
     ),
     "ack-timeout-never": Plant(
         breaks="a worker waits for a silent balancer for ever",

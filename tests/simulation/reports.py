@@ -4,9 +4,17 @@ A liar of `liars.py` runs nothing, so that no group of ranks outlasts its lies. 
 worker: ranks and balancer disagree about it for as long as it serves.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from equipoise.wire.messages import GroupLost, Heartbeat
+
+POOL = "main"
+UNMADE = 2**50
+"""Far above what any liar can make a pool reserve."""
+
+NAMED_S = 5.0
+"""Seconds within which a rank is named whose heartbeats are false: two of them."""
 
 WATCH_S = 45.0
 """How long a pool is watched that has converged although a worker reports false losses."""
@@ -41,12 +49,31 @@ class FalseReports:
                 generation=beat.generation,
             )
             worker.outbox.send(lost)
+        if self._liars.get("generation") == name and worker.rank is not None:
+            return replace(beat, generation=UNMADE, layout_digest=bytes(16))
         return beat
 
     def watch(self) -> None:
-        """False losses do not interrupt the ranks that serve for ever."""
-        if "loss" not in self._liars:
+        """False losses do not interrupt ranks for ever, and false generations are named."""
+        if "generation" in self._liars:
+            self._check_named(self._liars["generation"])
+        if "loss" in self._liars:
+            self._count_epochs()
+
+    def _check_named(self, name: str) -> None:
+        world = self._world
+        world.loop.run_until(world.loop.time() + NAMED_S)
+        leader, worker = world.leader(), world.workers.get(name)
+        if leader is None or worker is None or worker.rank is None:
             return
+        diagnosis = leader.seat.led.find(POOL).pool.diagnosis()
+        if name not in diagnosis.reason:
+            world.observer.violate(
+                "lie-unnamed",
+                f"{name} reports a generation that nobody made, and the pool is {diagnosis.health}",
+            )
+
+    def _count_epochs(self) -> None:
         world = self._world
         before = world.observer.num_epochs
         world.loop.run_until(world.loop.time() + WATCH_S)

@@ -136,15 +136,24 @@ MAKERS: dict[str, Any] = {
     "unreachable_host": lambda r: (_worker(r), _duration(r)),
     "unreachable_rank": lambda r: (_worker(r), _duration(r)),
     "false_loss": lambda r: (_worker(r), _duration(r), r.random() < 0.7),
+    "false_generation": lambda r: (_worker(r), _duration(r), r.random() < 0.7),
+    "store_answers_late": lambda r: (_duration(r),),
 }
 """What may happen: arguments of each kind from a random source."""
 
-USUAL = tuple(kind for kind in MAKERS if kind not in {"lossy_network", "unreachable_rank"})
-"""Kinds of faults that the product must survive. A message that is lost within a connection that
-stands is not among them: gRPC excludes it, and a pool may then wait for the worker for ever. Nor is
-a rank that no peer reaches: unless it hosts the rendezvous, others may be left out in its place."""
+UNUSUAL = frozenset({"lossy_network", "unreachable_host", "unreachable_rank", "false_generation"})
+"""Kinds of faults that the product need not survive, or does not always: docs/simulation.md."""
 
-LATER = ("unreachable_host", "unreachable_rank", "false_loss")
+USUAL = tuple(kind for kind in MAKERS if kind not in UNUSUAL)
+"""Kinds of faults that the product must survive."""
+
+LATER = (
+    "unreachable_host",
+    "unreachable_rank",
+    "false_loss",
+    "false_generation",
+    "store_answers_late",
+)
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 
 LATER_SHARE = 4.0

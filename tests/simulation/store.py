@@ -31,6 +31,7 @@ from equipoise.pool.records import (
 )
 
 TIMEOUT_S = 2.0
+NUM_POLLS = 8
 NAME = "store"
 
 Data = dict[Any, Any]
@@ -42,6 +43,8 @@ class StoreServer:
     def __init__(self) -> None:
         self.data: Data = {}
         self.is_down = self.hangs = self.is_full = False
+        self.answers_late = False
+        """Whether writes are applied, but their answers arrive after their timeout."""
         self.num_losses = 0
         """How often contents were lost, wholly or in part."""
         self.num_failovers = 0
@@ -125,9 +128,11 @@ class Client:
                 self._link.carry(carry_out)
                 return await answer
         except TimeoutError:
-            raise StoreError(
-                f"the store did not answer within {TIMEOUT_S:g} s", fault=StoreFault.SLOW
-            ) from None
+            raise _timed_out() from None
+
+
+def _timed_out() -> StoreError:
+    return StoreError(f"the store did not answer within {TIMEOUT_S:g} s", fault=StoreFault.SLOW)
 
 
 class SimStore(Client):
@@ -157,7 +162,17 @@ class SimStore(Client):
             self._check()
             return self._server.write(lambda data: self._fenced(data, change, term))
 
-        return await self.request(step)
+        result = await self.request(step)
+        await self._answered()
+        return result
+
+    async def _answered(self) -> None:
+        """Wait for a late answer; raises StoreError if it takes too long."""
+        for _ in range(NUM_POLLS):
+            if not self._server.answers_late:
+                return
+            await asyncio.sleep(TIMEOUT_S / NUM_POLLS)
+        raise _timed_out()
 
     def _fenced(self, data: Data, change: Callable[[Data], Any], term: int) -> Any:
         if term < data["term"]:

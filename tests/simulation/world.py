@@ -12,6 +12,7 @@ from equipoise.balancer.store.store import StoreError
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
+from equipoise.pool.records import Hold
 from equipoise.rank.errors import WorkerError
 from equipoise.trust.identity import Identity, Role
 from equipoise.trust.settings import Tls
@@ -203,10 +204,10 @@ class World(Faults):
 
     def _is_explained(self, reason: str) -> bool:
         """Whether a pool is degraded by a liar or an odd worker, or for want of a good disk."""
-        if self.odd and reason.startswith(f"{self.odd} is "):
+        if self.odd and (reason.startswith(f"{self.odd} ") or f"({self.odd})" in reason):
             return True
         if self.liar is not None and self.liar.alive:
-            return reason.startswith(f"{liars.NAME} is ")
+            return reason.startswith(f"{liars.NAME} ")
         is_damaged = any(disk.damaged for disk in self.disks.values())
         return is_damaged and re.match(r"\d+ of \d+ ranks", reason) is not None
 
@@ -227,6 +228,9 @@ class World(Faults):
         stored = self.store.data.get(("committed", POOL))
         if stored != known[1]:
             return f"the store has generation {stored}, the ranks run {known[1]}"
+        hold, ours = self.store.data.get(("hold", POOL), Hold()).reason, pool.journal.hold.reason
+        if hold != ours:
+            return f"the hold is {hold or 'none'} in the store, {ours or 'none'} for the leader"
         return ""
 
     def end_faults(self) -> None:
@@ -238,6 +242,7 @@ class World(Faults):
             while self.network.is_cut(source, target):
                 self.network.heal(source, target)
         self.store.is_down = self.store.hangs = self.store.is_full = False
+        self.store.answers_late = False
         self.planner_hangs = self.corrupts_transfers = False
         self.slowness.clear()
         for process in self._processes:
