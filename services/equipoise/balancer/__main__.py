@@ -25,7 +25,7 @@ from equipoise.balancer.server import BalancerParts, serving
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.sqlite_store import SqliteStore
-from equipoise.balancer.store.store import PASSING_FAULTS, Store, StoreError
+from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.planning.warm_up import warm_up
 from equipoise.policy.book import PolicyBook
 from equipoise.telemetry.errors import TelemetryError
@@ -36,6 +36,8 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 
 _STORE_RETRY_S = 1.0
+_PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
+"""Faults of a store that may still be starting."""
 
 GC_THRESHOLDS = (50_000, 20, 20)
 """High: each of thousands of streams has some hundred long-lived objects, and a full collection
@@ -136,7 +138,7 @@ async def _until_reached(store: Store, stop: asyncio.Event, *, wait_s: float) ->
         try:
             await store.highest_term()
         except StoreError as error:
-            if error.fault not in PASSING_FAULTS or time.monotonic() >= until_s:
+            if error.fault not in _PASSING or time.monotonic() >= until_s:
                 raise
             _log.warning("waiting for the store: %s", error)
         else:

@@ -16,7 +16,7 @@ from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
-from equipoise.balancer.store.store import PASSING_FAULTS, Store, StoreError, TermOverError
+from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Timeout
 
@@ -96,13 +96,13 @@ class Seat:
         """Read the store once, so that a balancer that cannot use it does not start.
 
         Raises:
-            StoreError: the store rejects the balancer, or its contents are not valid. One that does
-                not answer now is read again later.
+            StoreError: the store cannot be reached, rejects the balancer, or has contents that are
+                not valid. One that is only slow is read again later.
         """
         try:
             await self._archive.refresh(elsewhere=self.elsewhere)
         except StoreError as error:
-            if error.fault not in PASSING_FAULTS:
+            if error.fault is not StoreFault.SLOW:
                 raise
             self.store_fault = str(error)
             _log.warning("the status may be outdated: %s", error)

@@ -59,10 +59,6 @@ class StoreFault(StrEnum):
     """Another balancer wrote in between."""
 
 
-PASSING_FAULTS = frozenset({StoreFault.UNREACHABLE, StoreFault.SLOW})
-"""Faults of a store that may still be starting, or is busy."""
-
-
 class StoreError(RuntimeError):
     """The store cannot be used; the message names it and the remedy."""
 
