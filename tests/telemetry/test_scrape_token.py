@@ -31,7 +31,7 @@ async def test_only_the_token_of_the_file_reads_the_metrics(tmp_path):
     file = tmp_path / "token"
     file.write_text("first\n")
     async with metrics_at("127.0.0.1:0", token_file=str(file)) as address:
-        for refused in (None, "", "first", "Bearer", "Bearer ", "Bearer second", "Basic first"):
+        for refused in (None, "", "first", "Bearer", "Bearer ", "Bearer fir", "Basic first"):
             code, body = await status_of(address, refused)
             assert code == 401, refused
             assert b"equipoise_build_info" not in body
