@@ -58,22 +58,32 @@ def balanced(serving_harness, skewed):
     return serving_harness
 
 
-def test_requests_that_wait_for_the_store_together_all_apply(serving_harness):
-    wishes = (Pause(), Pin())
+def at_once(harness, *wishes):
+    """Requests that all arrive before the store has the first; returns the hold in the end."""
     chains = [
-        serving_harness.controller.administer(
+        harness.controller.administer(
             AdminRequest(ticket=ticket, who="ann", reason="", what="x", operation=wish),
-            now=serving_harness.now,
+            now=harness.now,
         )
         for ticket, wish in enumerate(wishes)
     ]
     for chain in chains:
-        serving_harness.perform(chain)
-    hold = serving_harness.pool.journal.hold
+        harness.perform(chain)
+    return harness.pool.journal.hold
+
+
+def test_requests_that_wait_for_the_store_together_all_apply(serving_harness):
+    hold = at_once(serving_harness, Pause(), Pin())
     assert hold.paused
     assert hold.pin is not None
     audits = [write for write in serving_harness.writes if isinstance(write, WriteAudit)]
     assert audits[-1].hold == hold, "the store has both"
+
+
+def test_a_pin_that_follows_an_unpin_at_once_holds(serving_harness):
+    at_once(serving_harness, Pin())
+    assert at_once(serving_harness, Unpin(), Pin()).pin is not None
+    assert at_once(serving_harness, Pin(), Unpin()).pin is None
 
 
 def rearranged(layout, *, generation=1):

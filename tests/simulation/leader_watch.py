@@ -71,7 +71,9 @@ class LeaderWatch:
         """An epoch that the leader opened is in the store soon after the store works."""
         stored = self._world.store.data.get(("members", POOL))
         newest = pool.roster.epoch  # 0 while the leader waits for ranks of a store that is empty
-        is_stored = not newest or (stored is not None and stored.epoch >= newest)
+        # An epoch that was found is recorded once all its ranks have said what they run.
+        is_known = newest and (pool.roster.opened_here or pool.roster.complete)
+        is_stored = not is_known or (stored is not None and stored.epoch >= newest)
         opened = leader.process, term, pool.roster.epoch
         if is_stored or self._is_lost(pool, term) or not self._is_store_near(leader):
             self._unwritten = None

@@ -40,7 +40,9 @@ class Fleet:
         self.now_s, self.found = 0.0, []
         self.loop = SimpleNamespace(time=lambda: self.now_s)
         self.observer = SimpleNamespace(violate=lambda kind, _text: self.found.append(kind))
-        self.store = SimpleNamespace(data={}, is_down=False, hangs=False, is_full=False)
+        self.store = SimpleNamespace(
+            data={}, is_down=False, hangs=False, is_full=False, answers_late=False
+        )
         self.network = SimpleNamespace(is_cut=lambda *_ends: False, delay_factor=1.0)
         self.process = Process()
         self.watch = LeaderWatch(self)
@@ -51,6 +53,7 @@ class Fleet:
         self.roster = SimpleNamespace(
             epoch=epoch,
             opened_here=False,
+            complete=True,
             epoch_members=lambda: EpochMembers(epoch=self.roster.epoch, workers=WORKERS),
             seated=lambda: (),
         )
@@ -132,6 +135,15 @@ def test_a_leader_that_waits_for_ranks_has_no_epoch_to_write(fleet):
     fleet.lose_contents()
     fleet.lead(2, epoch=0)
     assert fleet.look_for(WRITTEN_S + 1.0) == []
+
+
+def test_a_found_epoch_is_to_be_written_once_all_its_ranks_are_known(fleet):
+    fleet.lose_contents()
+    fleet.lead(2, epoch=fleet.roster.epoch + 1)
+    fleet.roster.complete = False
+    assert fleet.look_for(WRITTEN_S + 1.0) == []
+    fleet.roster.complete = True
+    assert "epoch-not-written" in fleet.look_for(WRITTEN_S + 1.0)
 
 
 def test_a_number_and_workers_of_a_lost_epoch_do_not_excuse_that_of_a_later_term(fleet):

@@ -214,7 +214,10 @@ class SimWorker(Worker):
 
     async def _listen(self) -> Any:
         async def fetch(requests: Any, context: Any) -> None:
-            request = worker_pb2.FetchRequest.FromString(await requests.get())
+            try:
+                request = worker_pb2.FetchRequest.FromString(await requests.get())
+            except StopAsyncIteration:
+                return  # The caller is gone: gRPC starts no handler without its request.
             await self._parts.transfer.Fetch(request, _Serializing(context, self.world))
 
         self.world.network.listen(self.process, self.address, {"Fetch": fetch})

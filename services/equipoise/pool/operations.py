@@ -6,6 +6,7 @@ change nothing and are not recorded, so that any number of them evicts no operat
 
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 
 from equipoise.planning.layout import Layout
@@ -179,9 +180,9 @@ class OperatorRequests:
                 f"the pool switches to the pinned placement {when} and stays until it is unpinned"
             )
         answer = Answer(accepted=True, reason=words, generation=generation)
-        pinned = Hold(
-            paused=hold.paused, pinned=request.by, pin=target, pinned_generation=generation
-        )
+        # A copy, so that it outlives an unpin of the same pin that is still being written.
+        pin = copy(target)
+        pinned = Hold(paused=hold.paused, pinned=request.by, pin=pin, pinned_generation=generation)
         return _answered(request, answer, now=now, hold=pinned, before=hold)
 
     def _unpin(self, request: AdminRequest, *, now: float) -> Chain:
