@@ -1,6 +1,6 @@
 """Workers' acknowledgements while thousands watch: EQUIPOISE_WATCHERS sets how many.
 
-Watchers read in this process, over connections of 50 streams each. docs/scale.md has results.
+Watchers read in this process, over connections of 50 streams each.
 """
 
 import asyncio

@@ -274,7 +274,8 @@ class PoolController:
     def _heartbeat(self, member: Member, heartbeat: Heartbeat, *, now: float) -> Chain:
         ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
         epoch, rollouts = self.pool.roster.epoch, self.pool.rollouts
-        member.note_heartbeat(heartbeat, epoch=epoch)
+        newest = self.pool.layouts.next_generation - 1
+        member.note_heartbeat(heartbeat, epoch=epoch, newest=newest)
         if member.rank is None or heartbeat.epoch != epoch:
             return (ack,)
         effects: Chain = ()

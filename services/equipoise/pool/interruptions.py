@@ -131,16 +131,13 @@ class Interruptions:
         unproven = [one.name for one in seated if _process_of(one) not in self._proven]
         missed = f"the ranks of epoch {self._roster.epoch} did not meet"
         with_it = f"{missed} with it in the group: check that its peers can reach it"
-        if 0 < len(unproven) < len(seated) and now - self._opened_s >= LONG_WAIT_S:
+        if 0 < len(unproven) < len(seated):
+            blame = self._exclude if now - self._opened_s >= LONG_WAIT_S else self._count
             # They return one after another, so that the one at fault is found.
             return tuple(
                 effect
                 for place, name in enumerate(unproven)
-                for effect in self._exclude(name, now=now, what=with_it, after=place)
-            )
-        if 0 < len(unproven) < len(seated):
-            return tuple(
-                effect for name in unproven for effect in self._count(name, now=now, what=with_it)
+                for effect in blame(name, now=now, what=with_it, after=place)
             )
         host = seated[0].name
         at_its_port = f"{missed} at its rendezvous: check that peers can reach --rendezvous-port"
@@ -152,10 +149,10 @@ class Interruptions:
                 del self._failed_hosts[forgotten]
         return chain
 
-    def _count(self, culprit: str, *, now: float, what: str = "") -> Chain:
-        """Exclude a worker if it has ended enough epochs by now."""
+    def _count(self, culprit: str, *, now: float, what: str = "", after: int = 0) -> Chain:
+        """Exclude a worker, as `_exclude` does, if it has ended enough epochs by now."""
         if self._short.get(culprit, 0) + 1 >= MAX_SHORT:
-            return self._exclude(culprit, now=now, what=what)
+            return self._exclude(culprit, now=now, what=what, after=after)
         self._remember(culprit, self._short.get(culprit, 0) + 1)
         return ()
 

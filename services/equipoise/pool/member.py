@@ -95,11 +95,12 @@ class Member:
         """A message arrived."""
         self.last_heard_s = now
 
-    def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int) -> None:
-        """Take over its state; generations count only if it is for the current `epoch`."""
+    def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int, newest: int) -> None:
+        """Take over its state; generations count only up to `newest`, in the current `epoch`."""
         self.draining, self.idle = heartbeat.draining, heartbeat.idle
         self.weights_version = heartbeat.weights_version
-        if self.rank is not None and heartbeat.epoch == epoch:
+        known = max(heartbeat.generation, heartbeat.staged_generation) <= newest
+        if self.rank is not None and heartbeat.epoch == epoch and known:
             self.generation = heartbeat.generation
             self.staged_generation = heartbeat.staged_generation
 
