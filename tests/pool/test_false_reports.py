@@ -306,5 +306,6 @@ def test_a_rank_that_runs_a_generation_nobody_made_is_named(serving_harness):
         f"rank 2 ({liar.hello.worker}) runs generation {2**40}, but the newest is"
         in diagnosis.reason
     )
+    assert serving_harness.pool.roster.member_at(2).generation == 1
     serving_harness.say(liar, liar.heartbeat())
     assert serving_harness.pool.diagnosis().health is Health.SERVING
