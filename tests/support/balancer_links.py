@@ -42,9 +42,11 @@ class Link:
     def __init__(self, channel, worker, *, metadata=()) -> None:
         self.worker = worker
         self.call = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(metadata=metadata)
+        self._writing = asyncio.Lock()  # gRPC ends a call that is written to while it writes.
 
     async def send(self, value) -> None:
-        await self.call.write(to_balancer(value))
+        async with self._writing:
+            await self.call.write(to_balancer(value))
 
     async def receive(self):
         """The next message, or None when the stream has ended."""
