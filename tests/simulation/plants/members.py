@@ -1,0 +1,94 @@
+"""Planted faults of how a leader judges workers: which live, which are to blame, what is true."""
+
+from dataclasses import replace
+from typing import Any
+
+from equipoise.planning.load import WindowLoad
+from equipoise.pool import membership as pool_membership
+from equipoise.pool import quarantine
+from equipoise.pool.agreement import Agreement
+from equipoise.pool.attendance import Attendance
+from equipoise.pool.hello_checks import UsedNumbers
+from equipoise.pool.interruptions import Interruptions
+from equipoise.pool.loads import ClosedWindow
+from tests.simulation.plants.plant import Plant, always
+
+
+def _first_to_report_blamed() -> list[tuple[Any, str, Any]]:
+    judge = Interruptions.judge
+
+    def hasty(self: Any, **about: Any) -> Any:
+        if self._serving_since_s is None:
+            self._enders = dict.fromkeys(list(self._enders)[:1])
+        return judge(self, **about)
+
+    return [(Interruptions, "judge", hasty)]
+
+
+def _unmade_generation_believed() -> list[tuple[Any, str, Any]]:
+    note_running = Agreement.note_running
+
+    def blind(self: Any, member: Any, heartbeat: Any) -> bool:
+        is_unknown = self._layouts.get(heartbeat.generation) is None
+        return is_unknown or note_running(self, member, heartbeat)
+
+    return [(Agreement, "note_running", blind)]
+
+
+def _losses_undisputed() -> list[tuple[Any, str, Any]]:
+    decide = pool_membership.next_epoch
+    believing = lambda *args, **about: replace(  # noqa: E731
+        decide(*args, **about), is_disputed=False
+    )
+    return [(pool_membership, "next_epoch", believing)]
+
+
+MEMBER_PLANTS = {
+    "silence-unnoticed": Plant(
+        breaks="a worker that is connected and silent counts as alive",
+        patches=lambda: [
+            (Attendance, "silent_workers", always(frozenset())),
+            (Attendance, "note_silence", always(())),
+        ],
+        kinds=("pause_worker", "isolate", "cut", "shift"),
+    ),
+    "loss-unblamed": Plant(
+        breaks="a worker that ends one epoch after another stays a rank",
+        patches=lambda: [(Interruptions, "judge", always(()))],
+        kinds=("lie", "kill_worker", "shift"),
+    ),
+    "first-report-blamed": Plant(
+        breaks="if ranks never meet, the one that reports it first is blamed, and not the host",
+        patches=_first_to_report_blamed,
+        kinds=("unreachable_host", "kill_worker", "shift"),
+    ),
+    "loss-undisputed": Plant(
+        breaks="a worker that reports losses which most ranks deny is never left out for them",
+        patches=_losses_undisputed,
+        kinds=("false_loss", "kill_worker", "shift"),
+    ),
+    "shape-unchecked": Plant(
+        breaks="workers that do not fit the pool get a rank",
+        patches=lambda: [(quarantine, "odd_workers", always({}))],
+        kinds=("lie", "restart_everything", "store_forgets"),
+    ),
+    "leap-believed": Plant(
+        breaks="any number that a worker reports is believed",
+        patches=lambda: [(UsedNumbers, "fault", always(None))],
+        kinds=("lie", "kill_worker", "shift"),
+    ),
+    "generation-believed": Plant(
+        breaks="a rank that reports a generation that nobody made is not named",
+        patches=_unmade_generation_believed,
+        kinds=("false_generation", "kill_worker", "shift"),
+    ),
+    "gap-counted": Plant(
+        breaks="loads of a gap in reports count as those of the window in which they arrive",
+        patches=lambda: [
+            (ClosedWindow, "doubt", property(always(""))),
+            (WindowLoad, "at_common_steps", lambda self, _steps: self),
+        ],
+        kinds=("report_gap",),
+    ),
+}
+"""Planted faults of how a leader judges workers, by name."""
