@@ -34,6 +34,7 @@ from equipoise.telemetry.open_files import raise_open_files_limit
 from equipoise.telemetry.tracing import tracing
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
+from equipoise.trust.handshakes import logging_handshakes
 
 _STORE_RETRY_S = 1.0
 _PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
@@ -52,6 +53,11 @@ _log = logging.getLogger("equipoise.balancer")
 
 def run(settings: BalancerSettings) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 1 after one clear line."""
+    with logging_handshakes(settings.tls):
+        return _run(settings)
+
+
+def _run(settings: BalancerSettings) -> int:
     configure_logs(settings.log_format, level=logging.getLevelName(settings.log_level.upper()))
     raise_open_files_limit()
     gc.freeze()

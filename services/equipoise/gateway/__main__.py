@@ -7,6 +7,7 @@ from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.telemetry.logs import configure_logs, log_causes_once
 from equipoise.telemetry.open_files import raise_open_files_limit
+from equipoise.trust.handshakes import logging_handshakes
 
 
 def run(settings: GatewaySettings) -> int:
@@ -15,9 +16,10 @@ def run(settings: GatewaySettings) -> int:
     Raises:
         GatewayError: the gateway cannot start.
     """
-    configure_logs(settings.log_format, context=lambda: {"pool": settings.pool})
-    raise_open_files_limit()
-    asyncio.run(_serve_until_signalled(settings))
+    with logging_handshakes(settings.tls):
+        configure_logs(settings.log_format, context=lambda: {"pool": settings.pool})
+        raise_open_files_limit()
+        asyncio.run(_serve_until_signalled(settings))
     return 0
 
 

@@ -70,25 +70,35 @@ def is_worth_logging(count: int) -> bool:
     return count.bit_count() == 1
 
 
+class Causes:
+    """Counts repeated events by cause, of which it tells a bounded number apart."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, cause: str) -> int:
+        """Count an event; returns how many its cause has had if it is worth logging, else 0."""
+        if len(self._counts) < _MOST_CAUSES or cause in self._counts:
+            self._counts[cause] += 1
+        number = self._counts[cause]
+        return number if is_worth_logging(number) else 0
+
+
 def log_causes_once(loop: asyncio.AbstractEventLoop) -> None:
     """Log unhandled errors of the loop by cause: the 1st, 2nd, 4th... with its number.
 
     asyncio logs a traceback for each, for example for every connection that it cannot accept.
     """
-    counts: Counter[tuple[str, str]] = Counter()
+    causes = Causes()
 
     def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         message, error = str(context.get("message", "")), context.get("exception")
-        cause = (message, type(error).__name__)
-        if len(counts) < _MOST_CAUSES or cause in counts:
-            counts[cause] += 1
-        if not is_worth_logging(counts[cause]):
-            return
-        _log.error(
-            "%s: %s (%d so far)",
-            *(message, error, counts[cause]),
-            exc_info=error if counts[cause] == 1 else None,
-        )
+        if number := causes.count(f"{message}: {type(error).__name__}"):
+            _log.error(
+                "%s: %s (%d so far)",
+                *(message, error, number),
+                exc_info=error if number == 1 else None,
+            )
 
     loop.set_exception_handler(handle)
 

@@ -129,7 +129,7 @@ _OTHER_ROLE = (
     "its certificate does not have the expected name of its role: issue it with that name, or set "
     "tls_balancer_name or tls_worker_name"
 )
-_EXPLANATIONS = (
+EXPLANATIONS = (
     ("certificate has expired", "its certificate has expired: renew it"),
     ("certificate is not yet valid", "its certificate is not valid yet: check both clocks"),
     ("unable to get local issuer", "its certificate is not signed by this process's tls_ca"),
@@ -139,12 +139,14 @@ _EXPLANATIONS = (
     ("Hostname Verification", _OTHER_ROLE),
     ("Peer name", _OTHER_ROLE),
 )
+"""What a part of gRPC's or BoringSSL's words about a handshake means."""
+
 _CLOSED = ("Socket closed", "Connection reset", "recvmsg", "Endpoint closing")
 
 
 def explain_handshake(details: str, tls: Tls) -> str:
     """The certificate problem behind gRPC's details of a failed call; empty if there is none."""
-    for mark, explanation in _EXPLANATIONS:
+    for mark, explanation in EXPLANATIONS:
         if mark in details:
             return explanation
     if "failed to connect" not in details or not any(mark in details for mark in _CLOSED):

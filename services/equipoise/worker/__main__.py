@@ -10,6 +10,7 @@ from equipoise.rank.errors import WorkerError
 from equipoise.telemetry.logs import configure_logs, log_causes_once
 from equipoise.telemetry.open_files import raise_open_files_limit
 from equipoise.telemetry.tracing import tracing
+from equipoise.trust.handshakes import logging_handshakes
 from equipoise.worker.core import single_threaded
 from equipoise.worker.lifecycle import Worker, serve
 from equipoise.worker.settings import WorkerSettings
@@ -24,13 +25,14 @@ def run(settings: WorkerSettings) -> int:
     """
     fields = {"pool": settings.pool, "phase": settings.phase, "worker": settings.worker}
     started: list[Worker] = []
-    configure_logs(
-        settings.log_format, context=lambda: {**fields, **(started[0].runs if started else {})}
-    )
-    raise_open_files_limit()
-    single_threaded()
-    failure = _serve_to_the_end(settings, on_start=started.append)
-    collect_process_groups()
+    with logging_handshakes(settings.tls):
+        configure_logs(
+            settings.log_format, context=lambda: {**fields, **(started[0].runs if started else {})}
+        )
+        raise_open_files_limit()
+        single_threaded()
+        failure = _serve_to_the_end(settings, on_start=started.append)
+        collect_process_groups()
     if failure is not None:
         raise failure
     return 0
