@@ -108,6 +108,27 @@ class ModelConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def attention_parity_tokens(self) -> int:
+        """Context length at which half of the operations that read a token are core attention.
+
+        Of the decoder's layers, with keys and values rebuilt from the latents, without
+        the output head: 14,245 for DeepSeek-V3.
+        """
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        queries = heads * self.qk_head_dim
+        q_rank = self.q_lora_rank
+        linear = hidden * queries if q_rank is None else q_rank * (hidden + queries)
+        linear += hidden * self.latent_dim
+        linear += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        linear += heads * self.v_head_dim * hidden
+        linear *= self.num_hidden_layers
+        linear += self.first_k_dense_replace * 3 * hidden * self.intermediate_size
+        active = self.num_experts_per_tok + self.n_shared_experts
+        linear += self.num_moe_layers * active * 3 * hidden * self.moe_intermediate_size
+        pair = self.num_hidden_layers * heads * (self.qk_head_dim + self.v_head_dim)
+        return max(1, round(linear / pair))
+
+    @property
     def softmax_scale(self) -> float:
         """Factor of attention scores; YaRN multiplies it by mscale squared."""
         scale = 1 / math.sqrt(self.qk_head_dim)

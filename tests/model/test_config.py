@@ -10,7 +10,7 @@ from equipoise_model.config import (
     UnsupportedConfigError,
     yarn_mscale,
 )
-from equipoise_model.presets import TINY
+from equipoise_model.presets import DEEPSEEK_V3, TINY
 
 YARN_FIELDS = {
     "beta_fast": 32,
@@ -43,6 +43,12 @@ def test_both_forms_of_rope_fields_mean_the_same():
     new = base | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5000, **YARN_FIELDS}}
     assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
     assert ModelConfig.from_dict(old).rope == RopeConfig(rope_theta=5000, **YARN_FIELDS)
+
+
+def test_attention_costs_as_much_as_the_rest_at_the_published_context():
+    """37 G active parameters, less the output head's; 61 x 128 x (192 + 128) products a pair."""
+    expected = (37e9 - 129_280 * 7168) / (61 * 128 * (192 + 128))
+    assert DEEPSEEK_V3.attention_parity_tokens == pytest.approx(expected, rel=0.02)
 
 
 def test_a_config_without_rope_fields_rotates_plainly():

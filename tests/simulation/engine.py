@@ -6,6 +6,7 @@ from typing import Any
 
 from equipoise.worker.engine import Engine
 from equipoise.worker.scheduler import SchedulerCounts
+from equipoise.worker.sequence import Unread
 
 STEP_S = (0.4, 0.7)
 TOKENS = 8
@@ -125,9 +126,13 @@ class SimScheduler:
     counts = SchedulerCounts()
     blocks = SimpleNamespace(num_blocks=8, block_tokens=16, num_used=0)
     num_active = num_queued = 0
+    max_requests = 1
 
     def __init__(self, world: Any) -> None:
         self._world = world
+
+    def unread(self) -> Unread:
+        return Unread(tokens=0, pairs=0)
 
     def plan(self, *, now: float) -> Any:
         return SimpleNamespace(num_tokens=TOKENS if self._world.has_traffic else 0, chunks=())

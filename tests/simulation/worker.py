@@ -110,6 +110,7 @@ class SimCore:
     device = CPU
     operations = SimOperations()
     model = None
+    parity_tokens = 1
 
     def __init__(self, world: Any, checkpoint: SimCheckpoint, *, slots_per_rank: int) -> None:
         self.world = world

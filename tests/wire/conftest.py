@@ -75,6 +75,10 @@ STATS = RankStats(
     median_step_us=12_000,
     active_requests=3,
     queued_requests=1,
+    max_requests=128,
+    pending_prompt_tokens=5_000,
+    pending_prompt_pairs=12_500_000,
+    parity_tokens=14_800,
 )
 REPORT = Report(
     load=LoadReport(

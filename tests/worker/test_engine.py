@@ -18,6 +18,7 @@ from equipoise.worker.engine import (
 )
 from equipoise.worker.errors import QueueFullError, StepError
 from equipoise.worker.placement import placement_of
+from equipoise.worker.read_cost import ReadCostFit
 from equipoise.worker.sequence import Request
 from equipoise.worker.step_inputs import draft_tokens
 from equipoise_model.dispatch import ExpertParallel
@@ -213,3 +214,21 @@ def test_a_draft_module_runs_if_any_rank_drafts_on_the_rows_of_those_that_do():
     assert draft_tokens((blank, busy)) == []
     assert draft_tokens((drafting, busy, blank)) == [[2, 0, 0]]
     assert draft_tokens((busy, deeper, drafting)) == [[0, 3, 2], [0, 3, 0]]
+
+
+def test_a_report_shows_what_is_unread_and_what_reading_costs(rank_of_one):
+    core, held = rank_of_one()
+    costs = ReadCostFit()
+    client = Client(leave_when_done(len(PROMPTS)))
+    engine = engine_of(core, held, client, read_cost=costs)
+    for key in range(len(PROMPTS)):
+        engine.submit(request(key))
+    before = engine.progress().stats
+    assert before.max_requests == 4
+    assert before.pending_prompt_tokens == sum(map(len, PROMPTS))
+    assert before.pending_prompt_pairs == sum(len(one) ** 2 // 2 for one in PROMPTS)
+    assert before.parity_tokens == core.checkpoint.config.attention_parity_tokens
+    engine.run()
+    after = engine.progress().stats
+    assert (after.pending_prompt_tokens, after.pending_prompt_pairs) == (0, 0)
+    assert 0 < costs.num_steps < after.steps, "only steps that read prompts count"

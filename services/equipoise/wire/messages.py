@@ -272,6 +272,19 @@ class RankStats:
     drafts_accepted: int = 0
     """Those of them that were accepted."""
 
+    max_requests: int = 0
+    """Requests that may be generated at a time; 0 if not reported."""
+
+    pending_prompt_tokens: int = 0
+    """Tokens of prompts, active and queued, that have not run yet."""
+
+    pending_prompt_pairs: int = 0
+    """Pairs of one of them and an earlier position of its prompt, which attention computes."""
+
+    parity_tokens: int = 0
+    """Pairs that take as long as one token does without attention, fitted to this rank's steps; 0
+    if not reported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

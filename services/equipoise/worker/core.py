@@ -125,6 +125,11 @@ class ModelCore:
             hold_s=settings.hold_s,
         )
 
+    @property
+    def parity_tokens(self) -> int:
+        """Pairs of a token and an earlier position that cost as much as a token without them."""
+        return self.checkpoint.config.attention_parity_tokens
+
     def drafter(self, settings: WorkerSettings) -> Drafter | None:
         """Return what drafts tokens; None if the settings turn speculative decoding off."""
         if not settings.speculate:

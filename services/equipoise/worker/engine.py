@@ -27,13 +27,15 @@ from equipoise.rank.header import (
 from equipoise.rank.held import StagedGeneration
 from equipoise.telemetry.histogram import Histogram
 from equipoise.wire.inference_messages import Blame
-from equipoise.wire.messages import LayoutRejected, RankStats, Switched
+from equipoise.wire.messages import LayoutRejected, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.placement import HeldSlots
+from equipoise.worker.read_cost import ReadCostFit
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
+from equipoise.worker.statistics import rank_stats
 from equipoise.worker.step_inputs import (
     draft_lines,
     draft_tokens,
@@ -94,12 +96,14 @@ class Engine:
         publish: Callable[[StepResult], None],
         step_s: Histogram,
         drafter: Drafter | None,
+        read_cost: ReadCostFit | None = None,
         after_turn: Callable[[int], None] = lambda _num_steps: None,
     ) -> None:
         """`publish` is called on the engine's thread after each step that has a result to publish.
 
         It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
         the scheduler to have verified; without one, a step gives each request one token.
+        `read_cost` continues to be fitted; by default a new one is.
         `after_turn` is called on the engine's thread with the number of steps so far.
         """
         self._model = core.model
@@ -111,6 +115,8 @@ class Engine:
         self._scheduler = scheduler
         self._publish, self._after_turn = publish, after_turn
         self._step_s = step_s
+        self._read_cost = read_cost or ReadCostFit()
+        self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -195,22 +201,12 @@ class Engine:
     def progress(self) -> EngineProgress:
         """Return counters for a report; the median step is of the steps since the last call."""
         with self._lock:
-            counts, blocks = self._scheduler.counts, self._scheduler.blocks
-            stats = RankStats(
-                steps=self._num_steps,
-                tokens_processed=counts.processed,
-                tokens_generated=counts.generated,
+            stats = rank_stats(
+                self._scheduler,
+                num_steps=self._num_steps,
                 median_step_us=_median(self._unreported_us),
-                active_requests=self._scheduler.num_active,
-                queued_requests=self._scheduler.num_queued,
-                busy_us=round(self._busy_s * 1e6),
-                cache_tokens=blocks.num_blocks * blocks.block_tokens,
-                cache_tokens_used=blocks.num_used * blocks.block_tokens,
-                prefix_tokens_sought=counts.sought,
-                prefix_tokens_found=counts.found,
-                requests_preempted=counts.preempted,
-                drafts=counts.drafted,
-                drafts_accepted=counts.accepted,
+                busy_s=self._busy_s,
+                parity_tokens=self._read_cost.parity_tokens or self._assumed_parity_tokens,
             )
             self._unreported_us.clear()
             return EngineProgress(loads=self._loads, stats=stats)
@@ -252,7 +248,10 @@ class Engine:
             with self._lock:
                 # A rank that waits for its peers is not busy.
                 waited_s = self._waited_s - waited_s
-                self._busy_s += max(0.0, time.perf_counter() - began - waited_s)
+                busy_s = max(0.0, time.perf_counter() - began - waited_s)
+                self._busy_s += busy_s
+                mean_tokens = sum(header.num_tokens for header in headers) / len(headers)
+                self._read_cost.add(plan, mean_tokens=mean_tokens, busy_s=busy_s)
         if emissions or switch or rejected:
             self._publish(
                 StepResult(

@@ -54,6 +54,7 @@ class Rank:
             publish=self._publish,
             step_s=parts.timings.step_s,
             drafter=core.drafter(settings),
+            read_cost=parts.timings.read_cost,
             after_turn=parts.profiler.note_turn,
         )
         bytes_per_s = settings.pull_mib_per_s * 2**20

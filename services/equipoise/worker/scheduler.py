@@ -19,7 +19,7 @@ from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.latents.holds import HoldLedger
 from equipoise.worker.latents.pulls import Pull, Pulls
-from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan
+from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan, Unread
 from equipoise_model.sampling_params import MAX_SCORED_ROWS, SampledToken
 
 
@@ -91,7 +91,7 @@ class Scheduler:
         """Blocks of finished requests, held for ranks of another pool."""
         self.pulls = Pulls(blocks)
         """Blocks of requests whose latents are fetched from another pool."""
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._max_queued = max_queued
         self._max_step_tokens = max_step_tokens
         self._num_drafts = num_drafts
@@ -109,6 +109,14 @@ class Scheduler:
     def num_queued(self) -> int:
         """Queued requests."""
         return len(self._queue)
+
+    def unread(self) -> Unread:
+        """What of all prompts has not run yet."""
+        size = self.blocks.block_tokens
+        reads = [one.unread(block_tokens=size) for one in (*self._active.values(), *self._queue)]
+        return Unread(
+            tokens=sum(one.tokens for one in reads), pairs=sum(one.pairs for one in reads)
+        )
 
     @property
     def is_drafting(self) -> bool:
@@ -132,7 +140,7 @@ class Scheduler:
     def check_room(self) -> None:
         """Raise QueueFullError if the queue is full."""
         # Requests that the next plan will admit do not count as queued.
-        num_free = self._max_requests - len(self._active)
+        num_free = self.max_requests - len(self._active)
         if len(self._queue) >= self._max_queued + num_free:
             raise QueueFullError(
                 f"{len(self._active)} requests are active and {len(self._queue)} queued, which is "
@@ -236,7 +244,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Activate queued requests in order while there are blocks for all their tokens."""
-        while self._queue and len(self._active) < self._max_requests:
+        while self._queue and len(self._active) < self.max_requests:
             waiting = self._queue[0]
             if not self._has_room(waiting):
                 # Without active requests only holds, which end, and pulls can be in the way.

@@ -5,6 +5,7 @@ Also the input and output of a step: `Request`, `Chunk`, `Emission`. Pure: no to
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Self
 
 from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool, BlockTable
@@ -133,6 +134,22 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """Tokens that have not run yet."""
+
+    tokens: int
+    """Their number."""
+
+    pairs: int
+    """Pairs of one of them and an earlier position, which attention computes."""
+
+    @classmethod
+    def of(cls, num_tokens: int, *, start: int) -> Self:
+        """Consecutive tokens of a sequence; the first is at position `start`."""
+        return cls(tokens=num_tokens, pairs=num_tokens * start + num_tokens**2 // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
     """What running a prompt showed."""
 
@@ -213,6 +230,19 @@ class Sequence:
     def is_generating(self) -> bool:
         """Whether only the newest generated token has to run for the next one."""
         return self.num_pending == 1 and len(self.tokens) > len(self.request.prompt)
+
+    def unread(self, *, block_tokens: int) -> Unread:
+        """What has to run before the next token is generated, unless it generates already.
+
+        Of a request that waits, nothing is known to be cached, but if another pool read it, its
+        full blocks will be.
+        """
+        if self.is_generating and self.table is not None:
+            return Unread(tokens=0, pairs=0)
+        start = self.num_run
+        if self.table is None and self.request.is_handed_over:
+            start = (len(self.tokens) - 1) // block_tokens * block_tokens
+        return Unread.of(len(self.tokens) - start, start=start)
 
     @property
     def num_left(self) -> int:

@@ -1,0 +1,36 @@
+"""What a rank reports of its requests, cache and steps."""
+
+from equipoise.wire.messages import RankStats
+from equipoise.worker.scheduler import Scheduler
+
+
+def rank_stats(
+    scheduler: Scheduler,
+    *,
+    num_steps: int,
+    median_step_us: int,
+    busy_s: float,
+    parity_tokens: int,
+) -> RankStats:
+    """Collect the statistics of a report; the caller keeps others from the scheduler meanwhile."""
+    counts, blocks, unread = scheduler.counts, scheduler.blocks, scheduler.unread()
+    return RankStats(
+        steps=num_steps,
+        tokens_processed=counts.processed,
+        tokens_generated=counts.generated,
+        median_step_us=median_step_us,
+        active_requests=scheduler.num_active,
+        queued_requests=scheduler.num_queued,
+        busy_us=round(busy_s * 1e6),
+        cache_tokens=blocks.num_blocks * blocks.block_tokens,
+        cache_tokens_used=blocks.num_used * blocks.block_tokens,
+        prefix_tokens_sought=counts.sought,
+        prefix_tokens_found=counts.found,
+        requests_preempted=counts.preempted,
+        drafts=counts.drafted,
+        drafts_accepted=counts.accepted,
+        max_requests=scheduler.max_requests,
+        pending_prompt_tokens=unread.tokens,
+        pending_prompt_pairs=unread.pairs,
+        parity_tokens=parity_tokens,
+    )
