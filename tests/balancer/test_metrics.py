@@ -26,6 +26,7 @@ from tests.support.authority import Authority
 from tests.support.balancers import serving
 from tests.support.deaths import die, notice, serve_all, with_spare_slots
 from tests.support.scrapes import documented, ours, scrape, value_of
+from tests.support.timed_fleet import TimedFleet
 
 
 class OnePool:
@@ -214,7 +215,7 @@ async def test_the_running_balancer_exports_exactly_the_documented_metrics(
     await store.close()
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
-    harness.run_traffic(skewed(1), seconds=50)
+    TimedFleet(harness).run(skewed(1), seconds=50)
     harness.pool.counters.rejections.count("report_shape", "worker worker-0: ...")
     metrics = {**ours(families), **ours(families_of(harness.pool, now=harness.now))}
     assert metrics == documented("Balancer") | documented("Every process")

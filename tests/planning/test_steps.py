@@ -143,3 +143,42 @@ def test_a_rank_whose_reports_were_delayed_for_long_is_accepted_again():
         except InvalidReportError:
             rejected += 1
     assert 0 < rejected < 30
+
+
+def test_a_window_tells_how_long_steps_took_and_compares_ranks():
+    counters = StepCounters(num_ranks=3, is_heard_from_start=True)
+    rank_load = np.array([[100.0, 200.0, 300.0], [300.0, 300.0, 600.0]])
+    for rank, own in enumerate(rank_load.sum(axis=0)):
+        load = LoadReport(
+            boot_id="boot",
+            epoch=1,
+            rank=rank,
+            generation=1,
+            phase=Phase.MIXED,
+            assignments=np.zeros((1, 1), dtype=np.uint64),
+        )
+        busy_us = 20 * 1000 + 3 * int(own)
+        counters.accept(load, steps=20, busy_us=busy_us, step_us=20 * 5000, has_grown=True, now=1.0)
+    window = counters.step_window(rank_load)
+    assert window.step_s == pytest.approx(5e-3)
+    assert window.max_rank_load == pytest.approx(900 / 20)
+    assert window.mean_rank_load == pytest.approx(600 / 20)
+    assert window.load_gap == pytest.approx(500 / 20)
+    assert window.busy_gap_s == pytest.approx(3e-6 * 500 / 20)
+    counters.open_next()
+    assert counters.step_window(rank_load) is None
+
+
+def test_ranks_that_report_no_step_times_have_no_step_window():
+    ranks = Ranks()
+    ranks.run()
+    assert ranks.counters.step_window(np.ones((1, 2))) is None
+
+
+def test_impossible_step_times_are_rejected():
+    ranks = Ranks()
+    ranks.run()
+    with pytest.raises(InvalidReportError, match="s of steps in"):
+        ranks.counters.steps_since_report(
+            0, ranks.steps + 1, busy_us=0, step_us=10**12, now=ranks.now + 1.0
+        )

@@ -72,6 +72,7 @@ class ScriptedWorker:
         self.steps = 0
         self.busy_us = 0
         self.busy_us_a_step = 100
+        self.step_us = self.step_us_a_step = 0
         self.is_lopsided = False
 
     @property
@@ -143,6 +144,7 @@ class ScriptedWorker:
         self.assignments = self.assignments + self.own(per_slot).round().astype(np.uint64)
         self.steps += 10
         self.busy_us += 10 * self.busy_us_a_step
+        self.step_us += 10 * self.step_us_a_step
 
     def report(self) -> Report:
         return Report(
@@ -162,6 +164,7 @@ class ScriptedWorker:
                 active_requests=3,
                 queued_requests=1,
                 busy_us=self.busy_us,
+                step_us=self.step_us,
             ),
         )
 

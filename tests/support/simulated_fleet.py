@@ -285,6 +285,7 @@ class SimulatedRank:
             tokens_processed=steps,
             median_step_us=STEP_US,
             busy_us=steps * STEP_US // 2,
+            step_us=steps * STEP_US,
         )
 
 

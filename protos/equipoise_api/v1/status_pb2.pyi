@@ -511,6 +511,7 @@ class PoolStatus(_message.Message):
     GAINS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    IMBALANCE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -598,6 +599,10 @@ class PoolStatus(_message.Message):
     def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantineStatus]:
         """Workers that get no rank because they do not fit the pool, sorted by name."""
 
+    @_builtins.property
+    def imbalance(self) -> Global___ImbalanceStatus:
+        """What imbalance costs in the latest window; absent without traffic."""
+
     def __init__(
         self,
         *,
@@ -630,13 +635,16 @@ class PoolStatus(_message.Message):
         gains: _abc.Iterable[Global___GainStatus] | None = ...,
         quarantined: _abc.Iterable[Global___QuarantineStatus] | None = ...,
         phase: _builtins.str = ...,
+        imbalance: Global___ImbalanceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
+    _WhichOneofReturnType__imbalance: _TypeAlias = _typing.Literal["imbalance"]  # noqa: Y015
+    _WhichOneofArgType__imbalance: _TypeAlias = _typing.Literal["_imbalance", b"_imbalance"]  # noqa: Y015
     _WhichOneofReturnType__last_decision: _TypeAlias = _typing.Literal["last_decision"]  # noqa: Y015
     _WhichOneofArgType__last_decision: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision"]  # noqa: Y015
     _WhichOneofReturnType__rollout: _TypeAlias = _typing.Literal["rollout"]  # noqa: Y015
@@ -646,6 +654,8 @@ class PoolStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hold) -> _WhichOneofReturnType__hold | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__imbalance) -> _WhichOneofReturnType__imbalance | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_decision) -> _WhichOneofReturnType__last_decision | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout) -> _WhichOneofReturnType__rollout | None: ...
@@ -653,6 +663,81 @@ class PoolStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class ImbalanceStatus(_message.Message):
+    """ImbalanceStatus is what imbalance costs in one window. Step times and constants are fitted over
+    the latest windows of the epoch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: _builtins.int
+    COST_S_FIELD_NUMBER: _builtins.int
+    ERROR_S_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    IS_MEASURED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_WINDOWS_FIELD_NUMBER: _builtins.int
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    FIXED_ERROR_S_FIELD_NUMBER: _builtins.int
+    PER_ASSIGNMENT_S_FIELD_NUMBER: _builtins.int
+    PER_ASSIGNMENT_ERROR_S_FIELD_NUMBER: _builtins.int
+    PER_ROW_S_FIELD_NUMBER: _builtins.int
+    PER_ROW_ERROR_S_FIELD_NUMBER: _builtins.int
+    EXPERT_SHARE_FIELD_NUMBER: _builtins.int
+    step_s: _builtins.float
+    """Mean duration of a step, seconds; 0 if workers do not report it."""
+    cost_s: _builtins.float
+    """Seconds of it that even ranks would save; 0 if workers do not report step times."""
+    error_s: _builtins.float
+    """Standard error of these seconds; 0 for a best case."""
+    share: _builtins.float
+    """Fraction of a step that even ranks would save, 0 to 1."""
+    is_measured: _builtins.bool
+    """False if the fraction is the best case, as if experts were the whole of a step."""
+    reason: _builtins.str
+    """What the fraction is based on, human-readable."""
+    num_windows: _builtins.int
+    """Windows that were fitted; 0 if there are too few, and then the constants are 0."""
+    fixed_s: _builtins.float
+    """Seconds of a step without assignments, and their standard error."""
+    fixed_error_s: _builtins.float
+    per_assignment_s: _builtins.float
+    """Seconds per assignment on the busiest rank of each layer, and their standard error."""
+    per_assignment_error_s: _builtins.float
+    per_row_s: _builtins.float
+    """Seconds per assignment of a rank on average, wherever it runs (mostly the exchange of its row),
+    and their standard error.
+    """
+    per_row_error_s: _builtins.float
+    expert_share: _builtins.float
+    """Fraction of a step with even ranks that they would spend in experts, 0 to 1."""
+    def __init__(
+        self,
+        *,
+        step_s: _builtins.float = ...,
+        cost_s: _builtins.float = ...,
+        error_s: _builtins.float = ...,
+        share: _builtins.float = ...,
+        is_measured: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        num_windows: _builtins.int = ...,
+        fixed_s: _builtins.float = ...,
+        fixed_error_s: _builtins.float = ...,
+        per_assignment_s: _builtins.float = ...,
+        per_assignment_error_s: _builtins.float = ...,
+        per_row_s: _builtins.float = ...,
+        per_row_error_s: _builtins.float = ...,
+        expert_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "error_s", b"error_s", "expert_share", b"expert_share", "fixed_error_s", b"fixed_error_s", "fixed_s", b"fixed_s", "is_measured", b"is_measured", "num_windows", b"num_windows", "per_assignment_error_s", b"per_assignment_error_s", "per_assignment_s", b"per_assignment_s", "per_row_error_s", b"per_row_error_s", "per_row_s", b"per_row_s", "reason", b"reason", "share", b"share", "step_s", b"step_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImbalanceStatus: _TypeAlias = ImbalanceStatus  # noqa: Y015
 
 @_typing.final
 class QuarantineStatus(_message.Message):

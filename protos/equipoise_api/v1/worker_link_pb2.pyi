@@ -676,6 +676,7 @@ class LoadReport(_message.Message):
     PENDING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PENDING_PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
     PARITY_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the assignments were counted in."""
     rank: _builtins.int
@@ -728,6 +729,8 @@ class LoadReport(_message.Message):
     """Pairs that take as long as one token does without attention, fitted to this rank's steps that
     read prompts, or by the model's arithmetic until they show it; 0 if not reported.
     """
+    step_us: _builtins.int
+    """Duration of this epoch's steps, microseconds, waits for peers included; 0 if not reported."""
     @_builtins.property
     def timeouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTimeout]:
         """All waits of this worker that have a timeout."""
@@ -766,10 +769,11 @@ class LoadReport(_message.Message):
         pending_prompt_tokens: _builtins.int = ...,
         pending_prompt_pairs: _builtins.int = ...,
         parity_tokens: _builtins.int = ...,
+        step_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "step_us", b"step_us", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

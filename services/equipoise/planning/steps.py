@@ -1,4 +1,4 @@
-"""`StepCounters`: the steps that ranks reported, and their computing time.
+"""`StepCounters`: the steps that ranks reported, and the time they took and computed.
 
 Ranks step together, so their step counts make the loads of ranks that report at different moments
 comparable. Like assignments, step counts are cumulative; a report of them may be lost, late,
@@ -10,21 +10,23 @@ import numpy as np
 from equipoise.planning.arrays import Indices, Load
 from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.errors import InvalidReportError
-from equipoise.planning.slowness import RankPace
+from equipoise.planning.load import common_steps
+from equipoise.planning.slowness import MIN_STEPS, RankPace
+from equipoise.planning.step_cost import StepWindow, compare_ranks
 
 MAX_STEPS_PER_S = 10_000
 """More than any pool can make: all ranks exchange headers before each step."""
 
 MAX_BUSY_RATIO = 2.0
-"""Seconds of computing that a rank may report per elapsed second. The true limit is 1, but the
-earlier of two reports may have been delayed longer."""
+"""Seconds of steps, or of computing, that a rank may report per elapsed second. The true limit is
+1, but the earlier of two reports may have been delayed longer."""
 
 MAX_DELAY_S = 60.0
 """How much longer than its successor a report may be delayed."""
 
 
 class StepCounters:
-    """Cumulative steps and computing time of the ranks of one epoch and of the open window.
+    """Cumulative steps, their time and computing time of the ranks of an epoch and the open window.
 
     With `is_heard_from_start`, the ranks' counters began while this object existed. Otherwise the
     first report of a rank is its baseline, because earlier steps are not part of the window.
@@ -34,17 +36,21 @@ class StepCounters:
         self._is_heard_from_start = is_heard_from_start
         self._steps = np.zeros(num_ranks, dtype=np.int64)
         self._busy_us = np.zeros(num_ranks, dtype=np.int64)
+        self._step_us = np.zeros(num_ranks, dtype=np.int64)
         self._steps_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._busy_us_at_open = np.zeros(num_ranks, dtype=np.int64)
+        self._step_us_at_open = np.zeros(num_ranks, dtype=np.int64)
         self._reported_s = np.full(num_ranks, np.nan)
         self._reported_in: list[tuple[int, Phase]] = [(0, Phase.MIXED)] * num_ranks
 
-    def steps_since_report(self, rank: int, steps: int, *, busy_us: int, now: float) -> int:
+    def steps_since_report(
+        self, rank: int, steps: int, *, busy_us: int, step_us: int = 0, now: float
+    ) -> int:
         """Return the steps since the last report of `rank`; negative if this one is older.
 
         Raises:
-            InvalidReportError: the rank cannot have made that many steps since then, or computed
-                for that long ("report_implausible").
+            InvalidReportError: the rank cannot have made that many steps since then, or stepped or
+                computed for that long ("report_implausible").
         """
         if not 0 <= rank < len(self._steps):
             return steps
@@ -54,9 +60,11 @@ class StepCounters:
         elapsed_s = now - float(self._reported_s[rank])
         longest_s = elapsed_s + MAX_DELAY_S
         busy_s = (busy_us - int(self._busy_us[rank])) / 1e6
+        step_s = (step_us - int(self._step_us[rank])) / 1e6
         for count, unit, most in (
             (num_steps, "steps", MAX_STEPS_PER_S * longest_s),
             (busy_s, "s of computing", MAX_BUSY_RATIO * longest_s),
+            (step_s, "s of steps", MAX_BUSY_RATIO * longest_s),
         ):
             if count > most:
                 raise InvalidReportError(
@@ -67,7 +75,14 @@ class StepCounters:
         return num_steps
 
     def accept(
-        self, report: LoadReport, *, steps: int, busy_us: int, has_grown: bool, now: float
+        self,
+        report: LoadReport,
+        *,
+        steps: int,
+        busy_us: int,
+        step_us: int = 0,
+        has_grown: bool,
+        now: float,
     ) -> None:
         """Record the steps of a report, if it is the latest of its rank.
 
@@ -78,11 +93,13 @@ class StepCounters:
         rank, reported_in = report.rank, (report.generation, report.phase)
         if np.isnan(self._reported_s[rank]) and not self._is_heard_from_start:
             self._steps_at_open[rank], self._busy_us_at_open[rank] = steps, busy_us
+            self._step_us_at_open[rank] = step_us
         known, known_in = int(self._steps[rank]), self._reported_in[rank]
         # A report of another generation or phase may be late and still have more assignments.
         is_next = reported_in == known_in and (has_grown or steps == known)
         if steps > known or report.generation > known_in[0] or is_next:
             self._steps[rank], self._busy_us[rank] = steps, busy_us
+            self._step_us[rank] = step_us
             self._reported_s[rank], self._reported_in[rank] = now, reported_in
 
     def in_window(self) -> Indices:
@@ -100,7 +117,35 @@ class StepCounters:
             return None
         return RankPace(busy_us=busy_us / steps, load=rank_load.sum(axis=0), steps=int(steps.min()))
 
+    def step_window(self, rank_load: Load) -> StepWindow | None:
+        """Return what the steps of the open window took, for `rank_load`, [layers, ranks].
+
+        The load is that of equally many steps of each rank. None if a rank made too few steps, or
+        if most ranks do not report how long they took.
+        """
+        steps = self.in_window()
+        if (steps < MIN_STEPS).any():
+            return None
+        # The median, because a rank may wait for an idle peer before a step, or report falsely.
+        step_us = np.sort((self._step_us - self._step_us_at_open) / steps)[(len(steps) - 1) // 2]
+        if step_us <= 0:
+            return None
+        num_steps = common_steps(steps)
+        busy_s = (self._busy_us - self._busy_us_at_open) / (1e6 * steps)
+        load_gap, busy_gap_s = (
+            compare_ranks(rank_load.sum(axis=0) / num_steps, busy_s) if busy_s.all() else (0.0, 0.0)
+        )
+        return StepWindow(
+            step_s=float(step_us) / 1e6,
+            max_rank_load=float(rank_load.max(axis=1).sum()) / num_steps,
+            mean_rank_load=float(rank_load.mean(axis=1).sum()) / num_steps,
+            num_steps=num_steps,
+            load_gap=load_gap,
+            busy_gap_s=busy_gap_s,
+        )
+
     def open_next(self) -> None:
         """Start the next window."""
         self._steps_at_open = self._steps.copy()
         self._busy_us_at_open = self._busy_us.copy()
+        self._step_us_at_open = self._step_us.copy()

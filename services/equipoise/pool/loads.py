@@ -21,6 +21,7 @@ from equipoise.planning.load import (
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, realised_shares
 from equipoise.planning.slowness import RankPace
+from equipoise.planning.step_cost import StepWindow
 from equipoise.planning.steps import StepCounters
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.records import FAST, SLOW, SLOW_SQUARES, AverageRecord
@@ -51,8 +52,9 @@ class ClosedWindow:
     `load` is float64 [layers, experts] in assignments, `rank_load` [layers, ranks] by receiver, so
     `balancedness` is measured, not planned. `generation` is the one in use when the window closed;
     `switched` is set if another was in use when it opened. `shares` compares planned with realised
-    shares, None if unknown; `pace` is how long ranks computed, None if not reported. `phase` is the
-    one that all reports named, else mixed. Loads are those of equally many steps of each rank.
+    shares, None if unknown; `pace` is how long ranks computed, None if not reported, and `step` how
+    long steps took. `phase` is the one that all reports named, else mixed. Loads are those of
+    equally many steps of each rank.
     `unheard` are ranks whose report is overdue: the window lacks their load. `contradiction` says
     why the counts cannot be true or be compared, if so. The averages exclude a window with `doubt`.
     """
@@ -70,6 +72,7 @@ class ClosedWindow:
     shift: Shift
     shares: RealisedShares | None
     pace: RankPace | None = None
+    step: StepWindow | None = None
     phase: Phase = Phase.MIXED
     unheard: tuple[int, ...] = ()
     contradiction: str = ""
@@ -168,7 +171,7 @@ class PoolLoads:
                 f"another epoch: it had {layout.num_ranks} ranks, this one has {self._num_ranks}",
             )
         num_steps = self._steps.steps_since_report(
-            load.rank, stats.steps, busy_us=stats.busy_us, now=now
+            load.rank, stats.steps, busy_us=stats.busy_us, step_us=stats.step_us, now=now
         )
         delta = self._counters.accept(load, layout, num_steps=num_steps)
         self._window.add(delta)
@@ -176,6 +179,7 @@ class PoolLoads:
             load,
             steps=stats.steps,
             busy_us=stats.busy_us,
+            step_us=stats.step_us,
             has_grown=bool(delta.slot_load.any()),
             now=now,
         )
@@ -220,6 +224,7 @@ class PoolLoads:
             shift=_UNCOUNTED,
             shares=_realised(load),
             pace=self._steps.pace(rank_load),
+            step=self._steps.step_window(rank_load),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
             unheard=tuple(np.flatnonzero(self._is_unheard(now)).tolist()),
             contradiction=counted.contradiction

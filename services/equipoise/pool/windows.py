@@ -8,6 +8,7 @@ import numpy as np
 from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
 from equipoise.planning.slowness import RankPace, SlowRank, find_slow
+from equipoise.planning.step_cost import Imbalance, StepCost, StepCostFit, imbalance
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.counters import Counters
 from equipoise.pool.loads import ClosedWindow, PoolLoads, drop_old_tables
@@ -39,6 +40,7 @@ class Windows:
         self._paces: deque[RankPace] = deque(maxlen=MAX_PACES)
         self.slow: Mapping[int, SlowRank] = {}
         """Ranks that compute slower than their peers."""
+        self._step_times = StepCostFit()
 
     @property
     def closed(self) -> Sequence[ClosedWindow]:
@@ -55,6 +57,29 @@ class Windows:
         """The window that closed last among those with traffic."""
         return next((one for one in reversed(self._closed) if one.assignments), None)
 
+    @property
+    def step_cost(self) -> StepCost | None:
+        """What a step's time consists of, by the windows of this epoch; None after too few.
+
+        It is learned again in each epoch, because ranks and their devices may be others, and so by
+        a new leader: that takes a few windows, in which verdicts assume the best case. A stored fit
+        would have to be doubted for as long.
+        """
+        return self._step_times.cost()
+
+    @property
+    def imbalance(self) -> Imbalance | None:
+        """What imbalance costs in the latest window; None without traffic."""
+        window = self.latest
+        if window is None or not window.assignments:
+            return None
+        return imbalance(
+            window.step,
+            self.step_cost,
+            balancedness=window.balancedness,
+            num_windows=self._step_times.num_windows,
+        )
+
     def adopt_policy(self, *, now: float) -> None:
         """The policy has changed; averages and the open window stay."""
         if self.loads is not None:
@@ -62,6 +87,7 @@ class Windows:
 
     def begin_epoch(self, *, now: float) -> None:
         """Keep the averages and drop what is about the ranks of the epoch before."""
+        self._step_times.clear()
         if self.loads is not None:
             self._averages = self.loads.records(now=now)
         self.loads = None
@@ -99,6 +125,8 @@ class Windows:
         self.num_closed += 1
         window = self.loads.close_window(number=self.num_closed, generation=generation, now=now)
         self._closed.append(window)
+        if window.step is not None and window.assignments and not (window.switched or window.doubt):
+            self._step_times.add(window.step)
         drop_old_tables(self._closed)
         self._tally.note_window(shifted=window.shift.detected)
         return window

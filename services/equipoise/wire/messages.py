@@ -285,6 +285,9 @@ class RankStats:
     """Pairs that take as long as one token does without attention, fitted to this rank's steps; 0
     if not reported."""
 
+    step_us: int = 0
+    """Duration of this epoch's steps, waits included, microseconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

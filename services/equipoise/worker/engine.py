@@ -62,8 +62,7 @@ LONG_IDLE_TURNS = 100
 
 _log = logging.getLogger(__name__)
 Visited = TypeVar("Visited")
-_UNREPORTED_STEPS = 4096
-_MEDIAN_STEPS = 128
+_UNREPORTED_STEPS, _MEDIAN_STEPS = 4096, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +113,7 @@ class Engine:
         self._group = group
         self._scheduler = scheduler
         self._publish, self._after_turn = publish, after_turn
-        self._step_s = step_s
+        self._step_s, self._step_s_before = step_s, step_s.sum
         self._read_cost = read_cost or ReadCostFit()
         self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
@@ -206,6 +205,7 @@ class Engine:
                 num_steps=self._num_steps,
                 median_step_us=_median(self._unreported_us),
                 busy_s=self._busy_s,
+                step_s=self._step_s.sum - self._step_s_before,
                 parity_tokens=self._read_cost.parity_tokens or self._assumed_parity_tokens,
             )
             self._unreported_us.clear()

@@ -10,6 +10,7 @@ def rank_stats(
     num_steps: int,
     median_step_us: int,
     busy_s: float,
+    step_s: float,
     parity_tokens: int,
 ) -> RankStats:
     """Collect the statistics of a report; the caller keeps others from the scheduler meanwhile."""
@@ -33,4 +34,5 @@ def rank_stats(
         pending_prompt_tokens=unread.tokens,
         pending_prompt_pairs=unread.pairs,
         parity_tokens=parity_tokens,
+        step_us=round(step_s * 1e6),
     )

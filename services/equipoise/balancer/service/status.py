@@ -24,7 +24,7 @@ _HEALTH = {
     Health.DOWN: pb.POOL_HEALTH_DOWN,
 }
 
-_NOT_SHOWN = ("steps", "busy_us", "timeouts")
+_NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts")
 """Fields of `RankStats` that `RankStatus` has in another form."""
 
 
@@ -76,6 +76,9 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         status.window_assignments = round(window.assignments)
         if window.shares is not None:
             status.shares.CopyFrom(pb.ShareStatus(**fields_of(window.shares)))
+    imbalance = _imbalance_status(pool)
+    if imbalance is not None:
+        status.imbalance.CopyFrom(imbalance)
     rollout = _rollout_status(pool, now=now)
     if rollout is not None:
         status.rollout.CopyFrom(rollout)
@@ -235,6 +238,14 @@ def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
         switched_ranks=sorted(rollout.switched_ranks),
         state_age_s=max(0.0, now - rollout.entered_s),
     )
+
+
+def _imbalance_status(pool: Pool) -> pb.ImbalanceStatus | None:
+    imbalance, cost = pool.windows.imbalance, pool.windows.step_cost
+    if imbalance is None:
+        return None
+    constants = {} if cost is None else fields_of(cost, but=("spread_s",))
+    return pb.ImbalanceStatus(**fields_of(imbalance), **constants)
 
 
 def _hold_status(pool: Pool) -> pb.HoldStatus:

@@ -59,6 +59,15 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         _PHASE,
         "Mean over layers of max / mean rank load in the latest window.",
     ),
+    "step_seconds": (_P, "Mean duration of a step in the latest window, if workers report it."),
+    "imbalance_seconds": (
+        ("pool", "basis"),
+        "Time per step that even ranks would save in the latest window: measured or best_case.",
+    ),
+    "imbalance_ratio": (
+        ("pool", "basis"),
+        "Share of a step that even ranks would save in the latest window: measured or best_case.",
+    ),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
     "expected_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
     "realised_gain": (_P, "Realised gain in balancedness of the latest judged rollout."),
@@ -193,6 +202,7 @@ class PoolMetrics:
             return
         self._gauge("window_assignments", pool, window.assignments)
         self._add_phase(pool, window.phase.value, window.rank_load)
+        self._add_imbalance(pool)
         factors = None if window.pace is None else slowdowns(window.pace)
         if factors is not None and len(factors) <= MAX_RANKS_LISTED:
             for rank, factor in enumerate(factors):
@@ -201,6 +211,16 @@ class PoolMetrics:
         if len(rank_load) <= MAX_RANKS_LISTED:
             for rank, ratio in enumerate(rank_load / rank_load.mean()):
                 self._gauge("rank_load_ratio", pool, ratio, str(rank))
+
+    def _add_imbalance(self, pool: Pool) -> None:
+        imbalance = pool.windows.imbalance
+        if imbalance is None:
+            return
+        basis = "measured" if imbalance.is_measured else "best_case"
+        self._gauge("imbalance_ratio", pool, imbalance.share, basis)
+        if imbalance.step_s:
+            self._gauge("step_seconds", pool, imbalance.step_s)
+            self._gauge("imbalance_seconds", pool, imbalance.cost_s, basis)
 
     def _add_phase(self, pool: Pool, phase: str, rank_load: Load) -> None:
         busy = rank_load.max(axis=1) > 0

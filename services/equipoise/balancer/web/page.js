@@ -91,6 +91,8 @@ function drawFigures(pool) {
   const figures = [
     ["balancedness", pool.balancedness?.toFixed(3) ?? "no data", "", tone(pool.balancedness)],
     ["worst layer", pool.balancedness_min_layer?.toFixed(3) ?? "no data", "", tone(pool.balancedness_min_layer)],
+    ...(pool.imbalance ? [["imbalance costs", `${pool.imbalance.is_measured ? "" : "≤ "}${(100 * pool.imbalance.share).toFixed(0)} %`,
+      pool.imbalance.step_s ? ` · ${(1e3 * pool.imbalance.cost_s).toPrecision(3)} of ${(1e3 * pool.imbalance.step_s).toPrecision(3)} ms a step` : " of a step", "", pool.imbalance.reason]] : []),
     ["busiest rank", busiest ? busiest.toFixed(2) : "–", busiest ? " × mean" : ""],
     ...engines(pool).map((engine) => ["engine", engine, ""]),
     ["ranks", pool.num_ranks, [pool.phase, pool.model && `${pool.model.num_layers} layers`].filter(Boolean).map((one) => ` · ${one}`).join("")],
@@ -98,8 +100,8 @@ function drawFigures(pool) {
     ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
     ["now", rollout ? rollout.state : "idle", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
   ];
-  byId("figures").replaceChildren(...figures.map(([name, value, more, kind]) =>
-    make("div", {}, make("dt", {}, name), make("dd", { class: kind ?? "" }, String(value), make("small", {}, more)))));
+  byId("figures").replaceChildren(...figures.map(([name, value, more, kind, reason]) =>
+    make("div", reason ? { title: reason } : {}, make("dt", {}, name), make("dd", { class: kind ?? "" }, String(value), make("small", {}, more)))));
 }
 
 const CHART = { left: 38, right: 12, top: 18, bottom: 22, height: 200 };

@@ -186,9 +186,23 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
         (f" in {status.interval_s:g} s", "dim"),
     )
     views: list[RenderableType] = [facts, picture, window_marks(windows)]
+    if status.HasField("imbalance"):
+        views.append(Text(imbalance_text(status.imbalance)))
     if status.HasField("shares") and status.shares.uneven_layers:
         views.append(Text(shares_text(status.shares), style="dim"))
     return Group(*views)
+
+
+def imbalance_text(imbalance: status_pb2.ImbalanceStatus) -> str:
+    """What imbalance costs, measured or at best, and what that is based on."""
+    at_most = "" if imbalance.is_measured else "at most "
+    share = f"{imbalance.share:.0%}"
+    if imbalance.step_s:
+        error = f" ± {imbalance.error_s * 1e3:.2g}" if imbalance.error_s else ""
+        cost = f"{imbalance.cost_s * 1e3:.3g}{error} ms of {imbalance.step_s * 1e3:.3g} ms a step, "
+    else:
+        cost, share = "", f"{share} of a step"
+    return f"imbalance costs {at_most}{cost}{share} ({imbalance.reason})"
 
 
 def shares_text(shares: status_pb2.ShareStatus) -> str:

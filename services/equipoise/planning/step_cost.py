@@ -1,0 +1,325 @@
+"""`StepCostFit`: what a step's time consists of, fitted to a pool's windows.
+
+Model: step time = fixed + per assignment x assignments of the busiest rank + per row x assignments
+of a rank on average, all per step and summed over layers. The second part are the experts: all
+ranks wait for the busiest. The third is what grows with tokens however they are placed: mostly the
+exchange, in which each assignment is a row.
+
+A window gives two equations: its step time, and how much longer ranks with more load compute. The
+second one shows the cost of an assignment even if traffic and layout never change. Windows with
+stalls are outliers, so the fit is robust: least absolute deviations first, then Tukey's biweight
+(Beaton and Tukey, 1974) around it.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.planning.arrays import Load
+
+Array = npt.NDArray[np.float64]
+
+MIN_WINDOWS = 8
+"""Windows before anything is fitted."""
+
+MAX_WINDOWS = 64
+"""The latest windows that are fitted, because hardware and models change."""
+
+MIN_RANKS_TO_COMPARE = 3
+"""Of two ranks, a slow one cannot be told from a loaded one."""
+
+MAX_RANKS_TO_COMPARE = 64
+"""Ranks whose pairs are compared; of more, an even selection by load."""
+
+_CUTOFF = 4.685  # of Tukey's biweight, in standard deviations: 95 % efficient on normal noise
+_ROUNDS = 30
+_CONVERGED = 1e-5
+_TINY = 1e-9
+_RIDGE = 1e-11
+_KNOWN_BY = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWindow:
+    """Means over the steps of one window.
+
+    Raises:
+        ValueError: a value is not finite, or is negative.
+    """
+
+    step_s: float
+    """Duration of a step."""
+    max_rank_load: float
+    """Assignments of the busiest rank per step: the maximum of each layer, summed over layers."""
+    mean_rank_load: float
+    """Assignments of a rank per step on average, summed over layers."""
+    num_steps: int = 1
+    """Steps of the window."""
+    load_gap: float = 0.0
+    """Assignments per step by which the most loaded rank exceeds the least loaded, over all layers;
+    0 if computing times are not compared."""
+    busy_gap_s: float = 0.0
+    """Computing time per step that such a gap takes, by the median over all pairs of ranks."""
+
+    def __post_init__(self) -> None:
+        values = (self.step_s, self.max_rank_load, self.mean_rank_load, self.load_gap)
+        if not all(np.isfinite(value) and value >= 0 for value in values):
+            raise ValueError(f"a window's means must be finite and at least 0, not {values}")
+        if not np.isfinite(self.busy_gap_s) or self.num_steps < 1:
+            raise ValueError(f"a window needs a finite gap and steps, not {self}")
+
+
+def compare_ranks(load: Load, busy_s: Load) -> tuple[float, float]:
+    """Return `load_gap` and `busy_gap_s` of a window, given each rank's load and computing time.
+
+    Both are [ranks], per step. The gap in time is the gap in load times the median slope over all
+    pairs of ranks, each counted by its difference in load (Sen, 1968), so that a few slow ranks do
+    not matter. Zeros if the ranks are too few or equally loaded.
+    """
+    if len(load) < MIN_RANKS_TO_COMPARE or load.max() <= load.min():
+        return 0.0, 0.0
+    order = np.argsort(load, kind="stable")
+    if len(order) > MAX_RANKS_TO_COMPARE:
+        picked = np.linspace(0, len(order) - 1, MAX_RANKS_TO_COMPARE).round().astype(np.int64)
+        order = order[picked]
+    less, more = np.triu_indices(len(order), k=1)
+    loads, times = load[order], busy_s[order]
+    differences = loads[more] - loads[less]
+    differs = differences > 0
+    differences = differences[differs]
+    slopes = (times[more] - times[less])[differs] / differences
+    by_slope = np.argsort(slopes, kind="stable")
+    reached = np.cumsum(differences[by_slope])
+    slope = float(slopes[by_slope[int(np.searchsorted(reached, reached[-1] / 2))]])
+    gap = float(load.max() - load.min())
+    return gap, slope * gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """The constants of the model, each at least 0, with their standard errors."""
+
+    num_windows: int
+    """Windows that were fitted."""
+    fixed_s: float
+    """Seconds of a step without assignments."""
+    fixed_error_s: float
+    """Its standard error."""
+    per_assignment_s: float
+    """Seconds of an assignment on the busiest rank."""
+    per_assignment_error_s: float
+    """Its standard error."""
+    per_row_s: float
+    """Seconds of an assignment of a rank on average, wherever it runs."""
+    per_row_error_s: float
+    """Its standard error."""
+    spread_s: float
+    """Standard deviation of a window's step time around the model, without outliers."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the cost of an assignment stands out from its error."""
+        return self.per_assignment_s > _KNOWN_BY * self.per_assignment_error_s
+
+    @property
+    def reason(self) -> str:
+        """Why the cost is known or not."""
+        cost, error = self.per_assignment_s * 1e6, self.per_assignment_error_s * 1e6
+        known = "" if self.is_known else ", not known: loads have varied too little"
+        return f"{self.num_windows} windows: {cost:.3g} ± {error:.2g} µs per assignment{known}"
+
+    def step_s(self, *, max_rank_load: float, mean_rank_load: float) -> float:
+        """Predict the duration of a step."""
+        experts_s = self.per_assignment_s * max_rank_load
+        return self.fixed_s + experts_s + self.per_row_s * mean_rank_load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imbalance:
+    """What imbalance costs in one window."""
+
+    step_s: float
+    """Duration of a step in seconds; 0 if unknown."""
+    cost_s: float
+    """Seconds of it that even ranks would save; 0 if the duration is unknown."""
+    error_s: float
+    """Standard error of `cost_s`; 0 for a best case."""
+    share: float
+    """Fraction of a step that even ranks would save."""
+    expert_share: float
+    """Fraction of a step with even ranks that they would spend in experts."""
+    is_measured: bool
+    """False for the best case, as if experts were the whole of a step."""
+    reason: str
+    """What it is based on."""
+
+
+def imbalance(
+    window: StepWindow | None, cost: StepCost | None, *, balancedness: float, num_windows: int
+) -> Imbalance:
+    """Say what imbalance costs in a window, at best if the cost of an assignment is not known.
+
+    `balancedness` is that of the window, for pools that do not report step times; `num_windows`
+    are those collected so far.
+    """
+    step_s = 0.0 if window is None else window.step_s
+    if window is not None and window.max_rank_load > 0:
+        balancedness = window.mean_rank_load / window.max_rank_load
+    if window is None or cost is None or not (cost.is_known and step_s):
+        share = 1.0 - balancedness
+        return Imbalance(
+            step_s=step_s,
+            cost_s=share * step_s,
+            error_s=0.0,
+            share=share,
+            expert_share=1.0,
+            is_measured=False,
+            reason=f"the best case: {unknown_cost(cost, num_windows=num_windows)}",
+        )
+    excess = window.max_rank_load - window.mean_rank_load
+    # Experts are at most the whole of a step, whatever the fit says.
+    cost_s = min(cost.per_assignment_s * excess, step_s * (1.0 - balancedness))
+    experts_s = cost.per_assignment_s * window.mean_rank_load
+    return Imbalance(
+        step_s=step_s,
+        cost_s=cost_s,
+        error_s=cost.per_assignment_error_s * excess,
+        share=cost_s / step_s,
+        expert_share=min(1.0, experts_s / (step_s - cost_s)),
+        is_measured=True,
+        reason=cost.reason,
+    )
+
+
+def unknown_cost(cost: StepCost | None, *, num_windows: int) -> str:
+    """Why the cost of an assignment is not known."""
+    if cost is not None:
+        return cost.reason
+    if num_windows:
+        return f"step times of {num_windows} windows so far, and {MIN_WINDOWS} are needed"
+    return "no window with the step times of all ranks yet"
+
+
+class StepCostFit:
+    """Collects windows and fits them; deterministic."""
+
+    def __init__(self) -> None:
+        self._windows: deque[StepWindow] = deque(maxlen=MAX_WINDOWS)
+        self._fitted: StepCost | None = None
+        self._is_fitted = True
+
+    @property
+    def num_windows(self) -> int:
+        """Windows that it holds."""
+        return len(self._windows)
+
+    def add(self, window: StepWindow) -> None:
+        """Take one more window; the oldest is dropped once there are `MAX_WINDOWS`."""
+        self._windows.append(window)
+        self._is_fitted = False
+
+    def clear(self) -> None:
+        """Forget all windows."""
+        self._windows.clear()
+        self._is_fitted = False
+
+    def cost(self) -> StepCost | None:
+        """Fit the windows, once after each change; None with fewer than `MIN_WINDOWS`."""
+        if not self._is_fitted:
+            enough = len(self._windows) >= MIN_WINDOWS
+            self._fitted = _cost_of(self._windows) if enough else None
+            self._is_fitted = True
+        return self._fitted
+
+
+def _cost_of(windows: deque[StepWindow]) -> StepCost:
+    steps = [(1.0, one.max_rank_load, one.mean_rank_load, one.step_s) for one in windows]
+    gaps = [(0.0, one.load_gap, 0.0, one.busy_gap_s) for one in windows if one.load_gap > 0]
+    equations = np.array(steps + gaps)
+    design, seconds = equations[:, :3], equations[:, 3]
+    # Columns of like size, so that one measure of singularity serves all.
+    scale = np.maximum(np.abs(design).mean(axis=0), _TINY)
+    constants, errors, spread = _fitted(design / scale, seconds, num_steps=len(steps))
+    constants, errors = constants / scale, errors / scale
+    return StepCost(
+        num_windows=len(windows),
+        fixed_s=float(constants[0]),
+        fixed_error_s=float(errors[0]),
+        per_assignment_s=float(constants[1]),
+        per_assignment_error_s=float(errors[1]),
+        per_row_s=float(constants[2]),
+        per_row_error_s=float(errors[2]),
+        spread_s=spread,
+    )
+
+
+def _fitted(design: Array, seconds: Array, *, num_steps: int) -> tuple[Array, Array, float]:
+    """Constants of at least 0, their standard errors, and the spread of step times in seconds.
+
+    The first `num_steps` equations are about step times, the others about gaps.
+    """
+    free = np.ones(design.shape[1], dtype=bool)
+    while True:
+        constants = np.zeros(len(free))
+        constants[free], weights, noise = _robust(design[:, free], seconds, num_steps=num_steps)
+        if (constants >= 0).all():
+            break
+        # No part of a step takes negative time: leave the most negative one out.
+        free[int(np.argmin(constants))] = False
+    residuals = (seconds - design @ constants) / noise
+    degrees = max(1.0, float(weights.sum()) - int(free.sum()))
+    spread = float(np.sqrt((weights * residuals**2).sum() / degrees))
+    # All columns take part, so that a constant that was left out has an error too.
+    design = design / noise[:, None]
+    covariance = np.linalg.pinv(design.T @ (weights[:, None] * design), rcond=1e-12)
+    errors = spread * np.sqrt(np.maximum(covariance.diagonal(), 0.0))
+    return constants, errors, spread * float(noise[0])
+
+
+def _robust(design: Array, seconds: Array, *, num_steps: int) -> tuple[Array, Array, Array]:
+    """Constants by biweight from least absolute deviations.
+
+    Also returns the equations' weights, 0 to 1, and their noise in seconds: that of their kind.
+    """
+    floor = max(_TINY, 1e-6 * float(np.median(np.abs(seconds))))
+    constants = _weighted(design, seconds, np.ones(len(seconds)))
+    for _ in range(_ROUNDS):
+        before, away = constants, np.abs(seconds - design @ constants)
+        constants = _weighted(design, seconds, 1 / np.maximum(away, floor))
+        if _has_converged(before, constants):
+            break
+    away = np.abs(seconds - design @ constants)
+    noise = np.empty_like(seconds)
+    for kind in (slice(None, num_steps), slice(num_steps, None)):
+        noise[kind] = max(floor, _deviation(away[kind], num_constants=design.shape[1]))
+    design, seconds = design / noise[:, None], seconds / noise
+    weights = np.ones(len(seconds))
+    for _ in range(_ROUNDS):
+        ratio = np.abs(seconds - design @ constants) / _CUTOFF
+        weights = np.where(ratio < 1, (1 - np.minimum(ratio, 1) ** 2) ** 2, 0.0)
+        before, constants = constants, _weighted(design, seconds, weights)
+        if _has_converged(before, constants):
+            break
+    return constants, weights, noise
+
+
+def _deviation(away: Array, *, num_constants: int) -> float:
+    """Standard deviation of normal noise by its median, without the degrees of freedom."""
+    if not len(away):
+        return 0.0
+    return 1.4826 * float(np.sort(away)[min(len(away) - 1, (len(away) + num_constants) // 2)])
+
+
+def _has_converged(before: Array, after: Array) -> bool:
+    return bool(np.abs(after - before).max() <= _CONVERGED * np.abs(after).max())
+
+
+def _weighted(design: Array, seconds: Array, weights: Array) -> Array:
+    """Constants of least weighted squares; small ones where the windows do not tell them apart."""
+    weighted = design.T * weights
+    normal = weighted @ design
+    # Rounding makes a singular matrix slightly indefinite; this is far below any noise.
+    normal.flat[:: len(normal) + 1] += _RIDGE * normal.trace()
+    return np.linalg.solve(normal, weighted @ seconds).astype(np.float64, copy=False)
