@@ -8,6 +8,7 @@ import pytest
 from equipoise.planning.rollout import State
 from equipoise.pool.effects import WriteCommitted
 from equipoise.pool.health import Health
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.layouts import MAX_KNOWN, PoolLayouts
 from equipoise.pool.records import PoolMemory
 from equipoise.wire.balancer_messages import Abort, Stage
@@ -238,7 +239,8 @@ def test_invented_generations_do_not_evict_what_is_rolled_out(staging):
     for ahead in range(1, 2 * MAX_KNOWN):
         generation = wave.target.generation + ahead
         claims.run(liar.layout.with_placement(liar.layout.expert_of_slot, generation=generation))
-        harness.hello(claims.reconnecting())
+        with pytest.raises(RejectedWorkerError, match=f"runs generation {generation}, but"):
+            harness.hello(claims.reconnecting())
     assert layouts.get(wave.base.generation) is not None
     assert layouts.get(wave.target.generation).same_placement(wave.target)
     wrong = other_layout(wave.target).digest()
@@ -287,8 +289,8 @@ def test_an_emptied_store_and_one_rank_of_another_generation_are_named_until_the
     diagnosis = harness.pool.diagnosis()
     assert diagnosis.health is Health.DEGRADED
     assert diagnosis.reason == (
-        "ranks run different generations (rank 0 1, rank 1 1, rank 2 1, rank 3 2): "
-        "the pool needs a new epoch"
+        f"rank 3 ({liar.hello.worker}) runs generation 2, but 3 of 4 ranks run generation 1: "
+        "restart it"
     )
     liar.run(truth)
     harness.say(liar, liar.heartbeat())
@@ -303,7 +305,7 @@ def test_a_rank_that_runs_a_generation_nobody_made_is_named(serving_harness):
     diagnosis = serving_harness.pool.diagnosis()
     assert diagnosis.health is not Health.SERVING
     assert (
-        f"rank 2 ({liar.hello.worker}) runs generation {2**40}, but the newest is"
+        f"rank 2 ({liar.hello.worker}) runs generation {2**40}, but the pool runs generation 1"
         in diagnosis.reason
     )
     assert serving_harness.pool.roster.member_at(2).generation == 1

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 from equipoise.planning.layout import Layout, digest_text
 from equipoise.planning.reconcile import contradiction, reconcile
+from equipoise.planning.rollout import State
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Log, WriteAdopted, WriteMembership
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.layouts import PoolLayouts
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
@@ -16,10 +18,17 @@ from equipoise.pool.quarantine import Quarantine
 from equipoise.pool.rollouts import Rollouts
 from equipoise.pool.verification import Verification
 from equipoise.pool.windows import Windows
+from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched, WorkerMessage
+
+UNKNOWN_LAYOUT = "unknown_layout"
+"""Kind of the rejection that ends a rank's stream: it reports the layout itself on the next one."""
 
 _CONTRADICTION = "generations of ranks"
 _NO_TABLE = "checksums of the checkpoint"
+
+MAX_NAMED = 4
+"""Ranks that one fault names."""
 
 
 class Agreement:
@@ -48,6 +57,9 @@ class Agreement:
         self._windows = windows
         self._rollouts = rollouts
         self._faults: dict[str, str] = {}
+        # By rank: generation and digest of layouts that ranks report to run, but this balancer does
+        # not know.
+        self._unknown: dict[int, tuple[int, bytes]] = {}
         self._opened_here = False
         self.must_reconcile = False
         """Whether ranks that served without this balancer still have to be reconciled."""
@@ -74,6 +86,7 @@ class Agreement:
         An epoch that was not `opened_here` is one that this balancer found.
         """
         self._faults.clear()
+        self._unknown.clear()
         self._verification.begin_epoch()
         self._opened_here, self.must_reconcile = opened_here, not opened_here
 
@@ -84,33 +97,91 @@ class Agreement:
         if rejected:
             self._faults[concern] = f"rank {rank} rejected the epoch: {rejected}"
 
-    def note_running(self, member: Member, heartbeat: Heartbeat) -> bool:
-        """Compare by content the layout that a rank runs with that of its generation.
+    def may_run(self, generation: int) -> bool:
+        """Whether ranks of the epoch can run a generation.
 
-        Returns False if it runs another one.
+        It is the current one, or the latest wave's: ranks switch before they report it. Ranks that
+        were found may run any whose layout is known, from the store or from a Hello.
         """
-        layout, digest = self._layouts.get(heartbeat.generation), heartbeat.layout_digest
-        concern = f"layout of rank {member.rank}"
-        if heartbeat.generation >= self._layouts.next_generation:
-            fault = (
-                f"rank {member.rank} ({member.name}) runs generation {heartbeat.generation}, but "
-                f"the newest is {self._layouts.next_generation - 1}: restart it"
-            )
-            return self._note_conflict(concern, fault)
-        if layout is None or digest in {b"", layout.digest()}:
-            self._faults.pop(concern, None)
-            return True
-        fault = (
-            f"rank {member.rank} ({member.name}) runs layout {digest_text(digest)} as generation "
-            f"{layout.generation}, which is {digest_text(layout.digest())}: restart it"
-        )
-        return self._note_conflict(concern, fault)
+        if self.must_reconcile:
+            return self._layouts.get(generation) is not None
+        layouts, wave = [self._layouts.current], self._rollouts.latest
+        if wave is not None and wave.state is not State.ACTIVE:
+            layouts += [wave.base, wave.target]
+        return any(one is not None and one.generation == generation for one in layouts)
 
-    def _note_conflict(self, concern: str, fault: str) -> bool:
+    def note_running(self, member: Member, heartbeat: Heartbeat) -> bool:
+        """Take over the generation that a rank runs, if its layout is ours by content.
+
+        Returns False if it is not.
+
+        Raises:
+            InvalidMessageError: most ranks run a layout that this balancer does not know; the
+                streams of these ranks must end, so that they report it.
+        """
+        rank, generation = member.rank, heartbeat.generation
+        assert rank is not None, "only a rank runs a layout"
+        self._unknown.pop(rank, None)
+        if generation == 0 and not member.serving:
+            return True  # It still loads its experts.
+        concern = f"layout of rank {rank}"
+        layout, digest = self._layouts.get(generation), heartbeat.layout_digest
+        if not self.may_run(generation):
+            self._note_conflict(concern, self._other_generation(member, generation))
+            self._note_unknown(member, generation, digest)
+            return False
+        if layout is not None and digest not in {b"", layout.digest()}:
+            fault = (
+                f"rank {rank} ({member.name}) runs layout {digest_text(digest)} as generation "
+                f"{generation}, which is {digest_text(layout.digest())}: restart it"
+            )
+            self._note_conflict(concern, fault)
+            return False
+        self._faults.pop(concern, None)
+        if heartbeat.staged_generation < self._layouts.next_generation:
+            member.note_generations(heartbeat)
+        return True
+
+    def check_hello(self, member: Member, running: RunningState) -> None:
+        """Check what a rank that reconnects reports to run in the current epoch.
+
+        A slow network may deliver its Hello after a wave that it took part in has ended.
+
+        Raises:
+            RejectedWorkerError: it runs a generation that this balancer does not know.
+        """
+        generation = running.generation
+        if not self.must_reconcile and self._layouts.get(generation) is None:
+            fault = self._other_generation(member, generation)
+            raise RejectedWorkerError("hello_generation", f"worker {member.name}: {fault}")
+
+    def _other_generation(self, member: Member, generation: int) -> str:
+        current = self._layouts.current
+        ours = "another one" if current is None else f"generation {current.generation}"
+        return (
+            f"rank {member.rank} ({member.name}) runs generation {generation}, but the pool runs "
+            f"{ours}: restart it"
+        )
+
+    def _note_unknown(self, member: Member, generation: int, digest: bytes) -> None:
+        """Most ranks of an epoch that was found may have switched to what the store forgot."""
+        assert member.rank is not None, "only a rank runs a layout"
+        if self._opened_here or self._layouts.get(generation) is not None:
+            return
+        self._unknown[member.rank] = claim = generation, digest
+        if 2 * list(self._unknown.values()).count(claim) <= self._roster.num_ranks:
+            return
+        self.must_reconcile = True
+        raise InvalidMessageError(
+            UNKNOWN_LAYOUT,
+            f"{member.name} runs generation {generation} like most ranks, but the store has lost "
+            "its layout: the worker reconnects and reports it",
+        )
+
+    def _note_conflict(self, concern: str, fault: str) -> None:
         if concern not in self._faults:
             self._rejections.count("layout_conflict", fault)
         self._faults[concern] = fault
-        return False
 
     def note_weights(self, member: Member) -> None:
         """Plan nothing while a rank holds weights other than those that it hashed."""
@@ -192,7 +263,10 @@ class Agreement:
             return ()
         self._note_table()
         effects = self._reconcile(now=now) if self.must_reconcile else ()
+        self._faults.pop(_CONTRADICTION, None)
         running = {member.generation for member in self._roster.seated()}
+        if self.must_reconcile and len(running) != 1:
+            self._faults[_CONTRADICTION] = self._contradiction()
         if len(running) != 1 or self.must_reconcile or self._rollouts.current is not None:
             return effects
         layout = self._layouts.get(running.pop())
@@ -241,11 +315,7 @@ class Agreement:
         if committed is None or not self._fits(committed):
             # The store has no record of these ranks; what they agree on is adopted as it is.
             self.must_reconcile = len(set(generations.values())) != 1
-            if self.must_reconcile:
-                self._faults[_CONTRADICTION] = contradiction(generations)
-                return ()
-            self._faults.pop(_CONTRADICTION, None)
-            return self._record_found()
+            return () if self.must_reconcile else self._record_found()
         if self._verification.table is None:
             return ()
         result = reconcile(
@@ -257,14 +327,28 @@ class Agreement:
             now=now,
         )
         if result.generation is None:
-            # A message may still be on its way; until it arrives nothing is planned.
-            self._faults[_CONTRADICTION] = result.reason
-            return ()
-        self._faults.pop(_CONTRADICTION, None)
+            return ()  # A message may still be on its way; until it arrives nothing is planned.
         self.must_reconcile = False
         log = Log(text=result.reason, epoch=self._roster.epoch, generation=result.generation)
         resumed = self._rollouts.resume(result.wave, result.commands, now=now)
         return (log, *resumed, *self._record_found())
+
+    def _contradiction(self) -> str:
+        """Name the ranks that run another generation than most, if most run the same."""
+        members = self._roster.seated()
+        most, count = Counter(member.generation for member in members).most_common(1)[0]
+        if 2 * count <= len(members):
+            return contradiction({place: one.generation for place, one in enumerate(members)})
+        others = [
+            f"rank {one.rank} ({one.name}) runs generation {one.generation}"
+            for one in members
+            if one.generation != most
+        ]
+        which = "it" if len(others) == 1 else "them"
+        return (
+            f"{', '.join(others[:MAX_NAMED])}, but {count} of {len(members)} ranks run generation "
+            f"{most}: restart {which}"
+        )
 
     def _record_found(self) -> Chain:
         """Record the found epoch, unless a later one is on record: its ranks never took that up."""

@@ -273,10 +273,9 @@ class PoolController:
 
     def _heartbeat(self, member: Member, heartbeat: Heartbeat, *, now: float) -> Chain:
         ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
-        epoch, rollouts = self.pool.roster.epoch, self.pool.rollouts
-        newest = self.pool.layouts.next_generation - 1
-        member.note_heartbeat(heartbeat, epoch=epoch, newest=newest)
-        if member.rank is None or heartbeat.epoch != epoch:
+        rollouts = self.pool.rollouts
+        member.note_heartbeat(heartbeat)
+        if member.rank is None or heartbeat.epoch != self.pool.roster.epoch:
             return (ack,)
         effects: Chain = ()
         self.pool.agreement.note_weights(member)
@@ -321,13 +320,20 @@ class PoolController:
             InvalidMessageError: one of them is wrong.
         """
         what, roster = type(value).__name__.lower(), self.pool.roster
-        newest = self.pool.layouts.next_generation - 1
+        layouts, newest = self.pool.layouts, self.pool.layouts.next_generation - 1
+        is_news = isinstance(value, Serving) or (
+            isinstance(value, Switched) and value.generation > member.generation
+        )
         if value.epoch != roster.epoch or member.rank is None:
             fault, kind = f"epoch {value.epoch}, but the current epoch is {roster.epoch}", "epoch"
         elif value.rank != member.rank:
             fault, kind = f"rank {value.rank}, but its rank is {member.rank}", "rank"
         elif value.generation > newest:
             fault = f"generation {value.generation}, but the newest is {newest}"
+            kind = "generation"
+        elif is_news and not self.pool.agreement.may_run(value.generation):
+            ours = layouts.current.generation if layouts.current is not None else "none"
+            fault = f"generation {value.generation}, but the pool runs generation {ours}"
             kind = "generation"
         elif fault := self._other_layout(value):
             kind = "layout"

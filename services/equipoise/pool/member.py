@@ -95,14 +95,15 @@ class Member:
         """A message arrived."""
         self.last_heard_s = now
 
-    def note_heartbeat(self, heartbeat: Heartbeat, *, epoch: int, newest: int) -> None:
-        """Take over its state; generations count only up to `newest`, in the current `epoch`."""
+    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Take over its state, except its generations."""
         self.draining, self.idle = heartbeat.draining, heartbeat.idle
         self.weights_version = heartbeat.weights_version
-        known = max(heartbeat.generation, heartbeat.staged_generation) <= newest
-        if self.rank is not None and heartbeat.epoch == epoch and known:
-            self.generation = heartbeat.generation
-            self.staged_generation = heartbeat.staged_generation
+
+    def note_generations(self, heartbeat: Heartbeat) -> None:
+        """Take over the generations that it runs and has staged, as a rank of the epoch."""
+        self.generation = heartbeat.generation
+        self.staged_generation = heartbeat.staged_generation
 
     def note_stats(self, stats: RankStats) -> None:
         """Take over its statistics."""

@@ -90,19 +90,23 @@ class Resumption:
         return tuple(effects)
 
     def check(self, hello: Hello) -> None:
-        """Check a rank that reconnects while others run.
+        """Check a rank that reconnects.
 
         Raises:
-            RejectedWorkerError: it runs another layout than they under the same generation.
+            RejectedWorkerError: it runs a generation that its epoch does not, or another layout
+                under the same generation than others that run.
         """
-        known = self._roster.members.get(hello.worker)
-        is_rank = known is not None and known.rank is not None
+        known, running = self._roster.members.get(hello.worker), hello.running
+        if known is None or known.rank is None or running is None:
+            return
+        if (running.epoch, running.rank) == (self._roster.epoch, known.rank):
+            self._agreement.check_hello(known, running)
         others_run = any(
             member.connected and member.serving and member.name != hello.worker
             for member in self._roster.seated()
         )
-        if hello.running is not None and is_rank and others_run:
-            check_running_layout(hello, self._layouts.get(hello.running.generation))
+        if others_run:
+            check_running_layout(hello, self._layouts.get(running.generation))
 
     def note_running(self, member: Member, *, now: float) -> Chain:
         """A worker counts as a rank that runs what it reported in its Hello."""

@@ -15,6 +15,7 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.planning.errors import InvalidReportError
+from equipoise.pool.agreement import UNKNOWN_LAYOUT
 from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
 from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.trust.identity import Caller
@@ -36,6 +37,9 @@ DRAIN_TIMEOUT_S = 1.0
 _PASSING = {UNREADABLE, NAME_TAKEN}
 """Rejections that a retry may overcome: the network corrupted a message, or the stream of a worker
 that restarted is not closed yet."""
+
+_ENDING = {UNREADABLE: "damaged message", UNKNOWN_LAYOUT: "its layout is unknown"}
+"""Rejections that end a stream, and the reason for its end."""
 
 _Requests = AsyncIterator[bytes]
 _Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -177,9 +181,9 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
             except (InvalidMessageError, InvalidReportError) as error:
                 text = f"worker {hello.worker}: {error}"
                 runner.reject(hello.worker, kind=error.kind, reason=text)
-                if error.kind == UNREADABLE:
-                    # The message is lost: a new stream begins with all that matters.
-                    return "damaged message"
+                if error.kind in _ENDING:
+                    # A new stream begins with all that matters.
+                    return _ENDING[error.kind]
                 continue
             if isinstance(value, Leaving):
                 reason = f"it left: {value.reason}"
