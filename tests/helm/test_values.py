@@ -113,6 +113,7 @@ def test_every_object_of_the_schema_rejects_unknown_values():
             "balancer/readinessProbe", "gateway/readinessProbe", "worker/readinessProbe",
             "policy/pools",
             "worker/affinity", "worker/tolerations/[]", "worker/checkpoint/volume",
+            *(f"{one}/extraVolumeMounts/[]" for one in ("balancer", "gateway", "worker")),
         )
     }  # fmt: skip
 

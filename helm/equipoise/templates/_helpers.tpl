@@ -241,6 +241,12 @@ securityContext:
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .pod.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- with .pod.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
 {{- with .pod.priorityClassName }}
 priorityClassName: {{ . | quote }}
 {{- end }}

@@ -12,6 +12,18 @@ spec:
   # fetched, and leaves the epoch.
   terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds (ternary (int (ceil $worker.holdSeconds)) 0 (gt (len $root.Values.peerPools) 0)) 20 }}
   {{- include "equipoise.podSecurity" $root | nindent 2 }}
+  {{- if $worker.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  {{- with $worker.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $worker.extraInitContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: worker
       {{- include "equipoise.image" (dict "root" $root "image" $root.Values.image.worker) | nindent 6 }}
@@ -119,6 +131,9 @@ spec:
         {{- if $worker.checkpoint.volume }}
         - {name: checkpoint, mountPath: {{ $worker.checkpoint.mountPath }}, readOnly: true}
         {{- end }}
+        {{- with $worker.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
@@ -128,6 +143,9 @@ spec:
     {{- with $worker.checkpoint.volume }}
     - name: checkpoint
       {{- toYaml . | nindent 6 }}
+    {{- end }}
+    {{- with $worker.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- with $worker.topologySpread }}
   {{- if .enabled }}
@@ -149,6 +167,9 @@ spec:
 {{- if .gpu.count -}}{{- $_ := set $devices .gpu.resourceName .gpu.count -}}{{- end -}}
 {{- if .rdma.resourceName -}}{{- $_ := set $devices .rdma.resourceName .rdma.count -}}{{- end -}}
 {{- $resources := deepCopy .resources -}}
+{{- range .resourceClaims -}}
+{{- $_ := set $resources "claims" (append (default list $resources.claims) (dict "name" .name)) -}}
+{{- end -}}
 {{- if $devices -}}
 {{- $_ := set $resources "limits" (merge (deepCopy (default dict $resources.limits)) $devices) -}}
 {{- $_ := set $resources "requests" (merge (deepCopy (default dict $resources.requests)) $devices) -}}
