@@ -112,6 +112,7 @@ def test_every_object_of_the_schema_rejects_unknown_values():
             "gateway/autoscaling/behavior", "gateway/autoscaling/metrics/[]",
             "balancer/readinessProbe", "gateway/readinessProbe", "worker/readinessProbe",
             "policy/pools",
+            "metrics/podMonitor/relabelings/[]", "metrics/serviceMonitor/relabelings/[]",
             "worker/affinity", "worker/tolerations/[]", "worker/checkpoint/volume",
             *(f"{one}/extraVolumeMounts/[]" for one in ("balancer", "gateway", "worker")),
         )

@@ -29,6 +29,10 @@
 {{- fail "gateway.autoscaling.minReplicas must be at most maxReplicas" -}}
 {{- end -}}
 {{- include "equipoise.tlsChecks" . -}}
+{{- include "equipoise.routeChecks" .Values.gateway -}}
+{{- if and .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled -}}
+{{- fail "metrics.serviceMonitor and metrics.podMonitor together would scrape every process twice: enable one" -}}
+{{- end -}}
 {{- if and .Values.tokens.perWorkerSecret.name (not .Values.tokens.existingSecret.name) -}}
 {{- fail "tokens.perWorkerSecret.name needs tokens.existingSecret.name, whose key `accepted` names the workers' keys" -}}
 {{- end -}}
@@ -58,6 +62,18 @@
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}
 {{- fail (printf "tls.enabled requires a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "equipoise.routeChecks" -}}
+{{- if and .httpRoute.enabled (not .httpRoute.parentRefs) -}}
+{{- fail "gateway.httpRoute.parentRefs must name the Gateway that serves the route" -}}
+{{- end -}}
+{{- if and .inferencePool.enabled (not .inferencePool.endpointPicker.name) -}}
+{{- fail "gateway.inferencePool.endpointPicker.name must name the Service of the endpoint picker" -}}
+{{- end -}}
+{{- if and .ingress.enabled .ingress.tlsSecret (not .ingress.hosts) -}}
+{{- fail "gateway.ingress.tlsSecret is the certificate of gateway.ingress.hosts: name them" -}}
 {{- end -}}
 {{- end -}}
 
