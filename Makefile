@@ -15,7 +15,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm promtool demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart model-check linearizability
+.PHONY: help setup redis helm promtool demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart package model-check linearizability
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -158,3 +158,8 @@ protos: $(STAMP)  ## Regenerate the committed stubs from the .proto files
 
 chart: $(STAMP) helm promtool  ## Lint the chart and the Dockerfile, render them, test the alerts
 	$(BIN)/python -m pytest tests/helm $(ARGS)
+
+# SIGN names a key of your GnuPG keyring: helm then writes a provenance file beside the package.
+package: helm  ## Package the chart into dist/ (SIGN=NAME: with a provenance file)
+	PATH="$$PATH:$(abspath $(dir $(HELM)))" helm package helm/equipoise -d $(or $(DIST),dist) \
+	  $(if $(SIGN),--sign --key '$(SIGN)' --keyring $(or $(KEYRING),$(HOME)/.gnupg/secring.gpg))
