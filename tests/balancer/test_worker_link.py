@@ -170,6 +170,23 @@ async def test_bytes_that_are_not_a_message_end_the_stream_and_are_counted(
     assert "2 bytes do not have the digest" in kinds["link_bytes"].latest
 
 
+async def test_a_worker_of_another_release_reads_both_versions_and_the_remedy(
+    channel, status, hello_of
+):
+    old = to_balancer(hello_of("worker-0"))
+    old.ClearField("digest")
+    old.hello.protocol_version = 2
+    stream = channel.stream_stream("/equipoise_api.v1.WorkerLink/Connect")()
+    await stream.write(old.SerializeToString())
+    rejection = worker_link_pb2.ConnectResponse.FromString(await stream.read()).rejection
+    assert rejection.fatal
+    assert rejection.reason == (
+        "hello: the worker uses protocol version 2, the balancer 3: run the same release on both "
+        "sides"
+    )
+    assert await stream.read() is grpc.aio.EOF
+
+
 def with_a_byte_changed(message, part):
     """The bytes of a message in which one byte of `part` is another; they still parse."""
     sent = message.SerializeToString()

@@ -48,9 +48,9 @@ def shares(*, at, holds):
 
 HELLO_FAULTS = [
     (
-        dict(protocol_version=1),
+        dict(protocol_version=2),
         "hello_protocol_version",
-        "uses protocol version 1, the balancer 2",
+        "uses protocol version 2, the balancer 3: run the same release",
     ),
     (dict(backends=["gemm"]), "hello_backends", "operation=backend.backend, not 'gemm'"),
     (dict(backends=["gemm=a"] * 65), "hello_backends", "at most 64 of operation=backend.backend"),

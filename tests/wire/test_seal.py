@@ -6,6 +6,7 @@ from google.protobuf.message import DecodeError
 
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise.wire.seal import unsealed
 from equipoise_api.v1 import worker_link_pb2 as pb
 
@@ -52,3 +53,29 @@ def parses(request):
     except DecodeError:
         return False
     return True
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, PROTOCOL_VERSION + 1])
+def test_a_hello_without_a_digest_is_of_another_release_if_its_version_is(good, version):
+    message = to_balancer(good.hello)
+    message.ClearField("digest")
+    message.hello.protocol_version = version
+    with pytest.raises(InvalidMessageError) as caught:
+        unsealed(message.SerializeToString())
+    assert caught.value.kind == "hello_protocol_version"
+    assert str(caught.value) == (
+        f"hello: the worker uses protocol version {version}, the balancer {PROTOCOL_VERSION}: run "
+        "the same release on both sides"
+    )
+
+
+def test_a_hello_of_this_version_without_a_digest_is_damaged(good):
+    message = to_balancer(good.hello)
+    message.ClearField("digest")
+    check_rejected(message.SerializeToString())
+
+
+def test_a_hello_whose_version_and_digest_differ_from_those_sent_is_damaged(good):
+    message = to_balancer(good.hello)
+    message.hello.protocol_version = 2
+    check_rejected(message.SerializeToString())

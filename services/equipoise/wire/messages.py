@@ -13,7 +13,7 @@ from equipoise.planning.counters import LoadReport, Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the contract; a Hello with another version is rejected."""
 
 

@@ -47,12 +47,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         InvalidMessageError: a field is missing or out of range, or the worker uses another protocol
             version.
     """
-    if message.protocol_version != PROTOCOL_VERSION:
-        raise InvalidMessageError(
-            "hello_protocol_version",
-            f"hello: the worker uses protocol version {message.protocol_version}, the balancer "
-            f"{PROTOCOL_VERSION}: run the same release on both sides",
-        )
+    check_protocol_version(message)
     model = layouts.model_from_proto(message.model, kind="hello")
     _check_pool_size(message, model)
     hello = Hello(
@@ -81,6 +76,16 @@ def hello_from_proto(message: pb.Hello) -> Hello:
     if not message.HasField("running"):
         return hello
     return replace(hello, running=_running_from_proto(message.running, hello=hello))
+
+
+def check_protocol_version(message: pb.Hello) -> None:
+    """Raises InvalidMessageError: the worker uses another version than this balancer."""
+    if message.protocol_version != PROTOCOL_VERSION:
+        raise InvalidMessageError(
+            "hello_protocol_version",
+            f"hello: the worker uses protocol version {message.protocol_version}, the balancer "
+            f"{PROTOCOL_VERSION}: run the same release on both sides",
+        )
 
 
 def serving_to_proto(serving: Serving) -> pb.Serving:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from google.protobuf.message import DecodeError
 
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.requests import check_protocol_version
 from equipoise_api.v1 import worker_link_pb2 as pb
 
 UNREADABLE = "link_bytes"
@@ -32,15 +33,17 @@ def unsealed(request: bytes) -> pb.ConnectRequest:
     """Check the digest of a message, and decode it.
 
     Raises:
-        InvalidMessageError: "link_bytes".
+        InvalidMessageError: "link_bytes", or "hello_protocol_version" if a worker of another
+            release sent it, which need not have a digest.
     """
     sealed = memoryview(request)
     body, end = sealed[:-_SEAL_BYTES], sealed[-_SEAL_BYTES:]
     if end != _TAG + _digest(body):
+        _check_release(request)
         raise InvalidMessageError(
             UNREADABLE,
-            f"{len(request)} bytes do not have the digest that was sent with them: a proxy "
-            "corrupts them, or the worker uses another protocol",
+            f"{len(request)} bytes do not have the digest that was sent with them: check the "
+            "proxies between worker and balancer",
         )
     try:
         return pb.ConnectRequest.FromString(request)
@@ -50,6 +53,16 @@ def unsealed(request: bytes) -> pb.ConnectRequest:
             f"{len(request)} bytes are not a valid WorkerLink message: run the same release on "
             "both sides",
         ) from None
+
+
+def _check_release(request: bytes) -> None:
+    """Reject a Hello without a digest for its version, if that is not ours."""
+    try:
+        message = pb.ConnectRequest.FromString(request)
+    except DecodeError:
+        return
+    if message.HasField("hello") and not message.digest:
+        check_protocol_version(message.hello)
 
 
 def _digest(data: bytes | memoryview) -> bytes:

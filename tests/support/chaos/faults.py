@@ -12,6 +12,7 @@ import psutil
 import redis.asyncio
 
 from equipoise.balancer.planner.process import PROGRAM
+from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
 from tests.support.chaos.arena import WORKERS, Arena
@@ -150,7 +151,7 @@ async def _stranger(arena: Arena, fault: Fault) -> None:
         num_ranks=4,
         checkpoint_fingerprint="0badcafe",
         experts_digest=bytes(16),
-        protocol_version=rng.choice([0, 1, 2, 99]),
+        protocol_version=rng.choice([0, 1, PROTOCOL_VERSION, 99]),
         model=worker_link_pb2.ModelShape(
             num_layers=4, num_experts=32, num_groups=8, expert_bytes=rng.randrange(2**40)
         ),
