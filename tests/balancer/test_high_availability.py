@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 
 import grpc
@@ -16,6 +14,7 @@ from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.store import StoreError
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.agent_ranks import joining_ranks, ranks_of, staged_by_all, switch, traffic
+from tests.support.forked_commands import ForkedProcess
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.e2e
@@ -42,9 +41,9 @@ class Process:
             "cooldown-s": "0.1",
             "log-level": "info",
         }
-        self.process = subprocess.Popen(
+        self.process = ForkedProcess(
             [
-                *(sys.executable, "-m", "equipoise.cli.main", "balancer"),
+                *("-m", "equipoise.cli.main", "balancer"),
                 *(f"--{name}={value}" for name, value in options.items()),
             ]
         )

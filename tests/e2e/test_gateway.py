@@ -18,13 +18,14 @@ from equipoise.cli.bench.clients import BenchClients
 from equipoise.cli.bench.report import report
 from equipoise.cli.bench.requests import timed_requests
 from equipoise.cli.bench.settings import BenchServeSettings
-from equipoise.cli.demo.fleet import Fleet, free_address
+from equipoise.cli.demo.fleet import free_address
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import prompts_of
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2
 from equipoise_model.train.data import heldout_prompts
+from tests.support.forked_commands import ForkedFleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -91,7 +92,7 @@ async def service(tmp_path_factory):
 async def serving(tmp_path, *options, num_ranks=2):
     """A balancer, workers with these options and a gateway that is ready."""
     balancer, gateway = free_address("127.0.0.1:0"), free_address("127.0.0.1:0")
-    async with Fleet(tmp_path) as fleet:
+    async with ForkedFleet(tmp_path) as fleet:
         await fleet.start(
             "balancer",
             ["balancer", f"--listen={balancer}", f"--store={tmp_path / 'state.sqlite'}"],

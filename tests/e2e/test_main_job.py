@@ -15,10 +15,11 @@ import grpc
 import psutil
 import pytest
 
-from equipoise.cli.demo.fleet import Fleet, free_address
+from equipoise.cli.demo.fleet import free_address
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise_api.v1 import status_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.collector import Collector
+from tests.support.forked_commands import ForkedFleet
 
 pytestmark = pytest.mark.e2e
 
@@ -211,7 +212,7 @@ async def test_workers_keep_serving_without_a_balancer_and_reconnect_to_it(tmp_p
     balancer = [
         "balancer", f"--listen={address}", f"--store={tmp_path / 'state.sqlite'}", "--interval-s=1",
     ]  # fmt: skip
-    async with Fleet(tmp_path) as fleet, asyncio.timeout(BOUND_S):
+    async with ForkedFleet(tmp_path) as fleet, asyncio.timeout(BOUND_S):
         await fleet.start("balancer", balancer)
         for rank in range(2):
             await fleet.start(

@@ -8,8 +8,9 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from equipoise.cli.demo.fleet import Fleet, free_address
+from equipoise.cli.demo.fleet import free_address
 from equipoise.planning.warm_up import warm_up
+from tests.support.forked_commands import ForkedFleet
 from tests.support.scrapes import scrape, value_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
@@ -27,7 +28,7 @@ async def rig(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_pools")
     balancer, both, alone = (free_address("127.0.0.1:0") for _ in range(3))
     metrics = {pool: free_address("127.0.0.1:0") for pool in ("prefill", "decode", "gateway")}
-    async with Fleet(folder) as fleet:
+    async with ForkedFleet(folder) as fleet:
         store = f"--store={folder / 'state.sqlite'}"
         await fleet.start("balancer", ["balancer", f"--listen={balancer}", store])
         for pool, peer in (("prefill", "decode"), ("decode", "prefill")):

@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 import grpc
 import numpy as np
 
-from equipoise.cli.demo.fleet import Fleet, free_address
+from equipoise.cli.demo.fleet import free_address
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_pb2, worker_pb2_grpc
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.generate import greedy
+from tests.support.forked_commands import ForkedFleet
 
 BOUND_S = 200.0
 SERVING = {status_pb2.POOL_HEALTH_SERVING, status_pb2.POOL_HEALTH_DEGRADED}
@@ -97,7 +98,7 @@ class Pool:
     """A balancer and workers of the tiny checkpoint, each a process."""
 
     def __init__(self, folder, *, num_ranks=4, slots_per_rank=12):
-        self.fleet, self.address = Fleet(folder), free_address("127.0.0.1:0")
+        self.fleet, self.address = ForkedFleet(folder), free_address("127.0.0.1:0")
         self._folder, self._num_ranks, self._slots_per_rank = folder, num_ranks, slots_per_rank
         self.feed = StatusFeed(self.address, pool="default")
 

@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 import psutil
 
-from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
+from equipoise.cli.demo.fleet import FleetError, free_address
 from equipoise.cli.demo.traffic import Prompt
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import (
@@ -38,6 +38,7 @@ from tests.support.chaos.clients import Clients
 from tests.support.chaos.history import History, StepSeen
 from tests.support.chaos.plan import NUM_WORKERS, Ground
 from tests.support.chaos.relay import PROMPT, Relay, forwarding
+from tests.support.forked_commands import ForkedFleet
 from tests.support.redis_server import RedisServer
 
 WORKERS = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
@@ -66,7 +67,7 @@ class Arena:
     ) -> None:
         self.ground = ground
         self.history = History()
-        self.fleet = Fleet(folder)
+        self.fleet = ForkedFleet(folder)
         self.redis = RedisServer(folder / "redis") if ground is Ground.REDIS else None
         self.balancers = ("balancer-0", "balancer-1") if self.redis else ("balancer-0",)
         self.clock_file = folder / "clock"

@@ -6,10 +6,10 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 import grpc
 import psutil
@@ -64,16 +64,25 @@ class Fleet:
         running = self._processes.get(name)
         assert running is None or running.returncode is not None, f"{name} is running"
         with self.log_path(name).open("ab") as log:
-            self._processes[name] = await asyncio.create_subprocess_exec(
-                *tethered([sys.executable, *(program or self._program), *arguments]),
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=STDOUT,
-                process_group=0,
+            self._processes[name] = await self._launch(
+                [*(program or self._program), *arguments],
+                output=log,
                 env={**os.environ, **dict.fromkeys(_THREADS, "1"), "PYTHONUNBUFFERED": "1"},
             )
         self._expected_ends.discard(name)
         self._changed.set()
+
+    async def _launch(
+        self, command: Sequence[str], *, output: BinaryIO, env: Mapping[str, str]
+    ) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *tethered([sys.executable, *command]),
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            process_group=0,
+            env=env,
+        )
 
     async def stop(self, name: str, *, with_signal: signal.Signals = signal.SIGTERM) -> int:
         """Stop a process and return its exit status; kill it after `STOP_TIMEOUT_S`."""
