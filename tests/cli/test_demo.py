@@ -30,7 +30,7 @@ def test_settings_outside_their_range_are_named_with_it(changes, words):
 def test_a_process_that_fails_at_startup_ends_the_demo_with_its_last_log_lines(tmp_path):
     state = tmp_path / "state.sqlite"
     state.write_text("this is no database, and long enough to be taken for a damaged one" * 100)
-    settings = DemoSettings(listen="127.0.0.1:0")
+    settings = DemoSettings(workers=1, nodes=1, slots_per_rank=32, listen="127.0.0.1:0")
 
     async def demo() -> None:
         screen = PlainScreen(Console(quiet=True))

@@ -64,8 +64,8 @@ GOOD = {
     "checkpoint manifest": (["--checkpoint", str(TINY)], DONE),
     "demo": (
         [
-            *("--plain", "--workers=2", "--nodes=1", "--slots-per-rank=16", "--domains=code"),
-            *("--interval-s=1", "--seconds-per-domain=1", "--prompts-per-domain=2"),
+            *("--plain", "--workers=1", "--nodes=1", "--slots-per-rank=32", "--domains=code"),
+            *("--interval-s=1", "--seconds-per-domain=1", "--prompts-per-domain=1"),
             *("--clients-per-rank=1", "--listen=127.0.0.1:0", "--web-listen=127.0.0.1:0"),
         ],
         DONE,

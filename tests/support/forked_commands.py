@@ -24,7 +24,8 @@ from pathlib import Path
 
 from equipoise.cli.demo.fleet import Fleet
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
+"""Without a cache, the first process compiles the planner."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -1,11 +1,11 @@
 """One rank of `test_all_to_all_processes`: exchanges over gloo and shared memory, and compares.
 
-Arguments: rank, number of ranks, folder. Prints one JSON object. Everything is derived from seeds.
+Arguments: rank, number of ranks, folder. Writes one JSON object to `report-RANK.json` there.
+Everything is derived from seeds.
 """
 
 import json
 import random
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -142,8 +142,13 @@ def words_of_failure(buffer, shape):
     return ["nothing was noticed", [], ""]
 
 
-def main():
-    rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def main(rank, num_ranks, folder):
+    warnings.simplefilter("ignore", DeprecationWarning)
+    with corrected_casts():
+        run(int(rank), int(num_ranks), Path(folder))
+
+
+def run(rank, num_ranks, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=num_ranks,
@@ -169,15 +174,9 @@ def main():
         buffer = EpBuffer(shape, lonely, device="cpu")
         report["gloo lonely"] = words_of_failure(buffer, shape)
         report["gloo afterwards"] = words_of_failure(buffer, shape)
-    print(json.dumps(report))
+    (folder / f"report-{rank}.json").write_text(json.dumps(report))
     # No rank leaves before the others have timed out: a broken connection is noticed at once.
     (folder / f"done-{rank}").touch()
     until = time.monotonic() + PATIENCE_S
     while len(list(folder.glob("done-*"))) < num_ranks and time.monotonic() < until:
         time.sleep(0.02)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore", DeprecationWarning)
-    with corrected_casts():
-        main()

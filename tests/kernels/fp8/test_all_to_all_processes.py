@@ -3,17 +3,16 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.support.rank_processes import run_ranks
+
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
 PROGRAM = Path(__file__).with_name("all_to_all_rank.py")
-ROOM = Path(__file__).parents[3] / "kernels"
 NUM_RANKS = 3
 TIMEOUT_S = 200
 
@@ -21,30 +20,18 @@ TIMEOUT_S = 200
 @pytest.fixture(scope="module")
 def reports():
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="equipoise-test-", dir=shared)
-    environment = os.environ | {"PYTHONPATH": str(ROOM), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(NUM_RANKS), folder],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    seen = []
+    folder = Path(tempfile.mkdtemp(prefix="equipoise-test-", dir=shared))
     try:
-        for process in processes:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-            seen.append(json.loads(output))
+        run_ranks(
+            PROGRAM,
+            [(rank, NUM_RANKS, folder) for rank in range(NUM_RANKS)],
+            timeout_s=TIMEOUT_S,
+        )
+        return [
+            json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(NUM_RANKS)
+        ]
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
         shutil.rmtree(folder)
-    return seen
 
 
 def test_kernels_and_gloo_give_the_same_bits_in_every_epoch_and_both_are_right(reports):
