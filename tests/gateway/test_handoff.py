@@ -13,9 +13,9 @@ from equipoise.gateway.errors import NoRankError
 from equipoise.gateway.handoff import Direct, first_leg, why_direct
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
-from equipoise.gateway.rank_table import RankInfo, RankTable
+from equipoise.gateway.rank_load import RankInfo, RankLoad, RankState
+from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.relay import Relay
-from equipoise.gateway.routing import RankLoad, RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.settings.errors import InvalidSettingsError
@@ -118,7 +118,12 @@ async def pools(*, num_prefill=2, num_decode=2, prefill_form="v1/16", queue_time
         )
         for table in tables:
             for rank in table.loads():
-                assert (rank.num_open, rank.tokens_in_flight, rank.kv_tokens) == (0, 0, 0)
+                assert_idle(rank)
+
+
+def assert_idle(rank):
+    for amount in (rank.requests, rank.latents, rank.unread_tokens, rank.unread_pairs):
+        assert amount.booked == 0, rank
 
 
 def legs(ranks):

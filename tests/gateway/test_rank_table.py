@@ -1,13 +1,19 @@
 """The queue for a rank: fair, bounded, and served as soon as possible."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
-from equipoise.gateway.rank_table import FIRST_REST_S, LONGEST_REST_S, RankInfo, RankTable
-from equipoise.gateway.routing import RankState
+from equipoise.gateway.rank_load import ASSUMED_UNREAD_TOKENS, RankInfo, RankState
+from equipoise.gateway.rank_table import FIRST_REST_S, LONGEST_REST_S, RankTable
+from equipoise.gateway.request_balance import balancedness, request_balancedness
 from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
+from equipoise.planning.balance import balancedness as layer_balancedness
 from equipoise.wire.inference_messages import GenerateRequest
 
 BOUND_S = 30.0
@@ -36,9 +42,15 @@ def reported(*names, state=RankState.OPEN, **more):
     return [RankInfo(name=name, address=f"{name}:1", state=state, **more) for name in names]
 
 
-async def place(ranks, *, is_retry=False, suspicion=None, avoid=frozenset(), bound_s=BOUND_S):
+def _field(value):
+    return tuple(value) if isinstance(value, range) else value
+
+
+async def place(
+    ranks, *, is_retry=False, suspicion=None, avoid=frozenset(), bound_s=BOUND_S, **changes
+):
     return await ranks.reserve(
-        REQUEST,
+        replace(REQUEST, **{name: _field(value) for name, value in changes.items()}),
         avoid=avoid,
         is_retry=is_retry,
         suspicion=suspicion or Suspicion(),
@@ -59,19 +71,83 @@ def load(ranks, name):
     return next(rank for rank in ranks.loads() if rank.name == name)
 
 
+def booked(ranks, name):
+    rank = load(ranks, name)
+    amounts = (rank.requests, rank.latents, rank.unread_tokens, rank.unread_pairs)
+    return tuple(amount.booked for amount in amounts)
+
+
 async def test_a_reservation_counts_until_it_is_released(ranks):
     ranks.update(reported("a"))
     one = await place(ranks)
-    assert (load(ranks, "a").num_open, load(ranks, "a").tokens_in_flight) == (1, 10)
+    assert booked(ranks, "a") == (1, 3 + 7, 3, 3 * 3 // 2)
     one.accepted()
+    one.generated(0)
+    assert booked(ranks, "a") == (1, 10, 3, 4), "its prompt has not been read"
     one.generated(1)
-    assert (load(ranks, "a").tokens_in_flight, load(ranks, "a").kv_tokens) == (6, 4)
-    one.generated(2)
-    assert (load(ranks, "a").tokens_in_flight, load(ranks, "a").kv_tokens) == (4, 6)
+    assert booked(ranks, "a") == (1, 10, 0, 0)
+    one.generated(8)
+    assert booked(ranks, "a") == (1, 12, 0, 0), "an answer that is longer than expected"
     one.release()
     one.release()
-    idle = load(ranks, "a")
-    assert (idle.num_open, idle.tokens_in_flight, idle.kv_tokens) == (0, 0, 0)
+    assert booked(ranks, "a") == (0, 0, 0, 0)
+
+
+async def test_what_ends_before_it_is_read_leaves_nothing_behind(ranks):
+    ranks.update(reported("a"))
+    (await place(ranks)).release()
+    assert booked(ranks, "a") == (0, 0, 0, 0)
+
+
+async def test_answers_are_expected_to_be_as_long_as_the_latest_ones(ranks):
+    ranks.update(reported("a"))
+    for _ in range(400):
+        with await place(ranks, max_tokens=5000) as one:
+            one.generated(20)
+    await place(ranks, max_tokens=5000)
+    assert load(ranks, "a").latents.booked == 3 + 20
+    await place(ranks, max_tokens=4)
+    assert load(ranks, "a").latents.booked == 3 + 20 + 3 + 4
+
+
+async def test_a_prompt_follows_its_beginning_until_waiting_costs_more(ranks):
+    known = {"block_tokens": 16, "kv_tokens_total": 2**20, "max_requests": 2**10}
+    ranks.update(reported("a", "b", boot_id="1", **known))
+
+    async def read(prompt, **more):
+        return await place(ranks, prompt=prompt, max_tokens=1, **more)
+
+    with await read(range(200)) as first:
+        first.generated(1)
+    assert first.rank.name == "a"
+    # Rank a reads 8 tokens of each, b would read 200.
+    followers = [await read((*range(192), *range(turn, turn + 8))) for turn in range(20)]
+    assert [one.rank.name for one in followers] == ["a"] * 20
+    assert load(ranks, "a").unread_tokens.booked == 20 * 8
+    assert (await read((*range(192), 1))).rank.name == "a", "161 tokens against 193"
+    await read(range(1000, 1040), avoid=frozenset({"b:1"}))
+    assert (await read((*range(192), 2))).rank.name == "b", "202 tokens against 193"
+    ranks.update(reported("a", "b", boot_id="2", **known))
+    assert [len(rank.prefixes) for rank in ranks.loads()] == [0, 0]
+
+
+async def test_work_sent_to_ranks_is_remembered_for_a_while(ranks, clock):
+    ranks.update(reported("a", "b"))
+    with await place(ranks):
+        assert request_balancedness(ranks.loads(), now=clock()) == {
+            "tokens": 0.5, "attention": 0.5, "latents": 0.5, "requests": 0.5,
+        }  # fmt: skip
+    measured = request_balancedness(ranks.loads(), now=clock())
+    assert measured == {"tokens": 0.5, "attention": 0.5, "latents": 1.0, "requests": 1.0}
+    clock.now_s += 60
+    await place(ranks)
+    # Half as much as now, on the other rank: 1.5 of 2 x 1.
+    assert request_balancedness(ranks.loads(), now=clock())["tokens"] == pytest.approx(0.75)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=9))
+def test_balancedness_is_what_it_is_of_experts(burdens):
+    assert balancedness(burdens) == pytest.approx(layer_balancedness(np.array([burdens], float)))
 
 
 async def test_the_queue_is_served_in_order_with_retries_first(ranks, clock):
@@ -203,37 +279,66 @@ async def test_an_empty_update_changes_nothing(ranks):
 
 
 async def test_reported_requests_beyond_ours_are_foreign(ranks):
+    def foreign():
+        return load(ranks, "a").requests.foreign
+
     ranks.update(reported("a", report=1))
     ours = [await place(ranks) for _ in range(3)]
     ranks.update(reported("a", num_requests=5, report=2))
-    assert load(ranks, "a").num_foreign == 2
+    assert foreign() == 2
     # The next report may be from before our requests ended.
     for one in ours:
         one.release()
     ranks.update(reported("a", num_requests=5, report=3))
-    assert load(ranks, "a").num_foreign == 2
+    assert foreign() == 2
     ranks.update(reported("a", num_requests=2, report=4))
     ranks.update(reported("a", num_requests=2, report=5))
-    assert load(ranks, "a").num_foreign == 2
+    assert foreign() == 2
 
 
-async def test_reported_cache_use_beyond_ours_is_foreign(ranks):
+async def test_of_all_that_is_reported_what_we_may_have_booked_is_ours(ranks):
     ranks.update(reported("a", report=1))
     ours = await place(ranks)
-    may_hold = load(ranks, "a").tokens_in_flight
-    ranks.update(reported("a", kv_tokens_total=999, kv_tokens_used=may_hold + 30, report=2))
-    assert load(ranks, "a").foreign_kv_tokens == 30
-    assert load(ranks, "a").kv_tokens_total == 999
+    reports = {"max_requests": 8, "kv_tokens_total": 999, "parity_tokens": 100}
+    more = {"kv_tokens_used": 10 + 30, "unread_tokens": 3 + 40, "unread_pairs": 4 + 50}
+    ranks.update(reported("a", report=2, **more, **reports))
+    rank = load(ranks, "a")
+    assert (rank.latents.foreign, rank.unread_tokens.foreign) == (30, 40)
+    assert (rank.unread_pairs.foreign, rank.kv_tokens_total, rank.max_requests) == (50, 999, 8)
     ours.release()
-    ranks.update(reported("a", kv_tokens_used=may_hold, report=3))
-    assert load(ranks, "a").foreign_kv_tokens == 0
+    less = {"kv_tokens_used": 10, "unread_tokens": 3, "unread_pairs": 4}
+    ranks.update(reported("a", report=3, **less, **reports))
+    assert (rank.latents.foreign, rank.unread_tokens.foreign) == (0, 0)
+
+
+async def test_a_booking_stays_on_top_of_reports_that_cannot_have_seen_it(ranks):
+    ranks.update(reported("a", report=1, max_requests=8))
+    await place(ranks)
+    for report in (2, 3, 4):
+        # From before the request arrived there, and later with it.
+        seen = 3 if report > 2 else 0
+        ranks.update(reported("a", report=report, max_requests=8, unread_tokens=seen))
+        assert load(ranks, "a").unread_tokens.total == 3
+
+
+async def test_requests_on_a_rank_that_reports_no_prompts_are_assumed_to_wait(ranks):
+    ranks.update(reported("a", report=1))
+    ranks.update(reported("a", num_requests=4, report=2))
+    assert load(ranks, "a").unread_tokens.foreign == 4 * ASSUMED_UNREAD_TOKENS
+
+
+async def test_capacities_are_known_before_the_first_token(ranks):
+    ranks.update(reported("a", report=0, max_requests=8, kv_tokens_total=999))
+    assert (load(ranks, "a").request_slots, load(ranks, "a").cache_tokens) == (8, 999)
+    ranks.update(reported("b"))
+    assert (load(ranks, "b").request_slots, load(ranks, "b").cache_tokens) == (64, 64 * 512)
 
 
 async def test_a_repeated_report_counts_once(ranks):
     ranks.update(reported("a", num_requests=2, report=7))
     ours = await place(ranks)
     ranks.update(reported("a", num_requests=2, report=7))
-    assert load(ranks, "a").num_foreign == 2
+    assert load(ranks, "a").requests.foreign == 2
     ours.release()
 
 

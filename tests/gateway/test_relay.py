@@ -11,9 +11,9 @@ import pytest
 
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
-from equipoise.gateway.rank_table import RankInfo, RankTable
+from equipoise.gateway.rank_load import RankInfo, RankState
+from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.relay import Relay
-from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials
@@ -393,7 +393,7 @@ async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet,
     assert results == [undisturbed(*each) for each in asked]
     assert fleet.num_requests > len(asked)
     for load in ranks.loads():
-        assert (load.num_open, load.num_unanswered, load.kv_tokens, load.tokens_in_flight) == (
-            0, 0, 0, 0,
-        )  # fmt: skip
+        assert load.num_unanswered == 0
+        for amount in (load.requests, load.latents, load.unread_tokens, load.unread_pairs):
+            assert amount.booked == 0
     await fleet.until_idle()

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from equipoise.gateway import watch
+from equipoise.gateway.rank_load import RankState
 from equipoise.gateway.rank_table import RankTable
-from equipoise.gateway.routing import RankState
 from equipoise.gateway.watch import follow, ranks_of_status
 from equipoise.settings.address import parse_address
 from equipoise.trust.credentials import Credentials
@@ -104,6 +104,24 @@ def test_a_ranks_work_counts_active_and_queued_requests():
 def test_a_ranks_cache_size_and_use_are_read():
     (rank_info,) = ranks_of_status(status(rank(0, cache_tokens=4096, cache_tokens_used=48)))
     assert (rank_info.kv_tokens_total, rank_info.kv_tokens_used) == (4096, 48)
+
+
+def test_what_a_rank_has_to_read_is_read():
+    (rank_info,) = ranks_of_status(
+        status(
+            rank(
+                0,
+                max_requests=128,
+                pending_prompt_tokens=5000,
+                pending_prompt_pairs=12_500_000,
+                parity_tokens=14_245,
+                boot_id="boot-7",
+            )
+        )
+    )
+    assert (rank_info.max_requests, rank_info.unread_tokens) == (128, 5000)
+    assert (rank_info.unread_pairs, rank_info.parity_tokens) == (12_500_000, 14_245)
+    assert rank_info.boot_id == "boot-7"
 
 
 @pytest.mark.parametrize("address", ["nowhere", "a b:1", "host:0", "host:99999"])

@@ -7,9 +7,9 @@ import pytest
 
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
-from equipoise.gateway.rank_table import RankInfo, RankTable
+from equipoise.gateway.rank_load import RankInfo, RankState
+from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.relay import Relay
-from equipoise.gateway.routing import RankState
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.trust.credentials import Credentials

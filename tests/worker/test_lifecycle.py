@@ -14,6 +14,7 @@ from equipoise.planning.counters import Phase
 from equipoise.rank.errors import WorkerError
 from equipoise.rank.held import HeldExperts
 from equipoise.wire.balancer_messages import Rejection
+from equipoise.wire.block_keys import keys_of
 from equipoise.wire.messages import (
     GroupLost,
     LayoutRejected,
@@ -24,7 +25,6 @@ from equipoise.wire.messages import (
     Switched,
     Wait,
 )
-from equipoise.worker.blocks import keys_of
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import RejectedError
 from equipoise.worker.health import LIVE

@@ -3,7 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-from equipoise.worker.blocks import BlockPool, BlockTable, keys_of
+from equipoise.wire.block_keys import keys_of
+from equipoise.worker.blocks import BlockPool, BlockTable
 from equipoise.worker.latents.holds import HoldEnd
 from equipoise.worker.latents.service import LatentTransferService
 from equipoise.worker.latents.store import LatentStore

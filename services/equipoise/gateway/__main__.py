@@ -1,6 +1,7 @@
 """The gateway's process: signals and logging. `equipoise gateway` calls `run`."""
 
 import asyncio
+import random
 import signal
 
 from equipoise.gateway.server import serve
@@ -29,4 +30,5 @@ async def _serve_until_signalled(settings: GatewaySettings) -> None:
     log_causes_once(asyncio.get_running_loop())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(settings, stop=stop)
+    # Gateways that start together do not go through equal ranks in step.
+    await serve(settings, stop=stop, first_turn=random.randrange(2**16))  # noqa: S311

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from equipoise.gateway.routing import RankLoad
+from equipoise.gateway.rank_load import RankLoad
 from equipoise.wire.inference_messages import (
     FinishReason,
     GeneratedTokens,

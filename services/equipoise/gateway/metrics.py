@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 from equipoise.gateway.errors import RequestError
 from equipoise.gateway.handoff import Direct
 from equipoise.gateway.rank_table import RankTable
+from equipoise.gateway.request_balance import request_balancedness
+from equipoise.planning.counters import Phase
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.inference_messages import GeneratedTokens
 
@@ -95,9 +97,13 @@ class RequestTally:
 class GatewayCollector(Collector):
     """Collects from a tally and from the rank table."""
 
-    def __init__(self, tally: RequestTally, *, ranks: RankTable) -> None:
+    def __init__(
+        self, tally: RequestTally, *, ranks: RankTable, prefill: RankTable | None = None
+    ) -> None:
+        """`prefill` are the ranks of the pool that reads prompts for `ranks`, if there is one."""
         self._tally = tally
         self._ranks = ranks
+        self._prefill = prefill
 
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics."""
@@ -118,6 +124,7 @@ class GatewayCollector(Collector):
         for reason in Direct:
             direct.add_metric([reason], tally.direct[reason])
         yield direct
+        yield self._balancedness()
         moved = "Requests handed over from the prefill pool to a decode rank."
         for family, name, text, value in (
             (CounterMetricFamily, "replays", "Rank failures during a request.", tally.replays),
@@ -143,3 +150,18 @@ class GatewayCollector(Collector):
                 buckets=histogram.buckets(),
                 sum_value=histogram.sum,
             )
+
+    def _balancedness(self) -> Metric:
+        family = GaugeMetricFamily(
+            "equipoise_gateway_request_balancedness",
+            "Mean / max burden of the ranks of a pool by requests.",
+            labels=("phase", "of"),
+        )
+        tables = {Phase.MIXED: self._ranks}
+        if self._prefill is not None:
+            tables = {Phase.PREFILL: self._prefill, Phase.DECODE: self._ranks}
+        for phase, table in tables.items():
+            measured = request_balancedness(table.loads(), now=table.now())
+            for kind, value in measured.items():
+                family.add_metric([phase, kind], value)
+        return family

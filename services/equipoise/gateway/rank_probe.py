@@ -8,8 +8,8 @@ import grpc
 
 from equipoise.gateway.errors import RankLostError
 from equipoise.gateway.rank_channels import RankChannels
+from equipoise.gateway.rank_load import RankLoad
 from equipoise.gateway.rank_table import RankTable
-from equipoise.gateway.routing import RankLoad
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.tokens import worker_audience
 from equipoise_api.v1 import worker_pb2 as pb

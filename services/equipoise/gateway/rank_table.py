@@ -1,4 +1,4 @@
-"""`RankTable`: the ranks as this gateway knows them, its work on each, and the queue for a rank.
+"""`RankTable`: the ranks of a pool as this gateway knows them, and the queue for a rank.
 
 Counts and waits. `routing` chooses the rank; `watch` or the settings supply the ranks.
 Independent of sockets and gRPC.
@@ -13,8 +13,11 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
-from equipoise.gateway.routing import NoRankChoice, RankLoad, RankState, choose
+from equipoise.gateway.prefix_index import MAX_BLOCKS
+from equipoise.gateway.rank_load import RankInfo, RankLoad, RankState
+from equipoise.gateway.routing import Demand, NoRankChoice, RankChoice, choose
 from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
+from equipoise.wire.block_keys import keys_of
 from equipoise.wire.inference_messages import GenerateRequest
 
 FIRST_REST_S = 0.1
@@ -24,53 +27,29 @@ LONGEST_REST_S = 2.0
 FULL_REST_S = 0.2
 """Backoff of a rank whose queue is full, seconds."""
 
+ASSUMED_ANSWER_TOKENS = 256.0
+"""Length of an answer before any has ended."""
+
+ANSWER_WEIGHT = 0.02
+"""Weight of one more answer in the mean length of answers."""
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """A rank as a balancer or a setting reports it."""
-
-    name: str
-    """Name for logs and messages."""
-
-    address: str
-    """host:port."""
-
-    state: RankState
-    """Whether it takes requests."""
-
-    num_requests: int = 0
-    """Requests active and queued there, from all gateways."""
-
-    kv_tokens_total: int = 0
-    """Tokens that its latent cache has room for; 0 if unknown."""
-
-    kv_tokens_used: int = 0
-    """Tokens that the cache holds."""
-
-    report: int = 0
-    """A number that changes with each report of the rank."""
-
-    latent_form: str = ""
-    """What its latents look like; empty if unknown."""
-
-    block_tokens: int = 0
-    """Tokens per block of latents; 0 if unknown."""
 
 
 class RankTable:
     """All ranks of the pool; used from one event loop only.
 
-    At most `max_queued` new requests wait for a rank. `clock` gives monotonic seconds.
+    At most `max_queued` new requests wait for a rank. `clock` gives monotonic seconds. Equal ranks
+    take turns from `first_turn` on; gateways that begin alike would go through them in step.
     """
 
-    def __init__(self, *, max_queued: int, clock: Callable[[], float]) -> None:
+    def __init__(self, *, max_queued: int, clock: Callable[[], float], first_turn: int = 0) -> None:
         self._max_queued = max_queued
         self.now = clock
         self._ranks: dict[str, _Tracked] = {}
         self._queue: deque[_Waiter] = deque()
-        self._turns = itertools.count()
+        self._turns = itertools.count(first_turn)
+        self._mean_answer = ASSUMED_ANSWER_TOKENS
         self._why_none = "no rank is known yet"
         self._retry: asyncio.TimerHandle | None = None
 
@@ -122,7 +101,10 @@ class RankTable:
         for address, info in by_address.items():
             if address not in self._ranks:
                 _log.info("new rank: %s at %s", info.name, address)
-            self._ranks.setdefault(address, _Tracked(name=info.name, address=address)).update(info)
+            rank = self._ranks.setdefault(address, _Tracked(name=info.name, address=address))
+            rank.note_report(info)
+            most = rank.cache_tokens // max(1, rank.block_tokens)
+            rank.prefixes.max_blocks = min(most, MAX_BLOCKS // len(by_address))
         self._serve_queue()
 
     async def reserve(
@@ -134,8 +116,11 @@ class RankTable:
         suspicion: Suspicion,
         until_s: float,
         timeout_s: float,
+        is_read_elsewhere: bool = False,
     ) -> "Reservation":
         """Reserve a rank for a request, waiting until `until_s`; messages show `timeout_s`.
+
+        `is_read_elsewhere`: whether another pool is expected to read the prompt.
 
         A retry precedes new requests and is never rejected for the queue's length. A suspect may
         wait longer: it shares no rank with another suspect, and its choices run one at a
@@ -147,7 +132,13 @@ class RankTable:
         """
         if until_s <= self.now():
             raise self._no_rank(timeout_s)
-        waiter = _Waiter(request=request, avoid=avoid, is_retry=is_retry, suspicion=suspicion)
+        waiter = _Waiter(
+            request=request,
+            demand=self._demand(request, is_read_elsewhere=is_read_elsewhere),
+            avoid=avoid,
+            is_retry=is_retry,
+            suspicion=suspicion,
+        )
         # After earlier retries, before everything new.
         index = sum(one.is_retry for one in self._queue) if is_retry else len(self._queue)
         self._queue.insert(index, waiter)
@@ -165,6 +156,23 @@ class RankTable:
         finally:
             with suppress(ValueError):
                 self._queue.remove(waiter)
+
+    def _demand(self, request: GenerateRequest, *, is_read_elsewhere: bool) -> Demand:
+        """What a request needs of a rank, as far as can be expected."""
+        block_tokens = max((rank.block_tokens for rank in self._ranks.values()), default=0)
+        keys = keys_of(request.prompt, block_tokens=block_tokens) if block_tokens else ()
+        return Demand(
+            prompt_tokens=len(request.prompt),
+            answer_tokens=min(request.max_tokens, round(self._mean_answer)),
+            is_read_elsewhere=is_read_elsewhere,
+            generates=request.max_tokens > 1,
+            keys=tuple(keys),
+            block_tokens=block_tokens,
+        )
+
+    def note_answer_length(self, num_tokens: int) -> None:
+        """A rank has ended a request after this many tokens."""
+        self._mean_answer += ANSWER_WEIGHT * (num_tokens - self._mean_answer)
 
     def _no_rank(self, timeout_s: float) -> NoRankError:
         return NoRankError(
@@ -190,6 +198,7 @@ class RankTable:
                     continue
                 found = choose(
                     self.loads(),
+                    demand=waiter.demand,
                     now=self.now(),
                     avoid=waiter.avoid,
                     turn=next(self._turns),
@@ -203,9 +212,7 @@ class RankTable:
                     return
                 _log.debug("%s: %s", waiter.request.request_id, found.reason)
                 rank = self._ranks[found.address]
-                waiter.reservation.set_result(
-                    Reservation(rank, waiter.request, ranks=self, suspicion=waiter.suspicion)
-                )
+                waiter.reservation.set_result(Reservation(rank, waiter, choice=found, ranks=self))
             self._queue.remove(waiter)
 
     def _is_on_trial(self, suspicion: Suspicion) -> bool:
@@ -240,23 +247,25 @@ class Reservation(AbstractContextManager["Reservation"]):
     """
 
     def __init__(
-        self, rank: "_Tracked", request: GenerateRequest, *, ranks: RankTable, suspicion: Suspicion
+        self, rank: "_Tracked", waiter: "_Waiter", *, choice: RankChoice, ranks: RankTable
     ) -> None:
         self.rank = rank
         self.was_accepted = False
-        self._ranks = ranks
-        self._in_flight = len(request.prompt) + request.max_tokens
-        self._num_prompt = len(request.prompt)
-        self._cached = 0
-        self._num_generated = 0
-        self.suspicion = suspicion
-        self.is_isolated = suspicion.is_strong
+        self.suspicion = waiter.suspicion
+        self.is_isolated = waiter.suspicion.is_strong
         """Whether it started as a suspect and no other suspect ran there since."""
         self.is_proven = False
         """Whether it made enough tokens here to prove that it runs."""
+        self._ranks = ranks
+        self._keys = waiter.demand.keys
+        self._num_prompt = len(waiter.request.prompt)
+        self._booking = choice.booking
+        self._latents = choice.booking.latents
+        self._num_generated = 0
+        self._is_released = False
         rank.unproven.add(self)
         rank.mark_suspects()
-        rank.open(self._in_flight)
+        rank.book(choice.booking, now=ranks.now())
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -271,12 +280,15 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def generated(self, num_tokens: int) -> None:
         """The rank has generated tokens, and has run the prompt before the first."""
-        run = num_tokens + (self._num_prompt if not self._cached else 0)
-        self.rank.tokens_in_flight -= run
-        self.rank.kv_tokens += run
-        self._in_flight -= run
-        self._cached += run
+        if num_tokens and not self._num_generated:
+            self.rank.note_read(self._booking)
+            self.rank.prefixes.note(self._keys)
         self._num_generated += num_tokens
+        # Longer answers than expected hold more.
+        more = self._num_prompt + self._num_generated - self._latents
+        if more > 0:
+            self._latents += more
+            self.rank.latents.add(more)
         if self._num_generated >= PROOF_TOKENS and not self.is_proven:
             was_suspect = self.suspicion.is_strong
             self.is_proven, self.is_isolated = True, False
@@ -309,14 +321,17 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def release(self) -> None:
         """The request has ended on this rank. May be repeated."""
-        if self._in_flight < 0:
+        if self._is_released:
             return
+        self._is_released = True
         self._leave_trial()
-        self.rank.num_open -= 1
+        self.rank.requests.add(-1)
         self.rank.num_unanswered -= not self.was_accepted
-        self.rank.tokens_in_flight -= self._in_flight
-        self.rank.kv_tokens -= self._cached
-        self._in_flight = -1
+        self.rank.latents.add(-self._latents)
+        if self._num_generated:
+            self._ranks.note_answer_length(self._num_generated)
+        else:
+            self.rank.note_read(self._booking)
         self._ranks.changed(self.rank)
 
     def _leave_trial(self) -> None:
@@ -329,6 +344,7 @@ class _Waiter:
     """A queued request."""
 
     request: GenerateRequest
+    demand: Demand
     avoid: frozenset[str]
     is_retry: bool
     suspicion: Suspicion
@@ -345,35 +361,10 @@ class _Waiter:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Tracked(RankLoad):
-    """A rank's load, and what separates it from the load of other gateways."""
+    """A rank's load, and which of our requests prove themselves there."""
 
-    state: RankState = RankState.OPEN
-    report: int = 0
     # Requests of ours that run here, not proven yet.
     unproven: set[Reservation] = field(default_factory=set)
-    # Most requests of ours open at a time: since the latest report, and between that and the one
-    # before. What a report counts beyond them is foreign.
-    peak_open: int = 0
-    earlier_peak_open: int = 0
-    # The same for the most tokens that our requests may hold in the cache.
-    peak_kv_tokens: int = 0
-    earlier_peak_kv_tokens: int = 0
-
-    def update(self, info: RankInfo) -> None:
-        if info.state is not self.state:
-            self.answers = None
-        self.name, self.state = info.name, info.state
-        self.latent_form, self.block_tokens = info.latent_form, info.block_tokens
-        if info.report != self.report:
-            ours = max(self.peak_open, self.earlier_peak_open)
-            self.num_foreign = max(0, info.num_requests - ours)
-            self.report = info.report
-            self.earlier_peak_open, self.peak_open = self.peak_open, self.num_open
-            ours_kv = max(self.peak_kv_tokens, self.earlier_peak_kv_tokens)
-            self.foreign_kv_tokens = max(0, info.kv_tokens_used - ours_kv)
-            self.kv_tokens_total = info.kv_tokens_total
-            self.earlier_peak_kv_tokens = self.peak_kv_tokens
-            self.peak_kv_tokens = self.kv_tokens + self.tokens_in_flight
 
     def mark_suspects(self) -> None:
         """Count the suspects; those that share the rank are not isolated from then on."""
@@ -382,10 +373,3 @@ class _Tracked(RankLoad):
         if len(suspects) > 1:
             for one in suspects:
                 one.is_isolated = False
-
-    def open(self, in_flight: int) -> None:
-        self.num_open += 1
-        self.num_unanswered += 1
-        self.peak_open = max(self.peak_open, self.num_open)
-        self.tokens_in_flight += in_flight
-        self.peak_kv_tokens = max(self.peak_kv_tokens, self.kv_tokens + self.tokens_in_flight)

@@ -33,8 +33,8 @@ from equipoise.gateway.handoff import (
 )
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
+from equipoise.gateway.rank_load import RankLoad
 from equipoise.gateway.rank_table import RankTable, Reservation
-from equipoise.gateway.routing import RankLoad
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.telemetry.logs import is_worth_logging
@@ -112,6 +112,7 @@ class Relay:
                 suspicion=suspicion,
                 until_s=progress.without_rank_since_s + self._settings.queue_timeout_s,
                 timeout_s=self._settings.queue_timeout_s,
+                is_read_elsewhere=self._prefill is not None and not self._prefill.trouble(),
             )
             progress.was_placed = True
             progress.running = reservation

@@ -1,122 +1,64 @@
-"""Chooses the rank for a request. Pure: the ranks' state in, a rank and the reason out.
+"""Chooses the rank for a request. Pure: the ranks' work in, a rank and the reason out.
 
-A rank's work is counted in tokens: those still to be generated for this gateway's requests and
-those that its latent cache holds for them. Of requests from elsewhere only the number is known, and
-what they hold of the cache, as the rank reports it.
+Two costs, both as DeepSeek's balancers of prefill and decode even them (open-infra-index, day 6):
+
+- Reading: the tokens that the rank reads before the first answer token. A prompt of n tokens after
+  c cached ones costs n + (c n + n^2 / 2) / parity, where `parity` pairs of a token and an earlier
+  position take as long as a token without attention. So a cached beginning and the work that waits
+  are one number: a prompt follows its beginning until waiting costs more than reading it again.
+- Room: the larger of the shares of request slots and cache in use, with this request.
+
+What a request does on the rank says which counts: a prefill pool only reads, a rank that continues
+what another pool has read only needs room, and one that does both pays both.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from statistics import median
 
-CACHED_TOKEN_WEIGHT = 0.25
-"""Weight of a token in the cache, which costs each step some attention; a token to be generated
-costs a step of its own."""
+from equipoise.gateway.rank_load import Booking, RankLoad, RankState
+from equipoise.wire.block_keys import BlockKey
 
-CROWDED_SHARE = 0.9
-"""A latent cache above this share will soon be full: ranks with more room are preferred."""
-
-FOREIGN_REQUEST_TOKENS = 128
-"""Assumed work of a request from elsewhere."""
+ROOM_WEIGHT = 0.25
+"""Tokens to read that a token of the cache in use weighs, where a request needs both. A cached
+token costs each step some attention; reading a token costs the step of a whole one."""
 
 
-class RankState(IntEnum):
-    """Whether a rank takes requests, best first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request needs of a rank."""
 
-    OPEN = 0
-    """It serves, as far as the gateway knows."""
+    prompt_tokens: int
+    """Tokens of the prompt, at least one."""
 
-    DOUBTFUL = 1
-    """The balancer has lost contact with it. It may serve, so it is tried if no other rank can."""
+    answer_tokens: int
+    """Tokens that it is expected to generate here."""
 
-    CLOSED = 2
-    """It is leaving, or is no longer in the pool. It finishes the requests it has."""
+    is_read_elsewhere: bool = False
+    """Whether the rank fetches what another pool has read of the prompt."""
 
+    generates: bool = True
+    """Whether the rank generates more than the first token."""
 
-@dataclass(slots=True, kw_only=True)
-class RankLoad:
-    """A rank and its work now."""
-
-    name: str
-    """Name for logs and messages."""
-
-    address: str
-    """host:port."""
-
-    state: RankState
-    """Whether it takes requests."""
-
-    num_open: int = 0
-    """Requests of this gateway."""
-
-    num_unanswered: int = 0
-    """Those of them that it has not accepted yet."""
-
-    tokens_in_flight: int = 0
-    """Tokens still to be run and generated for them."""
-
-    kv_tokens: int = 0
-    """Tokens that its latent cache holds for them."""
-
-    num_foreign: int = 0
-    """Requests from elsewhere."""
-
-    foreign_kv_tokens: int = 0
-    """Tokens that the cache holds for those."""
-
-    kv_tokens_total: int = 0
-    """Tokens that the cache has room for; 0 if unknown."""
-
-    num_suspects: int = 0
-    """Requests, not proven here yet, of which a choice ran on two ranks that failed."""
-
-    num_failures: int = 0
-    """Failures since it last accepted a request. While above 0, it gets one request at a time."""
-
-    answers: bool | None = None
-    """Whether it serves, by its latest answer or failure; None if it is not known."""
-
-    silence: str = ""
-    """Why it does not serve, if it does not."""
-
-    latent_form: str = ""
-    """What its latents look like; empty if unknown."""
+    keys: tuple[BlockKey, ...] = ()
+    """Keys of the prompt's full blocks, without its last token."""
 
     block_tokens: int = 0
-    """Tokens per block of latents; 0 if unknown."""
+    """Tokens of those blocks; 0 for no keys."""
 
-    context_length: int = 0
-    """Most tokens of prompt and output together; 0 if unknown."""
-
-    resting_until_s: float = 0.0
-    """Not to be tried before, on the clock of `now`."""
-
-    resting_reason: str = ""
-    """Reason for the latest backoff."""
-
-    @property
-    def trouble(self) -> str:
-        """Why it does not serve; empty when it does. A full queue is no trouble."""
-        if self.state is RankState.CLOSED:
-            return "is leaving"
-        if self.answers is None and self.state is RankState.DOUBTFUL:
-            return "has lost its contact to the balancer"
-        return f"does not serve: {self.silence}" if self.answers is False else ""
-
-    @property
-    def work_tokens(self) -> float:
-        """All its work in one number, in tokens to be generated."""
-        return (
-            self.tokens_in_flight
-            + CACHED_TOKEN_WEIGHT * (self.kv_tokens + self.foreign_kv_tokens)
-            + FOREIGN_REQUEST_TOKENS * self.num_foreign
+    def booking_on(self, rank: RankLoad) -> Booking:
+        """The request's work on a rank."""
+        num_cached = 0
+        if self.is_read_elsewhere:
+            num_cached = len(self.keys) * self.block_tokens
+        elif rank.block_tokens == self.block_tokens:
+            num_cached = rank.prefixes.num_cached(self.keys) * self.block_tokens
+        unread = self.prompt_tokens - num_cached
+        return Booking(
+            unread_tokens=unread,
+            unread_pairs=num_cached * unread + unread**2 // 2,
+            latents=self.prompt_tokens + self.answer_tokens,
         )
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether the latent cache is so full that requests will be preempted or wait for room."""
-        held = self.kv_tokens + self.foreign_kv_tokens
-        return 0 < self.kv_tokens_total * CROWDED_SHARE < held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +67,9 @@ class RankChoice:
 
     address: str
     """host:port."""
+
+    booking: Booking
+    """The request's work there."""
 
     reason: str
     """Why this rank."""
@@ -144,17 +89,18 @@ class NoRankChoice:
 def choose(
     ranks: Sequence[RankLoad],
     *,
+    demand: Demand,
     now: float,
     avoid: frozenset[str],
     turn: int,
     is_suspect: bool = False,
 ) -> RankChoice | NoRankChoice:
-    """Choose the rank with the least work among those that can take a request now.
+    """Choose the rank of least cost among those that can take a request now.
 
     Addresses in `avoid` (they failed on this request) and doubtful ranks are chosen only when no
     other rank is available, crowded ranks when no other has room, and ranks that run a suspect when
     there is another. Two suspects never share a rank, so that neither is blamed for the other.
-    Ranks with equal work take turns: `turn` counts requests.
+    Ranks of equal cost take turns: `turn` counts requests.
     """
     rejections = {rank.address: rejection(rank, now=now, is_suspect=is_suspect) for rank in ranks}
     usable = [index for index, rank in enumerate(ranks) if not rejections[rank.address]]
@@ -166,21 +112,21 @@ def choose(
             if rank.state is not RankState.CLOSED and rank.resting_until_s > now
         ]
         return NoRankChoice(reason=why or "no rank is known", retry_at_s=min(retries, default=None))
+    costs = dict(zip(usable, _costs(ranks, usable, demand), strict=True))
 
-    def cost(index: int) -> tuple[bool, RankState, bool, bool, float, int]:
-        rank = ranks[index]
-        in_turn = (index - turn) % len(ranks)
+    def order(index: int) -> tuple[bool, RankState, bool, bool, float, float, int]:
+        rank, cost = ranks[index], costs[index]
         return (
-            *(rank.address in avoid, rank.state, rank.num_suspects > 0),
-            *(rank.is_crowded, rank.work_tokens, in_turn),
+            *(rank.address in avoid, rank.state, rank.num_suspects > 0, rank.is_crowded),
+            *(cost.total, cost.other, (index - turn) % len(ranks)),
         )
 
-    chosen = ranks[min(usable, key=cost)]
+    chosen = min(usable, key=order)
     return RankChoice(
-        address=chosen.address,
-        reason=f"{chosen.name} has the least work of {len(usable)} of {len(ranks)} ranks: "
-        f"{chosen.tokens_in_flight} tokens in flight, {chosen.kv_tokens} in its cache, "
-        f"{chosen.num_foreign} requests from elsewhere",
+        address=ranks[chosen].address,
+        booking=costs[chosen].booking,
+        reason=f"{ranks[chosen].name} costs least of {len(usable)} of {len(ranks)} ranks: "
+        f"{costs[chosen].reason}",
     )
 
 
@@ -195,3 +141,57 @@ def rejection(rank: RankLoad, *, now: float, is_suspect: bool = False) -> str:
     if is_suspect and rank.num_suspects:
         return "runs another request on which ranks failed"
     return ""
+
+
+def parity_tokens(ranks: Sequence[RankLoad]) -> float:
+    """Pairs that take as long as one token without attention: the pool's median; 0 if unknown."""
+    return median([rank.parity_tokens for rank in ranks if rank.parity_tokens] or [0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    """What a request costs on one rank."""
+
+    booking: Booking
+    """Its work there."""
+
+    total: float
+    """The cost, in tokens to read."""
+
+    other: float
+    """What decides between ranks of equal cost."""
+
+    reason: str
+    """The parts of the cost."""
+
+
+def _costs(ranks: Sequence[RankLoad], usable: Sequence[int], demand: Demand) -> list[_Cost]:
+    """The cost of each usable rank."""
+    parity = parity_tokens(ranks)
+    per_pair = 1 / parity if parity else 0.0
+    # Shares of ranks of unequal size are weighed alike.
+    mean_cache = sum(ranks[index].cache_tokens for index in usable) / len(usable)
+    costs = []
+    for index in usable:
+        rank = ranks[index]
+        booking = demand.booking_on(rank)
+        waiting = rank.unread_tokens.total + rank.unread_pairs.total * per_pair
+        own = booking.unread_tokens + booking.unread_pairs * per_pair
+        share, reading = rank.share_with(booking), waiting + own
+        room = ROOM_WEIGHT * mean_cache * share
+        if not demand.generates:
+            total, other = reading, share
+        elif demand.is_read_elsewhere:
+            total, other = room, reading
+        else:
+            total, other = reading + room, share
+        costs.append(
+            _Cost(
+                booking=booking,
+                total=total,
+                other=other,
+                reason=f"{waiting:.0f} tokens wait to be read, this prompt takes {own:.0f}, "
+                f"{share:.0%} of its slots or cache in use with it",
+            )
+        )
+    return costs

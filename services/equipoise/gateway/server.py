@@ -35,11 +35,11 @@ from equipoise.gateway.openai_responses import (
 )
 from equipoise.gateway.prompts import PromptReader
 from equipoise.gateway.rank_channels import RankChannels
+from equipoise.gateway.rank_load import RankInfo, RankState
 from equipoise.gateway.rank_probe import RankProbe
-from equipoise.gateway.rank_table import RankInfo, RankTable
+from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.responses import ResponsesEndpoint
-from equipoise.gateway.routing import RankState
 from equipoise.gateway.sampling_fields import SamplingDefaults
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenization import TokenizationEndpoint
@@ -58,8 +58,11 @@ async def serve(
     *,
     stop: asyncio.Event,
     listening: Callable[[str], None] | None = None,
+    first_turn: int = 0,
 ) -> None:
     """Serve until `stop` is set, then drain. Calls `listening` with host:port.
+
+    Ranks of equal cost take turns from `first_turn` on.
 
     Raises:
         GatewayError: the port cannot be listened on, or a file cannot be read.
@@ -78,17 +81,20 @@ async def serve(
             f"cannot listen on {settings.listen}: {error.strerror}; choose another address with "
             "--listen"
         ) from error
-    ranks = RankTable(max_queued=settings.max_queued_requests, clock=time.monotonic)
-    prefill = None
-    if settings.prefill_pool:
-        prefill = RankTable(max_queued=settings.max_queued_requests, clock=time.monotonic)
+    table = partial(
+        RankTable,
+        max_queued=settings.max_queued_requests,
+        clock=time.monotonic,
+        first_turn=first_turn,
+    )
+    ranks, prefill = table(), table() if settings.prefill_pool else None
     open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
     channels = RankChannels(credentials)
     tables = {settings.pool: ranks} | ({settings.prefill_pool: prefill} if prefill else {})
     probes = [
-        RankProbe(table, channels=channels, credentials=credentials, pool=pool)
-        for pool, table in tables.items()
+        RankProbe(one, channels=channels, credentials=credentials, pool=pool)
+        for pool, one in tables.items()
     ]
     server = http_server(
         _application(
@@ -106,8 +112,8 @@ async def serve(
     )
     stopped = asyncio.create_task(stop.wait())
     watching = [
-        asyncio.create_task(_follow(table, settings, pool=pool, stop=stop, credentials=credentials))
-        for pool, table in tables.items()
+        asyncio.create_task(_follow(one, settings, pool=pool, stop=stop, credentials=credentials))
+        for pool, one in tables.items()
     ] + [asyncio.create_task(probe.run()) for probe in probes]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     address = address_of(listener, listen=settings.listen)
@@ -117,7 +123,7 @@ async def serve(
     try:
         async with metrics_at(
             settings.metrics_listen,
-            GatewayCollector(tally, ranks=ranks),
+            GatewayCollector(tally, ranks=ranks, prefill=prefill),
             CertificateCollector(credentials),
             token_file=settings.metrics_token_file,
         ):
@@ -209,7 +215,7 @@ def _application(
             *_tokenizer_routes(settings, model, parser, open_requests),
             *_model_routes(model, context_length),
             *_probes(ranks, open_requests),
-            _metrics_route(GatewayCollector(tally, ranks=ranks), model),
+            _metrics_route(GatewayCollector(tally, ranks=ranks, prefill=prefill), model),
         ],
         exception_handlers={
             RequestError: _answer_request_error,

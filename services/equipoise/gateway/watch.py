@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
 
-from equipoise.gateway.rank_table import RankInfo, RankTable
-from equipoise.gateway.routing import RankState
+from equipoise.gateway.rank_load import RankInfo, RankState
+from equipoise.gateway.rank_table import RankTable
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import BALANCER
@@ -89,9 +89,14 @@ def ranks_of_status(status: status_pb2.PoolStatus) -> Iterator[RankInfo]:
             address=address,
             state=_STATE_OF.get(rank.state, RankState.CLOSED),
             num_requests=rank.active_requests + rank.queued_requests,
+            max_requests=rank.max_requests,
+            unread_tokens=rank.pending_prompt_tokens,
+            unread_pairs=rank.pending_prompt_pairs,
+            parity_tokens=rank.parity_tokens,
             kv_tokens_total=rank.cache_tokens,
             kv_tokens_used=rank.cache_tokens_used,
             report=rank.tokens_processed,
+            boot_id=rank.boot_id,
             latent_form=rank.latent_form,
             block_tokens=rank.block_tokens,
         )

@@ -4,11 +4,9 @@ import struct
 import zlib
 from collections.abc import Iterator
 
+from equipoise.wire.block_keys import KEY_BYTES
 from equipoise.wire.errors import InvalidMessageError
 from equipoise_api.v1 import worker_pb2 as pb
-
-KEY_BYTES = 16
-"""Size of a block's key."""
 
 PART_BYTES = 2**20
 """Most bytes of a block in one message: gRPC's limit is 4 MiB, and a block may be larger."""

@@ -6,15 +6,9 @@ block without a holder stays cached until its memory is needed, least recently u
 depend on neither layout nor epoch, so cached blocks stay valid after a switch.
 """
 
-import hashlib
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-BlockKey = bytes
-"""A digest of a block's tokens and all tokens before them, resistant to collisions."""
-
-_ROOT: BlockKey = b""
-KEY_BYTES = 16
+from equipoise.wire.block_keys import ROOT, BlockKey, key_after, keys_of
 
 
 class BlockPool:
@@ -145,7 +139,7 @@ class BlockTable:
         size = self._pool.block_tokens
         for index in range(len(self._keys), num_run // size):
             part = tokens[index * size : (index + 1) * size]
-            key = _key(self._keys[-1] if self._keys else _ROOT, part)
+            key = key_after(self._keys[-1] if self._keys else ROOT, part)
             self._keys.append(key)
             self._pool.publish(self._blocks[index], key)
 
@@ -175,15 +169,3 @@ def found_blocks(pool: BlockPool, tokens: Sequence[int]) -> list[tuple[BlockKey,
             break
         found.append((key, block))
     return found
-
-
-def keys_of(tokens: Sequence[int], *, block_tokens: int) -> Iterator[BlockKey]:
-    """Yield the keys of a sequence's full blocks, without its last token."""
-    key = _ROOT
-    for start in range(0, len(tokens) - block_tokens, block_tokens):
-        key = _key(key, tokens[start : start + block_tokens])
-        yield key
-
-
-def _key(before: BlockKey, tokens: Sequence[int]) -> BlockKey:
-    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=KEY_BYTES).digest()

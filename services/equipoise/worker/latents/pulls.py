@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from equipoise.worker.blocks import BlockKey, BlockPool, keys_of
+from equipoise.wire.block_keys import BlockKey, keys_of
+from equipoise.worker.blocks import BlockPool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
