@@ -13,6 +13,7 @@ from equipoise.balancer.clock import steady_clock
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.planning import proposal as planner_module
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import propose
@@ -68,6 +69,7 @@ class Serving:
 
 def pools_on(store, book):
     return Pools(
+        unreadable=UnreadablePools(),
         store=store,
         policies=book,
         clock=steady_clock(),

@@ -10,6 +10,7 @@ from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import KEEP_POOL_S, Pools
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreError
+from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.hello_checks import RejectedWorkerError
@@ -50,6 +51,7 @@ class Bench:
     @asynccontextmanager
     async def leading(self):
         async with Pools(
+            unreadable=UnreadablePools(),
             store=self.store,
             policies=PolicyBook(Policy()),
             clock=lambda: self.now,

@@ -259,7 +259,7 @@ async def test_a_senseless_layout_is_never_given_out(redis_url, open_at, key, fi
         operator.hset(f"{HASH_TAG}:{key}", field, damage)
     error = await fault_of(store.committed("p"))
     assert error.fault is StoreFault.DAMAGED
-    assert "is damaged" in str(error)
+    assert "pool p cannot be read" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreError, StoreFault
+from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
@@ -195,7 +196,7 @@ async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(sto
 
 
 async def test_an_archive_changes_only_when_the_store_does(store):
-    archive = Archive(store=store, policies=PolicyBook(Policy()))
+    archive = Archive(store=store, policies=PolicyBook(Policy()), unreadable=UnreadablePools())
     with pytest.raises(UnknownPoolError):
         archive.find("")
     await store.adopt("p", layout_of(1), term=0)
@@ -216,7 +217,7 @@ async def test_an_archive_changes_only_when_the_store_does(store):
 
 
 async def test_an_archive_drops_a_pool_that_the_leader_forgot_and_no_other(store):
-    archive = Archive(store=store, policies=PolicyBook(Policy()))
+    archive = Archive(store=store, policies=PolicyBook(Policy()), unreadable=UnreadablePools())
     for name in ("gone", "kept"):
         await store.adopt(name, layout_of(1), term=0)
     await archive.refresh(elsewhere="ask a:7070")

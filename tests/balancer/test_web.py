@@ -29,12 +29,17 @@ class Seat:
 
     def __init__(self, *pools, leader=""):
         self.sources = {pool.name: SimpleNamespace(pool=pool) for pool in pools}
+        self.unreadable = {}
         self.leader_address = leader or None
         self.elsewhere = f"this balancer follows the leader at {leader}: connect there"
 
     @property
     def pools(self):
-        return SimpleNamespace(names=lambda: tuple(self.sources), find=self.sources.__getitem__)
+        return SimpleNamespace(
+            names=lambda: tuple(self.sources),
+            find=self.sources.__getitem__,
+            unreadable=self.unreadable,
+        )
 
     @property
     def led(self):
@@ -130,6 +135,15 @@ def test_one_of_several_pools_is_selected_by_name(busy, hello_of, policy):
     assert client.get("/state.json").json()["pool"]["pool"] == "tiny"
     assert client.get("/state.json?pool=zebra").json()["pool"]["pool"] == "zebra"
     assert client.get("/state.json?pool=gone").json()["pool"]["pool"] == "tiny"
+
+
+def test_a_pool_that_cannot_be_read_is_listed_with_the_reason(busy):
+    state = state_of(busy)
+    state._seat.unreadable["torn"] = "pool torn cannot be read: restore its keys"
+    shown = browse(state).get("/state.json?pool=torn").json()
+    assert [pool["pool"] for pool in shown["fleet"]["pools"]] == ["tiny", "torn"]
+    assert shown["fleet"]["pools"][1]["unreadable"] == "pool torn cannot be read: restore its keys"
+    assert shown["pool"]["pool"] == "tiny"
 
 
 def test_a_follower_names_the_balancer_that_leads(busy):

@@ -26,6 +26,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
 
     def __init__(self):
         self.pools = {}
+        self.unreadable = {}
         self.leader = ""
         self.decisions = []
         self.store_fault = ""
@@ -43,6 +44,10 @@ class Balancer(status_pb2_grpc.StatusServicer):
             pools=[
                 pb.PoolSummary(pool=name, health=status.health, ranks_serving=3, num_ranks=4)
                 for name, status in sorted(self.pools.items())
+            ]
+            + [
+                pb.PoolSummary(pool=name, health=pb.POOL_HEALTH_DEGRADED, unreadable=reason)
+                for name, reason in self.unreadable.items()
             ]
         )
 
@@ -144,6 +149,20 @@ async def test_reached_bounds_are_shown(balancer, address, capsys):
     out = capsys.readouterr().out
     assert "2 x stage, 30 s: rank 3 did not stage" in out
     assert "report" not in out
+
+
+async def test_a_pool_that_cannot_be_read_is_shown_with_the_reason_beside_the_others(
+    balancer, address, capsys
+):
+    await balancer.tell(a_pool())
+    balancer.unreadable["torn"] = "pool torn cannot be read: restore its keys"
+    assert await look(address) == EXIT_NOT_ALL_SERVE
+    assert "pool torn cannot be read: restore its keys" in capsys.readouterr().out
+    assert await look(address, json=True) == EXIT_NOT_ALL_SERVE
+    first, second = json.loads(capsys.readouterr().out)["pools"]
+    assert (first["pool"], first["health"]) == ("decode", "serving")
+    assert (second["pool"], second["health"]) == ("torn", "degraded")
+    assert second["health_reason"] == "pool torn cannot be read: restore its keys"
 
 
 async def test_the_exit_status_shows_whether_all_ranks_serve(balancer, address):

@@ -114,6 +114,17 @@ CASES = {
         after="3m",
         severity="critical",
     ),
+    "EquipoisePoolUnreadable": Case(
+        # The leader read it before it was damaged.
+        fires={
+            'equipoise_pool_unreadable{pool="tiny",pod="b-0"}': "0x9",
+            'equipoise_pool_unreadable{pool="tiny",pod="b-1"}': "0 1x9",
+        },
+        quiet={'equipoise_pool_unreadable{pool="tiny",pod="b-0"}': "0 1 0x9"},
+        after="3m",
+        severity="critical",
+        labels=TINY,
+    ),
     "EquipoiseRolloutsAborted": Case(
         fires={'equipoise_rollouts_total{pool="tiny",outcome="aborted"}': "0 1 2 3 4 5 5x30"},
         quiet={'equipoise_rollouts_total{pool="tiny",outcome="aborted"}': "0 1 2 2x30"},

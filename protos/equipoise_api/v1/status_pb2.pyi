@@ -1117,6 +1117,7 @@ class PoolSummary(_message.Message):
     BALANCEDNESS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     LATENT_FORMS_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     generation: _builtins.int
@@ -1128,6 +1129,10 @@ class PoolSummary(_message.Message):
     """Balancedness of the latest window; not a number without traffic."""
     phase: _builtins.str
     """As in PoolStatus."""
+    unreadable: _builtins.str
+    """Why the balancer cannot read the pool's records, and the remedy; then it knows nothing else of
+    the pool, whose ranks may serve. Empty if it can.
+    """
     @_builtins.property
     def latent_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Latent forms of the ranks, as in Hello, without duplicates; one if all ranks agree."""
@@ -1143,10 +1148,11 @@ class PoolSummary(_message.Message):
         balancedness: _builtins.float = ...,
         phase: _builtins.str = ...,
         latent_forms: _abc.Iterable[_builtins.str] | None = ...,
+        unreadable: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "generation", b"generation", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "generation", b"generation", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving", "unreadable", b"unreadable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

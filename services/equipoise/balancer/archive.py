@@ -9,10 +9,11 @@ from equipoise.balancer.changed import Changed
 from equipoise.balancer.persistence import recall, warn_of_dropped
 from equipoise.balancer.pools import pick
 from equipoise.balancer.store.store import Store
+from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
-from equipoise.pool.records import AuditRecord
+from equipoise.pool.records import AuditRecord, PoolMemory
 
 
 class RememberedPool:
@@ -42,8 +43,9 @@ class RememberedPool:
 class Archive:
     """Pools by name. `refresh` reads them all again."""
 
-    def __init__(self, *, store: Store, policies: PolicyBook) -> None:
+    def __init__(self, *, store: Store, policies: PolicyBook, unreadable: UnreadablePools) -> None:
         self._store = store
+        self._unreadable = unreadable
         self._policies = policies
         self._policy_revision = policies.revision
         self._pools: dict[str, RememberedPool] = {}
@@ -52,37 +54,51 @@ class Archive:
     async def refresh(self, *, elsewhere: str) -> None:
         """Read the store; `elsewhere` says why the ranks are not here, and where to ask.
 
-        A pool that the store had and has no more was forgotten by the leader.
+        A pool that the store had and has no more was forgotten by the leader. What is known of one
+        that has become unreadable stays, to be written back.
 
         Raises:
             StoreError: the store cannot be read; what was read before stays.
         """
         has_new_policy = self._policy_revision != self._policies.revision
         stored = frozenset(await self._store.pools())
-        for name in self._stored - stored:
+        for name in (self._stored - stored) & self._pools.keys():
             self._pools.pop(name).close()
         self._stored = stored
+        self._unreadable.retain(stored)
         for name in sorted(stored):
-            memory = await recall(self._store, name)
-            known = self._pools.get(name)
-            lost = None
-            if known is not None:
-                warn_of_dropped(name, known.pool.journal, memory)
-                lost = known.pool.journal.forgotten_by(memory)
-            if lost is not None:  # Kept, because this balancer writes it back if it leads.
-                memory = lost.added_to(memory)
-            pool = Pool(
-                name,
-                policies=self._policies,
-                memory=memory,
-                elsewhere=elsewhere,
-                revision=1 if known is None else known.pool.revision + 1,
-            )
-            if known is None:
-                self._pools[name] = RememberedPool(pool)
-            elif has_new_policy or _contents(pool) != _contents(known.pool):
-                known.replace(pool)
+            with self._unreadable.noting(name):
+                self._take(name, await recall(self._store, name), elsewhere, has_new_policy)
+            if name in self._unreadable.reasons and name in self._pools:
+                self._pools[name].close()
         self._policy_revision = self._policies.revision
+
+    def _take(self, name: str, memory: PoolMemory, elsewhere: str, has_new_policy: bool) -> None:
+        known = self._pools.get(name)
+        lost = None
+        if known is not None:
+            warn_of_dropped(name, known.pool.journal, memory)
+            lost = known.pool.journal.forgotten_by(memory)
+        if lost is not None:  # Kept, because this balancer writes it back if it leads.
+            memory = lost.added_to(memory)
+        pool = Pool(
+            name,
+            policies=self._policies,
+            memory=memory,
+            elsewhere=elsewhere,
+            revision=1 if known is None else known.pool.revision + 1,
+        )
+        if known is None or known.closed:
+            self._pools[name] = RememberedPool(pool)
+        elif has_new_policy or _contents(pool) != _contents(known.pool):
+            known.replace(pool)
+
+    def give_way(self) -> None:
+        """This balancer leads: end the streams, and keep only what it cannot read itself."""
+        self.close_streams()
+        unreadable = self._unreadable.reasons
+        self._pools = {name: one for name, one in self._pools.items() if name in unreadable}
+        self._stored = frozenset()
 
     def keep(self, pool: Pool) -> None:
         """Show a pool that this balancer led until now, until the store has more."""
@@ -93,16 +109,22 @@ class Archive:
         return {name: one.pool.journal for name, one in self._pools.items()}
 
     def names(self) -> tuple[str, ...]:
-        """All pools, sorted by name."""
-        return tuple(sorted(self._pools))
+        """All pools that can be read, sorted by name."""
+        return tuple(sorted(self._pools.keys() - self._unreadable.reasons.keys()))
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Why each of the other pools cannot be read."""
+        return self._unreadable.reasons
 
     def find(self, name: str) -> RememberedPool:
         """A pool by its name, which may be empty if there is exactly one.
 
         Raises:
             UnknownPoolError: there is no such pool, or the name is empty and there are several.
+            UnreadablePoolError: its records cannot be read.
         """
-        return pick(self._pools, name)
+        return pick(self._pools, name, unreadable=self.unreadable)
 
     def close_streams(self) -> None:
         """End the streams of all watchers."""

@@ -7,7 +7,13 @@ from equipoise.balancer.answers import Answers
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.persistence import restore, write_to
 from equipoise.balancer.pool_log import PoolLog
-from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.balancer.store.store import (
+    Store,
+    StoreError,
+    StoreFault,
+    TermOverError,
+    UnreadablePoolError,
+)
 from equipoise.pool.controller import PoolController
 from equipoise.pool.counters import WRITE_TIMEOUT_S
 from equipoise.pool.effects import Chain, Write, WriteAudit
@@ -33,6 +39,7 @@ class PoolWrites:
         self._tenure = tenure
         self._answers = answers
         self._log = log
+        self._unreadable = ""
 
     async def write(self, write: Write, *, behind: Chain) -> Write | None:
         """Write; return what was written, or None once the failure is reported.
@@ -54,7 +61,7 @@ class PoolWrites:
         except StoreError as error:
             is_late = error.fault is StoreFault.SLOW
             self._note_failure(write, str(error), behind=behind, timed_out=is_late)
-            self._question_tenure(error)
+            question_tenure(self._tenure, error)
             return None
         except Exception as error:  # noqa: BLE001
             # A bug: the pool continues without this write, and reports it.
@@ -78,21 +85,20 @@ class PoolWrites:
                 )
         except TimeoutError:
             return
-        except StoreError as error:
-            self._question_tenure(error)
+        except UnreadablePoolError as error:
+            if str(error) != self._unreadable:
+                self._unreadable = str(error)
+                self._log.warning("the next leader will not lead this pool: %s", error)
             return
+        except StoreError as error:
+            question_tenure(self._tenure, error)
+            return
+        self._unreadable = ""
         self._controller.note_stored(memory)
 
     @property
     def _name(self) -> str:
         return self._controller.pool.name
-
-    def _question_tenure(self, error: StoreError) -> None:
-        """End the term if the store differs from memory: a new term reads everything again."""
-        if isinstance(error, TermOverError):
-            self._tenure.outranked(error.highest_term)
-        elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
-            self._tenure.give_up(str(error))
 
     def _note_failure(
         self, write: Write, reason: str, *, behind: Chain, timed_out: bool = False
@@ -104,3 +110,11 @@ class PoolWrites:
             if isinstance(effect, WriteAudit):
                 outcome = unknown if timed_out and effect is write else "nothing was done"
                 self._answers.fail(effect.request.ticket, f"{outcome}: {reason}")
+
+
+def question_tenure(tenure: Tenure, error: StoreError) -> None:
+    """End the term if the store differs from memory: a new term reads everything again."""
+    if isinstance(error, TermOverError):
+        tenure.outranked(error.highest_term)
+    elif error.fault in {StoreFault.CONFLICT, StoreFault.LOST}:
+        tenure.give_up(str(error))

@@ -14,8 +14,10 @@ from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.persistence import restore
 from equipoise.balancer.planner.planning import Planner
+from equipoise.balancer.pool_writes import question_tenure
 from equipoise.balancer.runner import PoolRunner
-from equipoise.balancer.store.store import Store, StoreError
+from equipoise.balancer.store.store import Store, StoreError, UnreadablePoolError
+from equipoise.balancer.unreadable import POOL_UNREADABLE, UnreadablePools
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
@@ -35,6 +37,9 @@ pool takes the place of the one that has had no workers for longest, and no hold
 KEEP_POOL_S = 3600.0
 """Seconds that a pool is kept after its last worker left, or this term began. Workers of a fleet
 that restarts come back within minutes."""
+
+REREAD_S = 5.0
+"""Interval at which pools that could not be read are read again."""
 
 END_TIMEOUT_S = 3.0
 """Seconds that the pools of a term may take to end; then the next term begins without them."""
@@ -61,13 +66,18 @@ class PoolViews(Protocol):
     """Pools to read from, by name."""
 
     def names(self) -> tuple[str, ...]:
-        """All pools, sorted by name."""
+        """All pools that can be read, sorted by name."""
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Why each of the other pools cannot be read."""
 
     def find(self, name: str) -> PoolView:
         """A pool by its name, which may be empty if there is exactly one.
 
         Raises:
             UnknownPoolError: there is no such pool, or the name is empty and there are several.
+            UnreadablePoolError: its records cannot be read.
         """
 
 
@@ -87,9 +97,11 @@ class Pools:
         planner: Planner,
         tracer: Tracer,
         known: Mapping[str, Journal],
+        unreadable: UnreadablePools,
     ) -> None:
         """`known` are the records that this process knows, by pool; a store may have lost them."""
         self._known = known
+        self._unreadable = unreadable
         self._store = store
         self._policies = policies
         self._clock = clock
@@ -102,14 +114,14 @@ class Pools:
         self._creating = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        memories = {
-            name: await restore(
-                self._store, name, known=self._known.get(name), term=self._tenure.term
-            )
-            for name in sorted({*await self._store.pools(), *self._known})
-        }
-        for name, memory in memories.items():  # None runs unless all can be read.
-            self._register(name, self._runner(name, memory))
+        names = frozenset({*await self._store.pools(), *self._known})
+        self._unreadable.retain(names)
+        runners = {name: await self._restored(name) for name in sorted(names)}
+        for name, runner in runners.items():  # None runs unless the store can be read.
+            if runner is not None:
+                self._register(name, runner)
+        self._rereading = asyncio.create_task(self._reread(), name="reading pools again")
+        self._rereading.add_done_callback(_report_failure)
         return self
 
     async def __aexit__(
@@ -118,7 +130,7 @@ class Pools:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await _ended(self._tasks.values())
+        await _ended((*self._tasks.values(), self._rereading))
 
     async def admit(
         self, hello: Hello, mailbox: Mailbox, *, is_certified: bool = False
@@ -130,8 +142,10 @@ class Pools:
         Returns None if the term ended before there was room for the pool.
 
         Raises:
-            RejectedWorkerError: it cannot be in that pool.
+            RejectedWorkerError: it cannot be in that pool, or the pool cannot be read.
         """
+        if reason := self.unreadable.get(hello.pool):
+            raise RejectedWorkerError(POOL_UNREADABLE, reason)
         if hello.pool not in self._runners:
             async with self._creating:
                 if hello.pool not in self._runners:
@@ -142,6 +156,8 @@ class Pools:
 
     def reject_worker(self, pool: str, worker: str, *, kind: str, reason: str) -> None:
         """Count a rejected worker, in its pool if that exists."""
+        if kind == POOL_UNREADABLE:
+            return  # The log has the reason already.
         runner = self._runners.get(pool)
         if runner is None:
             _log.warning("rejected (%s): %s", kind, reason, extra=about(pool=pool, worker=worker))
@@ -154,16 +170,22 @@ class Pools:
             runner.close_streams()
 
     def names(self) -> tuple[str, ...]:
-        """All pools, sorted by name."""
+        """All pools that can be read, sorted by name."""
         return tuple(sorted(self._runners))
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Why each of the other pools cannot be read."""
+        return self._unreadable.reasons
 
     def find(self, name: str) -> PoolRunner:
         """A pool by its name, which may be empty if there is exactly one.
 
         Raises:
             UnknownPoolError: there is no such pool, or the name is empty and there are several.
+            UnreadablePoolError: its records cannot be read.
         """
-        return pick(self._runners, name)
+        return pick(self._runners, name, unreadable=self.unreadable)
 
     @property
     def term(self) -> int:
@@ -177,7 +199,7 @@ class Pools:
     async def _create(self, hello: Hello, mailbox: Mailbox) -> PoolRunner | None:
         runner = self._runner(hello.pool, PoolMemory())
         runner.admit(hello, mailbox)
-        while len(self._runners) >= MAX_POOLS:
+        while len(self._runners) + len(self.unreadable) >= MAX_POOLS:
             await self._forget(self._oldest_empty(for_worker=hello.worker))
         if not self._tenure.holds():
             return None
@@ -225,6 +247,33 @@ class Pools:
         except (StoreError, TimeoutError) as error:
             _log.warning("pool %s is still in the store until the next term: %s", name, error)
 
+    async def _restored(self, name: str) -> PoolRunner | None:
+        """A pool as the store has it; None if that cannot be read.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        with self._unreadable.noting(name):
+            known, term = self._known.get(name), self._tenure.term
+            return self._runner(name, await restore(self._store, name, known=known, term=term))
+        return None
+
+    async def _reread(self) -> None:
+        """Read unreadable pools again and again: a repair needs no restart."""
+        while True:
+            await asyncio.sleep(REREAD_S)
+            for name in tuple(self.unreadable):
+                try:
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        runner = await self._restored(name)
+                except TimeoutError:
+                    break
+                except StoreError as error:
+                    question_tenure(self._tenure, error)
+                    break
+                if runner is not None and self._tenure.holds():
+                    self._register(name, runner)
+
     def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
         return PoolRunner(
             PoolController(name, policies=self._policies, memory=memory),
@@ -268,20 +317,24 @@ def _report_failure(task: asyncio.Task[None]) -> None:
         _log.error("%s failed", task.get_name(), exc_info=task.exception())
 
 
-def pick(pools: Mapping[str, _View], name: str) -> _View:
+def pick(pools: Mapping[str, _View], name: str, *, unreadable: Mapping[str, str]) -> _View:
     """Return a pool by its name, which may be empty if there is exactly one.
 
     Raises:
         UnknownPoolError: there is no such pool, or the name is empty and there are several.
+        UnreadablePoolError: it is one of those that are `unreadable`, for the reason there.
     """
-    if not name and len(pools) == 1:
-        return next(iter(pools.values()))
+    names = sorted({*pools, *unreadable})
+    if not name and len(names) == 1:
+        name = names[0]
+    if name in unreadable:
+        raise UnreadablePoolError(unreadable[name])
     found = pools.get(name)
     if found is not None:
         return found
-    if not pools:
+    if not names:
         raise UnknownPoolError("there is no pool yet: start workers with this balancer's address")
-    known = ", ".join(sorted(pools))
+    known = ", ".join(names)
     if not name:
         raise UnknownPoolError(f"there are several pools, name one of them: {known}")
     raise UnknownPoolError(f"there is no pool {checks.shorten(name)}; known pools: {known}")

@@ -17,6 +17,7 @@ from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
+from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Timeout
 
@@ -47,7 +48,8 @@ class Seat:
         self._readiness = readiness
         self._planner = planner
         self._tracer = tracer
-        self._archive = Archive(store=store, policies=policies)
+        self._unreadable = UnreadablePools()
+        self._archive = Archive(store=store, policies=policies, unreadable=self._unreadable)
         self._led: Pools | None = None
         self._settled = asyncio.Event()
         self.store_fault = ""
@@ -188,10 +190,10 @@ class Seat:
             planner=self._planner,
             tracer=self._tracer,
             known=self._archive.journals(),
+            unreadable=self._unreadable,
         )
         async with pools:
-            self._archive.close_streams()
-            self._archive = Archive(store=self._store, policies=self._policies)
+            self._archive.give_way()
             self._led = pools
             self.store_fault = ""
             self._settled.set()

@@ -17,7 +17,13 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import audit_to_proto, decision_to_proto
 from equipoise.balancer.service.status_service import LEADER_METADATA
-from equipoise.balancer.store.store import MAX_AUDIT_ENTRIES, MAX_DECISIONS, Store, StoreError
+from equipoise.balancer.store.store import (
+    MAX_AUDIT_ENTRIES,
+    MAX_DECISIONS,
+    Store,
+    StoreError,
+    UnreadablePoolError,
+)
 from equipoise.planning.errors import InvalidPolicyError
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
@@ -181,6 +187,8 @@ class AdminService(pb_grpc.AdminServicer):
             entries = await self._store.audit(pool.name, limit=request.limit or DEFAULT_AUDIT)
         except UnknownPoolError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except UnreadablePoolError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except StoreError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return pb.ListAuditResponse(entries=[audit_to_proto(entry) for entry in entries])
@@ -192,6 +200,8 @@ class AdminService(pb_grpc.AdminServicer):
             return pools.find(name)
         except UnknownPoolError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except UnreadablePoolError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
 
     async def _led(self, context: _Context) -> Pools:
         """All pools; aborts unless this balancer leads."""

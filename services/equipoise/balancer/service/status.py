@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.balancer.pools import PoolViews
 from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
 from equipoise.planning.slowness import slowdowns
@@ -92,6 +93,18 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
 def measured(value: float, window: ClosedWindow) -> float:
     """A measure of a window; not a number for one without traffic, which measures nothing."""
     return value if window.assignments else math.nan
+
+
+def pool_summaries(pools: PoolViews) -> list[pb.PoolSummary]:
+    """A summary of every pool, sorted by name."""
+    found = [pool_summary(pools.find(name).pool) for name in pools.names()]
+    found += [
+        pb.PoolSummary(
+            pool=name, health=pb.POOL_HEALTH_DEGRADED, balancedness=math.nan, unreadable=reason
+        )
+        for name, reason in pools.unreadable.items()
+    ]
+    return sorted(found, key=lambda summary: summary.pool)
 
 
 def pool_summary(pool: Pool) -> pb.PoolSummary:

@@ -15,10 +15,15 @@ from equipoise.balancer.service.status import (
     layout_response,
     loads_response,
     pool_status,
-    pool_summary,
+    pool_summaries,
 )
 from equipoise.balancer.service.watchers import MAX_WATCHERS, Watchers
-from equipoise.balancer.store.store import MAX_DECISIONS, Store, StoreError
+from equipoise.balancer.store.store import (
+    MAX_DECISIONS,
+    Store,
+    StoreError,
+    UnreadablePoolError,
+)
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise_api.v1 import status_pb2 as pb
@@ -66,10 +71,8 @@ class StatusService(pb_grpc.StatusServicer):
         """All pools, sorted by name."""
         del request
         self._name_leader(context)
-        pools = self._seat.pools
         return pb.ListPoolsResponse(
-            pools=[pool_summary(pools.find(name).pool) for name in pools.names()],
-            not_ready=self._seat.not_ready,
+            pools=pool_summaries(self._seat.pools), not_ready=self._seat.not_ready
         )
 
     async def GetStatus(  # noqa: N802
@@ -169,6 +172,8 @@ class StatusService(pb_grpc.StatusServicer):
             return self._seat.pools.find(name)
         except UnknownPoolError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except UnreadablePoolError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
 
     def _name_leader(self, context: _Context) -> None:
         """Name the leader in every answer of a follower."""

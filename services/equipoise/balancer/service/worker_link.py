@@ -14,6 +14,7 @@ from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
+from equipoise.balancer.unreadable import POOL_UNREADABLE
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.agreement import UNKNOWN_LAYOUT
 from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
@@ -34,9 +35,9 @@ HELLO_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 1.0
 """Seconds that the last messages of a stream may take to be sent."""
 
-_PASSING = {UNREADABLE, NAME_TAKEN}
-"""Rejections that a retry may overcome: the network corrupted a message, or the stream of a worker
-that restarted is not closed yet."""
+_PASSING = {UNREADABLE, NAME_TAKEN, POOL_UNREADABLE}
+"""Rejections that a retry may overcome: the network corrupted a message, the stream of a worker
+that restarted is not closed yet, or the records of its pool are to be repaired."""
 
 _ENDING = {UNREADABLE: "damaged message", UNKNOWN_LAYOUT: "its layout is unknown"}
 """Rejections that end a stream, and the reason for its end."""

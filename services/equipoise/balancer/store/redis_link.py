@@ -172,6 +172,9 @@ _ANSWERS = (
         StoreFault.FOREIGN,
         "has keys of another program: use another database",
     ),
+    # Scripts of the store are right about records that it wrote.
+    ("attempt to", StoreFault.DAMAGED, "has a record that is damaged"),
+    ("is not an integer", StoreFault.DAMAGED, "has a number that is damaged"),
 )
 """Explanations of error replies, by a word in the reply."""
 

@@ -1,11 +1,17 @@
 """Binary records for Redis: a line of JSON, then a table."""
 
 import json
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from equipoise.balancer.store.records import (
+    Numbered,
+    checked_average,
+    stored_layout,
+    unpack_entry,
+)
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import AverageRecord
 
@@ -26,11 +32,11 @@ def pack_layout(layout: Layout) -> bytes:
     return _pack(header, table + layout.share_of_slot.astype("<u2").tobytes())
 
 
-def unpack_layout(generation: int, packed: bytes) -> Layout:
+def unpack_layout(generation: int | bytes, packed: bytes) -> Layout:
     """Unpack a layout.
 
     Raises:
-        InvalidLayoutError, LookupError, TypeError, ValueError: the record is invalid.
+        one of INVALID_RECORD: it is not valid.
     """
     header, cells = _unpack(packed)
     end = header.get("table_bytes", len(cells))
@@ -38,11 +44,11 @@ def unpack_layout(generation: int, packed: bytes) -> Layout:
     shares = None
     if end < len(cells):
         shares = np.frombuffer(cells[end:], dtype="<u2").reshape(table.shape).astype(np.int32)
-    return Layout(
+    return stored_layout(
         generation=generation,
         num_experts=header["num_experts"],
         num_ranks=header["num_ranks"],
-        slots_of_rank=tuple(header["slots_of_rank"]),
+        slots_of_rank=header["slots_of_rank"],
         expert_of_slot=table.astype(np.int32),
         share_of_slot=shares,
     )
@@ -65,30 +71,38 @@ def unpack_average(packed: bytes) -> AverageRecord:
     """Unpack an average.
 
     Raises:
-        LookupError, TypeError, ValueError: the record is invalid.
+        one of INVALID_RECORD: it is not valid.
     """
     header, cells = _unpack(packed)
     table = np.frombuffer(cells, dtype="<f8")
-    numbers = [header[name] for name in ("half_life_s", "time_unix_s", "weight_s")]
-    if not (np.isfinite(table).all() and all(map(math.isfinite, numbers)) and numbers[0] > 0):
-        raise ValueError("it is not finite")
-    half_life_s, time_unix_s, weight_s = numbers
-    return AverageRecord(
-        half_life_s=half_life_s,
-        time_unix_s=time_unix_s,
-        weight_s=weight_s,
-        decayed_load=table.reshape(header["num_layers"], header["num_experts"]).astype(np.float64),
+    return checked_average(
+        AverageRecord(
+            half_life_s=header["half_life_s"],
+            time_unix_s=header["time_unix_s"],
+            weight_s=header["weight_s"],
+            decayed_load=table.reshape(header["num_layers"], header["num_experts"]).astype(
+                np.float64
+            ),
+        )
     )
 
 
-def unpack_entry(number: bytes, fields: list[bytes]) -> dict[str, Any]:
-    """Unpack a numbered record of a stream.
+def unpack_stream(
+    kind: type[Numbered], entries: Sequence[tuple[bytes, list[bytes]]]
+) -> tuple[Numbered, ...]:
+    """Unpack numbered records of a stream.
 
     Raises:
-        LookupError, ValueError: the record is invalid.
+        one of INVALID_RECORD: one is not valid.
     """
-    record = dict(zip(fields[::2], fields[1::2], strict=True))
-    return {"sequence": int(number.partition(b"-")[0]), **json.loads(record[b"record"])}
+    return tuple(
+        unpack_entry(
+            kind,
+            number.partition(b"-")[0],
+            dict(zip(values[::2], values[1::2], strict=True))[b"record"],
+        )
+        for number, values in entries
+    )
 
 
 def _pack(header: dict[str, Any], table: bytes) -> bytes:

@@ -10,19 +10,26 @@ import json
 import secrets
 from asyncio import Lock
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from equipoise.balancer.store import redis_scripts as scripts
-from equipoise.balancer.store.hold import pack_hold, unpack_hold
+from equipoise.balancer.store.records import (
+    INVALID_RECORD,
+    pack_entry,
+    pack_hold,
+    unpack_hold,
+    unpack_members,
+    whole,
+)
 from equipoise.balancer.store.redis_link import RedisLink
 from equipoise.balancer.store.redis_records import (
     pack_average,
     pack_layout,
     unpack_average,
-    unpack_entry,
     unpack_layout,
+    unpack_stream,
 )
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
@@ -32,9 +39,9 @@ from equipoise.balancer.store.store import (
     StoreError,
     StoreFault,
     TermOverError,
+    UnreadablePoolError,
     checked_term,
 )
-from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import (
     AuditRecord,
@@ -57,6 +64,9 @@ HASH_TAG = "{equipoise}"
 
 REQUEST_TIMEOUT_S = 2.0
 """Timeout of one step."""
+
+_OF_RECORDS = {StoreFault.DAMAGED, StoreFault.FOREIGN}
+"""Faults of a script on the keys of a pool, which are due to them."""
 
 _Value = TypeVar("_Value")
 
@@ -90,7 +100,7 @@ class RedisStore:
     async def pools(self) -> tuple[str, ...]:
         """See `Store`."""
         (names,) = await self._read("", scripts.POOLS)
-        return tuple(sorted(name.decode() for name in names))
+        return tuple(sorted(name.decode(errors="backslashreplace") for name in names))
 
     async def forget(self, pool: str, *, term: int) -> None:
         """See `Store`."""
@@ -133,7 +143,8 @@ class RedisStore:
         """See `Store`."""
         generation, packed = await self._read(pool, scripts.COMMITTED)
         if generation is not None and packed is None:
-            raise self._damaged(f"pool {pool} lacks its committed layout {generation.decode()}")
+            missing = generation.decode(errors="backslashreplace")
+            raise self._unreadable(pool, f"layouts has no committed layout {missing}")
         return self._layout(pool, generation, packed)
 
     async def proposed(self, pool: str) -> Layout | None:
@@ -147,7 +158,7 @@ class RedisStore:
     async def next_generation(self, pool: str) -> int:
         """See `Store`."""
         (highest,) = await self._read(pool, scripts.HIGHEST_GENERATION)
-        return self._sense(f"highest generation of pool {pool}", lambda: int(highest)) + 1
+        return self._sense(pool, "highest", lambda: whole("it", highest)) + 1
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """See `Store`."""
@@ -165,10 +176,7 @@ class RedisStore:
         epoch, workers = await self._read(pool, scripts.MEMBERSHIP)
         if epoch is None:
             return None
-        return self._sense(
-            f"membership of pool {pool}",
-            lambda: EpochMembers(epoch=int(epoch), workers=tuple(json.loads(workers))),
-        )
+        return self._sense(pool, "epoch or workers", lambda: unpack_members(epoch, workers))
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """See `Store`."""
@@ -179,31 +187,28 @@ class RedisStore:
         (packed,) = await self._read(pool, scripts.AVERAGE, name)
         if packed is None:
             return None
-        return self._sense(f"average {name} of pool {pool}", lambda: unpack_average(packed))
+        return self._sense(pool, f"averages {name}", lambda: unpack_average(packed))
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
     ) -> DecisionRecord:
         """See `Store`."""
         (sequence,) = await self._write(
-            pool, scripts.ADD_DECISION, _fields(decision), MAX_DECISIONS, term=term
+            pool, scripts.ADD_DECISION, pack_entry(decision), MAX_DECISIONS, term=term
         )
         return replace(decision, sequence=int(sequence))
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
         """See `Store`."""
         (entries,) = await self._read(pool, scripts.DECISIONS, max(0, limit))
-        return self._sense(
-            f"decisions of pool {pool}",
-            lambda: tuple(
-                DecisionRecord(**unpack_entry(number, fields)) for number, fields in entries or ()
-            ),
-        )
+        return self._sense(pool, "decisions", lambda: unpack_stream(DecisionRecord, entries or ()))
 
     async def commits(self, pool: str) -> tuple[int, ...]:
         """See `Store`."""
         (generations,) = await self._read(pool, scripts.COMMITS)
-        return tuple(sorted(int(generation) for generation in generations))
+        return self._sense(
+            pool, "commits", lambda: tuple(sorted(whole("one", one) for one in generations))
+        )
 
     async def add_audit(
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
@@ -212,7 +217,7 @@ class RedisStore:
         (sequence,) = await self._write(
             pool,
             scripts.ADD_AUDIT,
-            _fields(record),
+            pack_entry(record),
             MAX_AUDIT_ENTRIES,
             "" if hold is None else pack_hold(hold),
             term=term,
@@ -222,16 +227,11 @@ class RedisStore:
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
         """See `Store`."""
         (entries,) = await self._read(pool, scripts.AUDIT, max(0, limit))
-        return self._sense(
-            f"audit of pool {pool}",
-            lambda: tuple(
-                AuditRecord(**unpack_entry(number, fields)) for number, fields in entries or ()
-            ),
-        )
+        return self._sense(pool, "audit", lambda: unpack_stream(AuditRecord, entries or ()))
 
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """See `Store`."""
-        decisions = () if lost.decision is None else (lost.decision,)
+        entries = (*lost.audit, *(() if lost.decision is None else (lost.decision,)))
         members = lost.members or EpochMembers(epoch=0, workers=())
         await self._write(
             pool,
@@ -243,7 +243,7 @@ class RedisStore:
             members.epoch,
             json.dumps(members.workers),
             max(0, lost.next_generation - 1),
-            *(part for one in (*lost.audit, *decisions) for part in (one.sequence, _fields(one))),
+            *(part for one in entries for part in (one.sequence, pack_entry(one))),
             term=term,
         )
 
@@ -252,7 +252,7 @@ class RedisStore:
         (packed,) = await self._read(pool, scripts.HOLD)
         if packed is None:
             return Hold()
-        return self._sense(f"hold of pool {pool}", lambda: unpack_hold(packed))
+        return self._sense(pool, "hold", lambda: unpack_hold(packed))
 
     async def close(self) -> None:
         """See `Store`."""
@@ -273,9 +273,14 @@ class RedisStore:
     ) -> list[Any]:
         """Run a script; return its status word, then its values."""
         incarnation = await self._open()
-        answer, *values = await self._run(
-            scripts.PRELUDE + script, _keys(pool), (incarnation, term, pool, *arguments)
-        )
+        try:
+            answer, *values = await self._run(
+                scripts.PRELUDE + script, _keys(pool), (incarnation, term, pool, *arguments)
+            )
+        except StoreError as error:
+            if pool and error.fault in _OF_RECORDS:
+                raise self._unreadable(pool, str(error)) from error
+            raise
         if answer == b"over":
             assert isinstance(term, int), "reads have no term"
             highest_term = self._term(values[0])
@@ -320,30 +325,34 @@ class RedisStore:
     def _layout(self, pool: str, generation: bytes | None, packed: bytes | None) -> Layout | None:
         if generation is None or packed is None:
             return None
-        return self._sense(f"layout of pool {pool}", lambda: unpack_layout(int(generation), packed))
+        what = f"layouts {generation.decode(errors='backslashreplace')}"
+        return self._sense(pool, what, lambda: unpack_layout(generation, packed))
 
     def _term(self, found: bytes) -> int:
         """Return a stored term; raise StoreError if no leader can have written it."""
-        return self._sense("highest term", lambda: checked_term(int(found)))
+        try:
+            return checked_term(int(found))
+        except (TypeError, ValueError) as error:
+            raise StoreError(
+                f"{self._link.name} is damaged (highest term: {error}): empty its database, or "
+                "use another, to start from what the workers report",
+                fault=StoreFault.DAMAGED,
+            ) from error
 
-    def _sense(self, what: str, unpack: Callable[[], _Value]) -> _Value:
-        """Return what `unpack` returns; raise StoreError if the record is invalid."""
+    def _sense(self, pool: str, what: str, unpack: Callable[[], _Value]) -> _Value:
+        """Return what `unpack` returns; raise UnreadablePoolError if the record is invalid."""
         try:
             return unpack()
-        except (InvalidLayoutError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._damaged(f"{what}: {error}") from error
+        except INVALID_RECORD as error:
+            raise self._unreadable(pool, f"{what}: {error}") from error
 
-    def _damaged(self, finding: str) -> StoreError:
-        return StoreError(
-            f"{self._link.name} is damaged ({finding}): empty its database, or use another, to "
-            "start from what the workers report",
-            fault=StoreFault.DAMAGED,
+    def _unreadable(self, pool: str, finding: str) -> UnreadablePoolError:
+        key = _keys(pool)[2]
+        return UnreadablePoolError(
+            f"pool {pool} cannot be read from {self._link.name} ({finding}): restore its keys, "
+            f"{key} and {key}:*, from a backup, or delete them to start from what its workers "
+            "report"
         )
-
-
-def _fields(record: AuditRecord | DecisionRecord) -> str:
-    """Return a record as JSON, without its number, which is its key."""
-    return json.dumps({key: value for key, value in asdict(record).items() if key != "sequence"})
 
 
 def _keys(pool: str) -> tuple[str, ...]:

@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError, checked_term
-from equipoise.planning.errors import InvalidLayoutError
+from equipoise.balancer.store.records import INVALID_RECORD
+from equipoise.balancer.store.store import (
+    StoreError,
+    StoreFault,
+    TermOverError,
+    UnreadablePoolError,
+    checked_term,
+)
 
 SCHEMA_VERSION = 4
 """Incremented with every change of the tables below; versions without an upgrade are rejected."""
@@ -109,6 +115,8 @@ class SqliteFile:
             self.db = sqlite3.connect(
                 path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
+            # Text that is damaged must be seen by the reader of its record.
+            self.db.text_factory = lambda text: text.decode(errors="backslashreplace")
         try:
             with self._explained():
                 self._prepare()
@@ -118,20 +126,21 @@ class SqliteFile:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._pending: deque[_PendingWrite[Any]] = deque()
 
-    async def read(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` on the store's thread.
+    async def read(self, work: Callable[[], _Result], *, pool: str = "") -> _Result:
+        """Run `work`, which concerns only `pool` unless that is empty, on the store's thread.
 
         Raises:
-            StoreError: SQLite failed, or a row is invalid.
+            UnreadablePoolError: a row of the pool is invalid.
+            StoreError: SQLite failed, or another row is invalid.
         """
 
         def explained() -> _Result:
-            with self._explained():
+            with self._explained(pool):
                 return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, explained)
 
-    async def write(self, work: Callable[[], _Result], *, term: int) -> _Result:
+    async def write(self, work: Callable[[], _Result], *, term: int, pool: str = "") -> _Result:
         """Run `work` in a transaction that is durable on return, or rolled back.
 
         Queued writes share a transaction, because hundreds of pools close their windows at once,
@@ -141,7 +150,7 @@ class SqliteFile:
             TermOverError: a higher `term` has written.
             StoreError: as `read`.
         """
-        write = _PendingWrite(work=work, term=term)
+        write = _PendingWrite(work=work, term=term, pool=pool)
         self._pending.append(write)
         # The first call on the thread runs all writes that are queued by then.
         await asyncio.get_running_loop().run_in_executor(self._thread, self._write_all)
@@ -165,6 +174,13 @@ class SqliteFile:
             f"{self._path} is damaged ({finding}): move it away to start from what the "
             "workers report",
             fault=StoreFault.DAMAGED,
+        )
+
+    def _unreadable(self, pool: str, finding: str) -> UnreadablePoolError:
+        return UnreadablePoolError(
+            f"pool {pool} cannot be read from {self._path} ({finding}): stop the balancer, restore "
+            "the file from a backup or delete the rows of the pool from all its tables, to start "
+            "from what its workers report, and start it again"
         )
 
     def _prepare(self) -> None:
@@ -212,7 +228,7 @@ class SqliteFile:
             )
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, pool: str = "") -> Iterator[None]:
         """Turn errors of SQLite and of invalid rows into a StoreError with a remedy."""
         try:
             yield
@@ -228,8 +244,12 @@ class SqliteFile:
                 "writable and has free space",
                 fault=StoreFault.FULL if is_full else StoreFault.UNREACHABLE,
             ) from error
-        except (sqlite3.Error, InvalidLayoutError, LookupError, TypeError, ValueError) as error:
+        except sqlite3.Error as error:
             raise self.damaged(str(error)) from error
+        except INVALID_RECORD as error:
+            raise (
+                self._unreadable(pool, str(error)) if pool else self.damaged(str(error))
+            ) from error
 
     def _write_all(self) -> None:
         """Run the queued writes in order in one transaction; each keeps its outcome."""
@@ -253,6 +273,7 @@ class SqliteFile:
         try:
             with self._explained():
                 self._fence(write.term)
+            with self._explained(write.pool):
                 write.run()
         except Exception as error:
             write.fail(error)
@@ -274,6 +295,7 @@ class _PendingWrite(Generic[_Result]):
 
     work: Callable[[], _Result]
     term: int
+    pool: str
     fault: Exception | None = None
     result: _Result = field(init=False)
 

@@ -1,15 +1,21 @@
 """`SqliteStore`: the store in one local file, the default of a single balancer."""
 
 import json
-import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-
-from equipoise.balancer.store.hold import pack_hold, unpack_hold
+from equipoise.balancer.store.records import (
+    Numbered,
+    pack_entry,
+    pack_hold,
+    unpack_entry,
+    unpack_hold,
+    unpack_members,
+    whole,
+)
 from equipoise.balancer.store.sqlite_file import SqliteFile
+from equipoise.balancer.store.sqlite_rows import naming, unpack_average, unpack_layout
 from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
@@ -25,8 +31,6 @@ from equipoise.pool.records import (
     ForgottenRecords,
     Hold,
 )
-
-Numbered = TypeVar("Numbered", AuditRecord, DecisionRecord)
 
 
 class SqliteStore:
@@ -64,7 +68,7 @@ class SqliteStore:
             for table in ("pools", "layouts", "averages", "decisions", "commits", "audit"):
                 self._db.execute(f"DELETE FROM {table} WHERE pool = ?", (pool,))  # noqa: S608 - ours
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def put_proposed(self, pool: str, layout: Layout, *, term: int) -> None:
         """See `Store`."""
@@ -81,7 +85,7 @@ class SqliteStore:
                 )
             self._put_layout(pool, layout)
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
         """See `Store`."""
@@ -99,7 +103,7 @@ class SqliteStore:
                 raise StoreConflictError(f"pool {pool}: generation {generation} was never proposed")
             self._set_committed(pool, generation)
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
         """See `Store`."""
@@ -108,7 +112,7 @@ class SqliteStore:
             self._put_layout(pool, layout)
             self._set_committed(pool, layout.generation)
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def committed(self, pool: str) -> Layout | None:
         """See `Store`."""
@@ -119,10 +123,10 @@ class SqliteStore:
                 return None
             layout = self._layout(pool, generation)
             if layout is None:
-                raise self._file.damaged(f"pool {pool} lacks its committed layout {generation}")
+                raise LookupError(f"layouts has no committed layout {generation}")
             return layout
 
-        return await self._file.read(read)
+        return await self._file.read(read, pool=pool)
 
     async def proposed(self, pool: str) -> Layout | None:
         """See `Store`."""
@@ -135,15 +139,20 @@ class SqliteStore:
             ).fetchone()
             return None if row[0] is None else self._layout(pool, row[0])
 
-        return await self._file.read(read)
+        return await self._file.read(read, pool=pool)
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
         """See `Store`."""
-        return await self._file.read(lambda: self._layout(pool, generation))
+        return await self._file.read(lambda: self._layout(pool, generation), pool=pool)
 
     async def next_generation(self, pool: str) -> int:
         """See `Store`."""
-        return await self._file.read(lambda: (self._pool_value(pool, "highest") or 0) + 1)
+
+        def read() -> int:
+            with naming("highest"):
+                return whole("it", self._pool_value(pool, "highest") or 0) + 1
+
+        return await self._file.read(read, pool=pool)
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """See `Store`."""
@@ -156,7 +165,7 @@ class SqliteStore:
                 )
             self._set_pool(pool, epoch=members.epoch, workers=json.dumps(members.workers))
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def membership(self, pool: str) -> EpochMembers | None:
         """See `Store`."""
@@ -165,10 +174,10 @@ class SqliteStore:
             epoch = self._pool_value(pool, "epoch")
             if epoch is None:
                 return None
-            workers = tuple(json.loads(self._pool_value(pool, "workers")))
-            return EpochMembers(epoch=epoch, workers=workers)
+            with naming("epoch or workers"):
+                return unpack_members(epoch, self._pool_value(pool, "workers"))
 
-        return await self._file.read(read)
+        return await self._file.read(read, pool=pool)
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """See `Store`."""
@@ -183,7 +192,7 @@ class SqliteStore:
                 (pool, name, *numbers, num_layers, num_experts, decayed_load),
             )
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def average(self, pool: str, name: str) -> AverageRecord | None:
         """See `Store`."""
@@ -194,9 +203,10 @@ class SqliteStore:
                 " FROM averages WHERE pool = ? AND name = ?",
                 (pool, name),
             ).fetchone()
-            return None if row is None else self._average(f"average {name} of pool {pool}", row)
+            with naming(f"averages {name}"):
+                return None if row is None else unpack_average(row)
 
-        return await self._file.read(read)
+        return await self._file.read(read, pool=pool)
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -209,12 +219,12 @@ class SqliteStore:
             self._append_decision(pool, numbered)
             return numbered
 
-        return await self._file.write(write, term=term)
+        return await self._file.write(write, term=term, pool=pool)
 
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
         """See `Store`."""
         return await self._file.read(
-            lambda: self._latest("decisions", DecisionRecord, pool, limit=limit)
+            lambda: self._latest("decisions", DecisionRecord, pool, limit=limit), pool=pool
         )
 
     async def commits(self, pool: str) -> tuple[int, ...]:
@@ -228,7 +238,7 @@ class SqliteStore:
             )
             return tuple(generation for (generation,) in rows)
 
-        return await self._file.read(read)
+        return await self._file.read(read, pool=pool)
 
     async def add_audit(
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
@@ -243,11 +253,13 @@ class SqliteStore:
                 self._set_pool(pool, hold=pack_hold(hold))
             return numbered
 
-        return await self._file.write(write, term=term)
+        return await self._file.write(write, term=term, pool=pool)
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
         """See `Store`."""
-        return await self._file.read(lambda: self._latest("audit", AuditRecord, pool, limit=limit))
+        return await self._file.read(
+            lambda: self._latest("audit", AuditRecord, pool, limit=limit), pool=pool
+        )
 
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """See `Store`."""
@@ -267,16 +279,17 @@ class SqliteStore:
             if lost.hold is not None:
                 self._set_pool(pool, hold=pack_hold(lost.hold))
 
-        await self._file.write(write, term=term)
+        await self._file.write(write, term=term, pool=pool)
 
     async def hold(self, pool: str) -> Hold:
         """See `Store`."""
 
         def read() -> Hold:
             packed = self._pool_value(pool, "hold")
-            return Hold() if packed is None else unpack_hold(packed)
+            with naming("hold"):
+                return Hold() if packed is None else unpack_hold(packed)
 
-        return await self._file.read(read)
+        return await self._file.read(read, pool=pool)
 
     async def close(self) -> None:
         """See `Store`."""
@@ -293,10 +306,9 @@ class SqliteStore:
     def _append(
         self, table: str, pool: str, record: AuditRecord | DecisionRecord, *, num_kept: int
     ) -> None:
-        fields = {key: value for key, value in asdict(record).items() if key != "sequence"}
         self._db.execute(
             f"INSERT INTO {table} VALUES (?, ?, ?)",  # noqa: S608 - tables are ours
-            (pool, record.sequence, json.dumps(fields)),
+            (pool, record.sequence, pack_entry(record)),
         )
         self._db.execute(
             f"DELETE FROM {table} WHERE pool = ? AND sequence <= ?",  # noqa: S608
@@ -312,7 +324,8 @@ class SqliteStore:
             " ORDER BY sequence DESC LIMIT ?",
             (pool, max(0, limit)),
         )
-        return tuple(kind(sequence=sequence, **json.loads(record)) for sequence, record in rows)
+        with naming(table):
+            return tuple(unpack_entry(kind, sequence, record) for sequence, record in rows)
 
     def _know(self, pool: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO pools (pool) VALUES (?)", (pool,))
@@ -373,30 +386,5 @@ class SqliteStore:
             " FROM layouts WHERE pool = ? AND generation = ?",
             (pool, generation),
         ).fetchone()
-        if row is None:
-            return None
-        num_layers, num_experts, num_ranks, cells, packed_shares = row
-        table = np.frombuffer(cells, dtype="<i4").reshape(num_layers, -1)
-        shares = None
-        if packed_shares is not None:
-            shares = np.frombuffer(packed_shares, dtype="<u2").reshape(table.shape).astype(np.int32)
-        return Layout(
-            generation=generation,
-            num_experts=num_experts,
-            num_ranks=num_ranks,
-            expert_of_slot=table.astype(np.int32),
-            share_of_slot=shares,
-        )
-
-    def _average(self, what: str, row: tuple[Any, ...]) -> AverageRecord:
-        *numbers, num_layers, num_experts, decayed_load = row
-        half_life_s, time_unix_s, weight_s = numbers
-        table = np.frombuffer(decayed_load, dtype="<f8").reshape(num_layers, num_experts)
-        if not (np.isfinite(table).all() and all(map(math.isfinite, numbers)) and half_life_s > 0):
-            raise self._file.damaged(f"{what} is not finite")
-        return AverageRecord(
-            half_life_s=half_life_s,
-            time_unix_s=time_unix_s,
-            weight_s=weight_s,
-            decayed_load=table.astype(np.float64),
-        )
+        with naming(f"layouts {generation}"):
+            return None if row is None else unpack_layout(generation, row)

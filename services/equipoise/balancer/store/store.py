@@ -67,6 +67,13 @@ class StoreError(RuntimeError):
         self.fault = fault
 
 
+class UnreadablePoolError(StoreError):
+    """Records of one pool cannot be read; the message names pool and record. Others can be."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, fault=StoreFault.DAMAGED)
+
+
 class StoreConflictError(StoreError):
     """Another balancer wrote in between: read again before deciding."""
 
@@ -97,6 +104,9 @@ def checked_term(found: int) -> int:
 
 class Store(Protocol):
     """Storage of the balancer. Every method may raise `StoreError`; writes are durable on return.
+
+    A method of one pool raises `UnreadablePoolError` if it meets a record of that pool that no
+    release wrote, or that has a value out of range; it changes nothing then.
 
     Every write carries a term and raises `TermOverError` if a higher one wrote before.
     """

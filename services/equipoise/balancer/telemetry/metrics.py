@@ -11,7 +11,7 @@ from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
 
 
 class BalancerCollector(Collector):
-    """Collects from the pools that the balancer of `seat` leads; a follower has none."""
+    """Collects from the pools that the balancer of `seat` leads, and those that it cannot read."""
 
     def __init__(self, seat: Seat, *, clock: Clock) -> None:
         self._seat = seat
@@ -44,6 +44,8 @@ class BalancerCollector(Collector):
         if pools is not None:
             for name in pools.names():
                 metrics.add(pools.find(name).pool)
+        for name in self._seat.pools.unreadable:
+            metrics.add_unreadable(name)
         yield from metrics.families()
 
     def _policy(self) -> Iterator[Metric]:

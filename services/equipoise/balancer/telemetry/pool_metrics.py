@@ -29,6 +29,10 @@ _P, _PHASE, _RANK = ("pool",), ("pool", "phase"), ("pool", "rank")
 
 _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pool_health": (("pool", "health"), "1 for the pool's current health, else 0."),
+    "pool_unreadable": (
+        _P,
+        "1 while the pool's records in the store cannot be read, so that nothing leads it, else 0.",
+    ),
     "ranks": (
         ("pool", "state"),
         "Ranks of the current epoch by state: serving, loading, silent or gone.",
@@ -152,6 +156,10 @@ class PoolMetrics:
         for rejection in pool.counters.rejections.all():
             self._count("rejections", pool, rejection.count, rejection.kind)
 
+    def add_unreadable(self, pool: str) -> None:
+        """Add a pool that cannot be read, by its name; nothing else is known of it."""
+        self._gauges["pool_unreadable"].add_metric([pool], 1.0)
+
     def _add_state(self, pool: Pool) -> None:
         health = pool.diagnosis().health
         for one in Health:
@@ -166,6 +174,7 @@ class PoolMetrics:
         self._gauge("rollout_generation", pool, rollout.target.generation if rollout else 0)
         self._gauge("rollout_waves_left", pool, pool.rollouts.waves_left)
         self._gauge("store_up", pool, not pool.journal.store_fault)
+        self._gauge("pool_unreadable", pool, False)
         self._gauge("slow_ranks", pool, len(pool.windows.slow))
         left_out = {*pool.attendance.excluded, *pool.interruptions.excluded}
         self._gauge("excluded_workers", pool, len(left_out))

@@ -43,8 +43,10 @@ const draw = {
   fleet() {
     const { pools, leads, words, leader } = shown.fleet;
     const notice = byId("notice");
-    notice.hidden = leads && pools.length > 0;
-    notice.replaceChildren(leads ? "No pools yet: a pool is created when its first worker connects." : words);
+    const troubles = pools.map((pool) => pool.unreadable).filter(Boolean);
+    notice.hidden = leads && pools.length > 0 && !troubles.length;
+    const state = pools.length || !leads ? words : "No pools yet: a pool is created when its first worker connects.";
+    notice.replaceChildren([state, ...troubles].filter(Boolean).join(" · "));
     const link = leads ? "" : leaderPage(leader);
     if (link) notice.append(" ", make("a", { href: link }, "Open the leader's page (if it is served on the same port)"), ".");
     byId("pools").hidden = pools.length < 2;

@@ -9,7 +9,7 @@ import numpy as np
 from equipoise.balancer.clock import Clock
 from equipoise.balancer.pools import PoolView
 from equipoise.balancer.seat import Seat
-from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summary
+from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summaries
 from equipoise.balancer.store.store import Store, StoreError
 from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.pool import Pool
@@ -105,7 +105,7 @@ class PageState:
             "leads": leads,
             "words": "" if leads else self._seat.elsewhere,
             "leader": "" if leads else self._seat.leader_address or "",
-            "pools": [as_json(pool_summary(pools.find(name).pool)) for name in pools.names()],
+            "pools": [as_json(summary) for summary in pool_summaries(pools)],
         }
         return _dumped(fleet)
 

@@ -37,19 +37,29 @@ def run(settings: StatusSettings) -> int:
     with connected(settings) as client:
         if settings.watch:
             return _watch(client, settings, console)
-        names = [settings.pool] if settings.pool else [one.pool for one in client.pools()]
+        named = [status_pb2.PoolSummary(pool=settings.pool)] if settings.pool else []
+        pools = named or client.pools()
         if settings.json:
-            found = [client.status(name) for name in names]
+            found = [_status(client, pool) for pool in pools]
             print_json({"pools": [as_json(status) for status in found]})
             return _exit_status([status.health for status in found])
-        if len(names) != 1:
-            return _show_pools(client, console)
-        status = client.status(names[0])
+        if len(pools) != 1:
+            return _show_pools(client, pools, console)
+        status = client.status(pools[0].pool)
         decisions, fault = _latest_decisions(client)
     _show(console, status, decisions)
     if fault:
         console.print(Text(f"earlier decisions cannot be read: {fault}", style="yellow"))
     return _exit_status([status.health])
+
+
+def _status(client: BalancerClient, pool: status_pb2.PoolSummary) -> status_pb2.PoolStatus:
+    """The status of a pool; one that is unreadable must not hide the others."""
+    if pool.unreadable:
+        return status_pb2.PoolStatus(
+            pool=pool.pool, health=pool.health, health_reason=pool.unreadable
+        )
+    return client.status(pool.pool)
 
 
 def _latest_decisions(client: BalancerClient) -> tuple[Sequence[status_pb2.Decision], str]:
@@ -105,8 +115,9 @@ class Picture:
         return Group(self._view, Text(note, style="yellow" if self.fault else "dim"))
 
 
-def _show_pools(client: BalancerClient, console: Console) -> int:
-    pools = client.pools()
+def _show_pools(
+    client: BalancerClient, pools: Sequence[status_pb2.PoolSummary], console: Console
+) -> int:
     if pools:
         console.print(pools_view(pools))
     else:

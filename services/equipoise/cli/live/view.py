@@ -116,7 +116,8 @@ def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
             str(pool.generation),
             balance_text(pool.balancedness, digits=2),
         )
-    return Group(table, *(Text(line, style="yellow") for line in unpaired_prefill(pools)))
+    troubles = [pool.unreadable for pool in pools if pool.unreadable] + unpaired_prefill(pools)
+    return Group(table, *(Text(line, style="yellow") for line in troubles))
 
 
 def unpaired_prefill(pools: Sequence[status_pb2.PoolSummary]) -> list[str]:
