@@ -221,6 +221,6 @@ def test_names_are_not_collected_without_end(harness):
     interruptions = harness.pool.interruptions
     for number in range(10 * MAX_WORKERS):
         member = Member(hello=make_hello(f"x-{number}"), last_heard_s=0, since_s=0)
-        interruptions.note_end(member, now=harness.now)
+        interruptions.note_end(member, lost=None, now=harness.now)
         assert interruptions.judge(silent=(), now=harness.now) == ()
     assert len(interruptions._short) == MAX_WORKERS

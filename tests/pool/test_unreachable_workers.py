@@ -1,5 +1,7 @@
 """A worker whose rendezvous address its peers cannot reach: the pool serves without it."""
 
+import pytest
+
 from equipoise.pool.health import Health
 from tests.support.joining_workers import Fleet
 
@@ -88,3 +90,63 @@ def test_a_host_that_is_needed_hosts_no_longer(make_harness):
     assert pool.diagnosis().health is Health.SERVING
     nodes = [member.hello.node for member in pool.roster.seated()]
     assert nodes == sorted(nodes), "ranks of a node are contiguous"
+
+
+class NoneReachesIt(NoneReaches):
+    """Its peers report it, and it reaches them."""
+
+    bad = "worker-2"
+
+    def is_unmet(self, worker):
+        peers = [peer.worker for peer in worker.join_epoch.peers]
+        return len(peers) > 1 and self.bad in peers
+
+    def unreached_by(self, worker):
+        return () if worker.hello.worker == self.bad else (self.bad,)
+
+
+@pytest.mark.parametrize("bad", ["worker-0", "worker-2", "worker-3"])
+def test_a_new_fleet_serves_after_one_failed_epoch_without_the_worker_that_none_reaches(
+    make_harness, bad, monkeypatch
+):
+    monkeypatch.setattr(NoneReachesIt, "bad", bad)
+    fleet = NoneReachesIt(make_harness)
+    live(fleet, seconds=60)
+    assert live(fleet, seconds=500) > 450
+    assert left_out(fleet) == {bad}
+    reason = fleet.harness.pool.diagnosis().reason
+    assert reason.startswith(f"{bad} gets no rank: the ranks of epoch ")
+    assert "did not meet, and its peers cannot connect to it: check its network" in reason
+
+
+def test_workers_that_restarted_with_the_one_that_none_reaches_stay(make_harness):
+    fleet = NoneReachesIt(make_harness)
+    fleet.kill("worker-2")
+    live(fleet, seconds=80)
+    assert all(worker.serves for worker in fleet.alive)
+    fleet.restart("worker-1")
+    fleet.restart("worker-2")
+    live(fleet, seconds=60)
+    assert left_out(fleet) == {"worker-2"}
+    assert all(fleet.workers[name].serves for name in ("worker-0", "worker-1", "worker-3"))
+
+
+class Accuses(NoneReachesIt):
+    """One rank keeps every group from forming, and blames another."""
+
+    liar = "worker-3"
+
+    def is_unmet(self, worker):
+        peers = [peer.worker for peer in worker.join_epoch.peers]
+        return len(peers) > 1 and self.liar in peers
+
+    def unreached_by(self, worker):
+        return ("worker-0",) if worker.hello.worker == self.liar else ()
+
+
+def test_a_worker_that_blames_a_peer_that_others_reach_is_excluded_itself(make_harness):
+    fleet = Accuses(make_harness)
+    live(fleet, seconds=60)
+    assert live(fleet, seconds=500) > 450
+    assert left_out(fleet) == {"worker-3"}
+    assert "it cannot connect to peers that others reach" in fleet.harness.pool.diagnosis().reason

@@ -47,6 +47,22 @@ class Rendezvous:
             return None
         return keys
 
+    async def accepts(self, process: Process, address: str) -> bool:
+        """Whether a connection to an address opens; a machine that is out of reach never answers.
+
+        A paused process does accept: its kernel does it.
+        """
+        network, is_host = self.network, address in self._hosts
+        found = self._hosts.get(address) or network.listener(address)
+        if found is None or not found[0].alive:
+            return False
+        name = found[0].name
+        is_cut = network.is_cut(process.name, name) or network.is_cut(name, process.name)
+        out_of_reach = self.unreachable.get(name)
+        if is_cut or out_of_reach == "rank" or (is_host and out_of_reach):
+            await asyncio.Event().wait()
+        return True
+
     def can_form(self, names: tuple[str, ...]) -> bool:
         """Whether the ranks of a group can connect to each other, once they have met."""
         return all(self.unreachable.get(name) != "rank" for name in names)

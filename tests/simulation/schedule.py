@@ -141,7 +141,7 @@ MAKERS: dict[str, Any] = {
 }
 """What may happen: arguments of each kind from a random source."""
 
-UNUSUAL = frozenset({"lossy_network", "unreachable_host", "unreachable_rank", "false_generation"})
+UNUSUAL = frozenset({"lossy_network", "false_generation"})
 """Kinds of faults that the product need not survive, or does not always: docs/simulation.md."""
 
 USUAL = tuple(kind for kind in MAKERS if kind not in UNUSUAL)

@@ -12,11 +12,12 @@ from typing import Any
 
 from equipoise.balancer import runner
 from equipoise.rank import held, stager
-from equipoise.worker import engine, epochs, joining, rank
+from equipoise.worker import engine, epochs, joining, rank, reach
 from equipoise.worker.reading import CheckpointReader
 from tests.simulation import group
 from tests.simulation.engine import SimEngine
 from tests.simulation.experts import SimExperts, SimPlacement, checksum_of
+from tests.simulation.loop import current_process
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
 
@@ -39,6 +40,10 @@ _TIME = SimpleNamespace(
 async def _meet(join_epoch: Any, **about: Any) -> Any:
     about.pop("device", None)
     return await group.meet(_world[0].rendezvous, join_epoch, **about)
+
+
+async def _accepts(address: str) -> bool:
+    return await _world[0].rendezvous.accepts(current_process(), address)
 
 
 def _begin_read(self: Any, layer: int, expert: int) -> Any:
@@ -112,6 +117,9 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (joining, "meet", _meet),
     (joining, "time", _TIME),
     (joining, "_POLL_S", 0.25),
+    (reach, "_accepts", _accepts),
+    (reach, "time", _TIME),
+    (reach, "_POLL_S", 0.25),
     (CheckpointReader, "_begin", _begin_read),
     (joining.WorkerSlots, "open_exchange", lambda *_a: None),
     (epochs, "Loading", lambda **_k: SimpleNamespace(of=_no_progress)),

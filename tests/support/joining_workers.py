@@ -43,11 +43,14 @@ class JoiningWorker(ScriptedWorker):
         self.serves, self.state.lost = True, None
         self.answers.append(self.serving())
 
-    def fail(self, reason):
-        """Its group ended, or never formed."""
+    def fail(self, reason, *, unreached=()):
+        """Its group ended, or never formed because it could not reach some peers."""
         self.serves = False
         held = self.own(self.layout.expert_of_slot)
-        self.answers.append(self.state.lose(self.join_epoch, reason, expert_of_slot=held))
+        lost = self.state.lose(
+            self.join_epoch, reason, expert_of_slot=held, unreached=tuple(unreached)
+        )
+        self.answers.append(lost)
 
     def restart(self):
         """The process ends, and another one begins under its name."""
@@ -162,7 +165,7 @@ class Fleet:
             elif not worker.is_lost:
                 since = self.waiting_since.setdefault(key, self.harness.now)
                 if worker.serves or self.harness.now - since >= self.PATIENCE_S:
-                    worker.fail("a peer is gone")
+                    worker.fail("a peer is gone", unreached=self.unreached_by(worker))
         if name in self.rejected:
             self._greet(worker)
         if name in self.harness.disconnected:
@@ -189,6 +192,10 @@ class Fleet:
             if other.is_lost:
                 return True
         return False
+
+    def unreached_by(self, worker):
+        """Names of the peers that a rank whose group did not form could not connect to."""
+        return ()
 
     @property
     def alive(self):

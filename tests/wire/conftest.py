@@ -158,6 +158,7 @@ GROUP_LOST = GroupLost(
     reason="worker-0 died",
     expert_of_slot=np.arange(15, dtype=np.int32).reshape(3, 5) % 8,
     generation=4,
+    unreached=("worker-0", "worker-2"),
 )
 HEARTBEAT = Heartbeat(
     epoch=1,

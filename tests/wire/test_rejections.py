@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from equipoise.planning.layout import contiguous_layout
+from equipoise.wire.checks import MAX_RANKS
 from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Leaving
@@ -281,6 +282,20 @@ def test_an_expert_that_no_slot_can_hold_is_rejected(good, expert):
     message = to_balancer(replace(good.group_lost, expert_of_slot=held))
     error = rejection_of(good.received_by_balancer, message)
     check_rejection(error, "group_lost_shape", f"experts are 0 to 7, not .*{expert}|{expert}")
+
+
+@pytest.mark.parametrize("unreached", [("worker-1",), ("worker-0", ""), ("x" * 254,), ("a\nb",)])
+def test_unreached_peers_must_be_names_of_others(good, unreached):
+    message = to_balancer(replace(good.group_lost, unreached=unreached))
+    error = rejection_of(good.received_by_balancer, message)
+    kind = "group_lost_unreached" if unreached == ("worker-1",) else "group_lost_name"
+    check_rejection(error, kind, "unreached")
+
+
+def test_more_unreached_peers_than_a_pool_can_have_are_rejected(good):
+    message = to_balancer(replace(good.group_lost, unreached=("w",) * (MAX_RANKS + 1)))
+    error = rejection_of(good.received_by_balancer, message)
+    check_rejection(error, "group_lost_unreached", "must be at most 65536 peers")
 
 
 def test_reasons_are_truncated_and_have_no_control_characters(good):

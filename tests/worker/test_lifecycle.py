@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 
 import grpc
@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.planning.counters import Phase
+from equipoise.planning.layout import contiguous_layout
 from equipoise.rank.errors import WorkerError
 from equipoise.rank.held import HeldExperts
 from equipoise.wire.balancer_messages import Rejection
@@ -34,6 +35,7 @@ from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.experts import checksum
+from tests.support.small_models import SMALL as CONFIG
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
@@ -251,6 +253,33 @@ async def test_a_worker_that_meets_no_rank_reports_it_and_takes_up_the_next_epoc
         link.say(join_epoch([link.hello], random_layout(2, slots_per_rank=8), epoch=2))
         await link.until(Serving)
         assert await generate(rig.worker.address, 5) == solo(PROMPT, 5)
+
+
+@pytest.mark.parametrize("out_of_reach", ["rendezvous_address", "address"])
+async def test_three_ranks_that_do_not_meet_name_the_peer_that_they_cannot_connect_to(
+    balancer, settings, join_epoch, out_of_reach
+):
+    """The host of a rendezvous that is out of reach, or a rank that arrived at none."""
+    layout = contiguous_layout(
+        num_layers=CONFIG.num_moe_layers, num_experts=8, num_ranks=3, slots_per_rank=8
+    )
+    links = []
+    async with AsyncExitStack() as rigs:
+        for name in ("w-0", "w-1", "w-2"):
+            chosen = settings(balancer=balancer.address, worker=name, num_ranks=3, slots_per_rank=8)
+            await rigs.enter_async_context(running(chosen))
+            links.append(await balancer.link())
+        hellos = [link.hello for link in links]
+        culprit = 0 if out_of_reach == "rendezvous_address" else 2
+        hellos[culprit] = dataclasses.replace(hellos[culprit], **{out_of_reach: "127.0.0.1:1"})
+        present = links if culprit == 0 else links[:2]
+        for rank, link in enumerate(present):
+            link.say(join_epoch(hellos, layout, rank=rank, meet_timeout_s=0.5))
+        for rank, link in enumerate(present):
+            lost = await link.until(GroupLost)
+            unreached = () if rank == culprit else (f"w-{culprit}",)
+            assert lost.unreached == unreached
+            assert lost.reason.endswith(f"; no connection to w-{culprit}") == bool(unreached)
 
 
 async def test_requests_end_with_the_reason_if_no_group_forms_in_time(

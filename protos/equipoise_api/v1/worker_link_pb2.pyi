@@ -998,6 +998,7 @@ class GroupLost(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     EXPERT_OF_SLOT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch that has ended for this worker."""
     reason: _builtins.str
@@ -1010,6 +1011,12 @@ class GroupLost(_message.Message):
     """Highest generation that it started in, ran or staged, 0 for none: numbers are never reused, even
     if the store lost them.
     """
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers of the epoch, without the sender, that it could not connect to after the ranks had not
+        formed a group; empty if it reached all of them, or had formed the group.
+        """
+
     def __init__(
         self,
         *,
@@ -1017,10 +1024,11 @@ class GroupLost(_message.Message):
         reason: _builtins.str = ...,
         expert_of_slot: _builtins.bytes = ...,
         generation: _builtins.int = ...,
+        unreached: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_of_slot", b"expert_of_slot", "generation", b"generation", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert_of_slot", b"expert_of_slot", "generation", b"generation", "reason", b"reason", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

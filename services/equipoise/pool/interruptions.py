@@ -4,8 +4,10 @@ Each loss of a group costs all ranks a pause, and the worker that is blamed need
 flaky network looks the same. So no worker is excluded for good, but each time for longer.
 
 If the group served, the rank that reports its end first is blamed. If the ranks never met, the
-first report only shows which timeout was shorter: the ranks that were not in the latest group that
-served are blamed if only some were not, otherwise rank 0, which hosts the rendezvous.
+first report only shows which timeout was shorter. Then those are blamed that several ranks could
+not connect to (`reachability`). If the reports do not show that, the ranks that were not in the
+latest group that served are blamed if only some were not, otherwise rank 0, which hosts the
+rendezvous.
 """
 
 import math
@@ -16,6 +18,8 @@ from datetime import UTC, datetime
 from equipoise.pool.effects import Chain, Log
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
+from equipoise.pool.reachability import Reachability, process_of
+from equipoise.wire.messages import GroupLost
 
 SHORT_S = 60.0
 """An epoch whose ranks served for less is a short one."""
@@ -52,8 +56,10 @@ class Interruptions:
 
     def __init__(self, *, roster: Roster) -> None:
         self._roster = roster
-        # Ranks that reported the end of the epoch, the first one first.
-        self._enders: dict[str, None] = {}
+        # Ranks that reported the end of the epoch, the first one first, and whether they said which
+        # peers they could not reach.
+        self._enders: dict[str, bool] = {}
+        self._reachability = Reachability()
         self._opened_s = self._ended_s = math.inf
         self._serving_since_s: float | None = None
         # Names and boot IDs of the ranks of the latest epoch that served.
@@ -89,12 +95,18 @@ class Interruptions:
     def note_serving(self, *, now: float) -> None:
         """All ranks of the epoch serve."""
         self._serving_since_s = now
-        self._proven = frozenset(map(_process_of, self._roster.seated()))
+        self._proven = frozenset(map(process_of, self._roster.seated()))
+        self._reachability.note_serving(self._roster.seated())
 
-    def note_end(self, member: Member, *, now: float) -> None:
-        """A rank reports that it cannot continue in the epoch."""
-        self._enders.setdefault(member.name)
+    def note_end(self, member: Member, *, lost: GroupLost | None, now: float) -> None:
+        """A rank reports that it cannot continue in the epoch, perhaps that its group is lost."""
+        roster, name = self._roster, member.name
+        self._enders[name] = self._enders.get(name, False) or lost is not None
         self._ended_s = min(self._ended_s, now)
+        if lost is not None:
+            self._reachability.note(
+                name, lost.unreached, ranks=roster.seated(), known=roster.members
+            )
 
     def judge(self, *, silent: Container[str], now: float) -> Chain:
         """Another epoch is due: exclude the worker that ended this one if it does so repeatedly.
@@ -102,6 +114,7 @@ class Interruptions:
         No worker is blamed if a rank is gone, has restarted or is `silent`.
         """
         enders = tuple(self._enders)
+        reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
         self._enders.clear()
         seated = self._roster.seated()
         is_complete = len(seated) == self._roster.num_ranks and all(
@@ -111,7 +124,7 @@ class Interruptions:
             return ()
         if self._serving_since_s is not None or 2 * len(enders) <= len(seated):
             return self._count(enders[0], now=now)
-        return self._judge_meeting(now=now)
+        return self._judge_meeting(reporters, now=now)
 
     def recall(self) -> Chain:
         """Let one return, because too few slots are left: an interrupted pool is better than none.
@@ -125,29 +138,38 @@ class Interruptions:
         text = f"worker {least} is needed after all: it was excluded because {reason}"
         return (Log(text=text, is_warning=True, worker=least),)
 
-    def _judge_meeting(self, *, now: float) -> Chain:
-        """The ranks did not meet: blame those that have yet to serve, otherwise rank 0."""
+    def _judge_meeting(self, reporters: Container[str], *, now: float) -> Chain:
+        """The ranks did not meet: blame those that others could not reach, by the `reporters`.
+
+        If they do not show who that is, blame those that have yet to serve, otherwise rank 0.
+        """
         seated = self._roster.seated()
-        unproven = [one.name for one in seated if _process_of(one) not in self._proven]
         missed = f"the ranks of epoch {self._roster.epoch} did not meet"
-        with_it = f"{missed} with it in the group: check that its peers can reach it"
-        if 0 < len(unproven) < len(seated):
-            blame = self._exclude if now - self._opened_s >= LONG_WAIT_S else self._count
-            # They return one after another, so that the one at fault is found.
-            return tuple(
-                effect
-                for place, name in enumerate(unproven)
-                for effect in blame(name, now=now, what=with_it, after=place)
-            )
-        host = seated[0].name
-        at_its_port = f"{missed} at its rendezvous: check that peers can reach --rendezvous-port"
-        chain = self._count(host, now=now, what=at_its_port)
-        if chain:
-            self._failed_hosts.pop(host, None)
-            self._failed_hosts[host] = None
-            for forgotten in list(self._failed_hosts)[:-MAX_WORKERS]:
-                del self._failed_hosts[forgotten]
-        return chain
+        blame = self._exclude if now - self._opened_s >= LONG_WAIT_S else self._count
+        unproven = tuple(one.name for one in seated if process_of(one) not in self._proven)
+        found = self._reachability.blame(seated, reporters=reporters)
+        if found.workers:
+            culprits = found.workers
+            what = f"{missed}, and {found.why}: check its network and --rendezvous-port"
+        elif 0 < len(unproven) < len(seated):
+            culprits = unproven
+            what = f"{missed} with it in the group: check that its peers can reach it"
+        else:
+            blame, culprits = self._count, (seated[0].name,)
+            what = f"{missed} at its rendezvous: check that peers can reach --rendezvous-port"
+        # They return one after another, so that the one at fault is found.
+        chains = [
+            blame(name, now=now, what=what, after=place) for place, name in enumerate(culprits)
+        ]
+        if seated[0].name in self._absences:
+            self._note_failed_host(seated[0].name)
+        return tuple(effect for chain in chains for effect in chain)
+
+    def _note_failed_host(self, host: str) -> None:
+        self._failed_hosts.pop(host, None)
+        self._failed_hosts[host] = None
+        for forgotten in list(self._failed_hosts)[:-MAX_WORKERS]:
+            del self._failed_hosts[forgotten]
 
     def _count(self, culprit: str, *, now: float, what: str = "", after: int = 0) -> Chain:
         """Exclude a worker, as `_exclude` does, if it has ended enough epochs by now."""
@@ -195,8 +217,3 @@ class Interruptions:
         if self._serving_since_s is None:
             return 0.0
         return max(0.0, min(now, self._ended_s) - self._serving_since_s)
-
-
-def _process_of(member: Member) -> tuple[str, str]:
-    """A worker's process: a restarted one has yet to prove itself."""
-    return member.name, member.hello.boot_id

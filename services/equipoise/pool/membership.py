@@ -119,7 +119,7 @@ class Membership:
             # A worker that reconnects later may have staged one more.
             self._layouts.reserve(hello.group_lost.generation + 1)
         if member.rank is not None and member.lost_reason is not None:
-            self._interruptions.note_end(member, now=now)
+            self._interruptions.note_end(member, lost=hello.group_lost, now=now)
         effects += self._open_after(hello, now=now)
         return (*effects, *self._join_returned(), *self.settle(now=now))
 
@@ -144,7 +144,7 @@ class Membership:
         used = UsedNumbers(epoch=rejected.highest_epoch)
         warning = self._numbers.count(member.name, used, kind="rejected", now=now)
         member.reject_epoch(rejected.highest_epoch)
-        self._interruptions.note_end(member, now=now)
+        self._interruptions.note_end(member, lost=None, now=now)
         reason = f"it has already taken up epoch {rejected.highest_epoch}"
         effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*warning, *effects, *self._open_if_due(now=now))
@@ -168,7 +168,7 @@ class Membership:
         self._quarantine.look_again()
         effects: Chain = ()
         if member.rank is not None:
-            self._interruptions.note_end(member, now=now)
+            self._interruptions.note_end(member, lost=lost, now=now)
             reason = f"its group ended: {lost.reason}"
             effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
         return (*warning, *effects, *self._open_if_due(now=now))

@@ -19,6 +19,11 @@ class DamagedSlotError(WorkerError):
 class GroupError(WorkerError):
     """The group of ranks cannot take another step: a peer failed, left or disagrees."""
 
+    def __init__(self, message: str, *, unreached: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.unreached = unreached
+        """Workers that this rank could not connect to, if the ranks did not form."""
+
 
 class PeerLeftError(GroupError):
     """A peer shut down gracefully, which ends the group."""

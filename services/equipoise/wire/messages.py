@@ -405,6 +405,10 @@ class GroupLost:
     """Highest generation that it started in, ran or staged, which must not be reused; 0 for
     none."""
 
+    unreached: tuple[str, ...] = ()
+    """Other workers of the epoch that it could not connect to after the ranks had not formed a
+    group; empty if it reached all of them, or had formed the group."""
+
 
 WorkerMessage = (
     Hello | Serving | Report | Staged | LayoutRejected | Switched | Heartbeat | Leaving | GroupLost

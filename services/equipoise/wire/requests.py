@@ -165,7 +165,20 @@ def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
         reason=checks.reason(message.reason),
         expert_of_slot=_held_from_proto(message, hello=hello) if message.expert_of_slot else None,
         generation=checks.count("group_lost", "generation", message.generation),
+        unreached=_unreached(message, hello=hello),
     )
+
+
+def _unreached(message: pb.GroupLost, *, hello: Hello) -> tuple[str, ...]:
+    """The peers that a worker could not connect to. Whether they are ranks is for the pool."""
+    workers = tuple(message.unreached)
+    if len(workers) > checks.MAX_RANKS or hello.worker in workers:
+        raise InvalidMessageError(
+            "group_lost_unreached",
+            f"group_lost: the {len(workers)} workers of unreached must be at most "
+            f"{checks.MAX_RANKS} peers, without {hello.worker} itself",
+        )
+    return tuple(checks.name("group_lost", "unreached", worker) for worker in workers)
 
 
 def _held_from_proto(message: pb.GroupLost, *, hello: Hello) -> ExpertTable:

@@ -67,15 +67,24 @@ class EpochState:
         self._highest_generation = max(self._highest_generation, generation)
 
     def lose(
-        self, join_epoch: JoinEpoch, reason: str, *, expert_of_slot: ExpertTable | None
+        self,
+        join_epoch: JoinEpoch,
+        reason: str,
+        *,
+        expert_of_slot: ExpertTable | None,
+        unreached: tuple[str, ...] = (),
     ) -> GroupLost:
-        """Return the report that an epoch's group is lost; the slots hold `expert_of_slot`."""
+        """Return the report that an epoch's group is lost.
+
+        The slots hold `expert_of_slot`; this worker could not connect to those `unreached`.
+        """
         self.use(join_epoch.layout.generation)
         self.lost = GroupLost(
             epoch=join_epoch.epoch,
             reason=reason,
             expert_of_slot=expert_of_slot,
             generation=self._highest_generation,
+            unreached=unreached,
         )
         return self.lost
 

@@ -99,7 +99,7 @@ class Epochs:
         except GroupError as error:
             if isinstance(error, StepTimeoutError):
                 self._parts.waits.note(Wait.STEP, f"epoch {join_epoch.epoch} ended: {error}")
-            self._lose(join_epoch, str(error))
+            self._lose(join_epoch, str(error), unreached=error.unreached)
 
     async def _serve(self, joined: EpochGroup) -> None:
         scrubber = self._scrubber_of(joined.held)
@@ -146,13 +146,16 @@ class Epochs:
         if rank.last_switch is not None:
             self._parts.send(rank.last_switch)
 
-    def _lose(self, join_epoch: JoinEpoch, reason: str) -> None:
+    def _lose(self, join_epoch: JoinEpoch, reason: str, *, unreached: tuple[str, ...]) -> None:
         """Report that the group is lost; requests wait for the next one, up to a timeout."""
         if self._ended:
             return
         held = self._slots.held
         lost = self.state.lose(
-            join_epoch, reason, expert_of_slot=None if held is None else held.expert_of_slot
+            join_epoch,
+            reason,
+            expert_of_slot=None if held is None else held.expert_of_slot,
+            unreached=unreached,
         )
         _log.warning("epoch %d ended: %s", join_epoch.epoch, reason)
         if self.state.is_newest(join_epoch):

@@ -25,10 +25,12 @@ from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import HeldSlots, placement_of
+from equipoise.worker.reach import unreached_peers
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
 
 _POLL_S = 0.05
+_MAX_NAMED = 4
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -183,9 +185,20 @@ async def join(
     """Become a rank of an epoch; returns shortly after `abandoned` is set.
 
     Raises:
-        GroupError: the ranks did not meet in time, or cannot exchange rows.
+        GroupError: the ranks did not meet in time, or cannot exchange rows; it names the peers that
+            this rank cannot connect to.
         TransferError: an expert is unavailable from every source.
     """
+    try:
+        return await _form(join_epoch, slots=slots, parts=parts, abandoned=abandoned)
+    except GroupError as error:
+        unreached = await unreached_peers(join_epoch, abandoned=abandoned)
+        raise GroupError(f"{error}{_listed(unreached)}", unreached=unreached) from error
+
+
+async def _form(
+    join_epoch: JoinEpoch, *, slots: WorkerSlots, parts: WorkerParts, abandoned: threading.Event
+) -> EpochGroup:
     operations, end_s = parts.core.operations, time.monotonic() + join_epoch.join_timeout_s
     apply = await slots.stage(join_epoch, abandoned=abandoned)
     group = await asyncio.to_thread(
@@ -202,6 +215,14 @@ async def join(
     assert slots.held is not None, "applied when the ranks met"
     exchange = await asyncio.to_thread(slots.open_exchange, group, join_epoch)
     return EpochGroup(join_epoch=join_epoch, group=group, held=slots.held, exchange=exchange)
+
+
+def _listed(unreached: tuple[str, ...]) -> str:
+    """The peers without a connection, as the end of a message."""
+    if not unreached:
+        return ""
+    more = f" and {len(unreached) - _MAX_NAMED} more" if len(unreached) > _MAX_NAMED else ""
+    return f"; no connection to {', '.join(unreached[:_MAX_NAMED])}{more}"
 
 
 class _JoinBound:
