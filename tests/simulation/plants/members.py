@@ -11,6 +11,7 @@ from equipoise.pool.attendance import Attendance
 from equipoise.pool.hello_checks import UsedNumbers
 from equipoise.pool.interruptions import Interruptions
 from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.reachability import Blame, Reachability
 from tests.simulation.plants.plant import Plant, always
 
 
@@ -19,7 +20,7 @@ def _first_to_report_blamed() -> list[tuple[Any, str, Any]]:
 
     def hasty(self: Any, **about: Any) -> Any:
         if self._serving_since_s is None:
-            self._enders = dict.fromkeys(list(self._enders)[:1])
+            self._enders = dict(list(self._enders.items())[:1])
         return judge(self, **about)
 
     return [(Interruptions, "judge", hasty)]
@@ -61,6 +62,11 @@ MEMBER_PLANTS = {
         breaks="if ranks never meet, the one that reports it first is blamed, and not the host",
         patches=_first_to_report_blamed,
         kinds=("unreachable_host", "kill_worker", "shift"),
+    ),
+    "unreached-ignored": Plant(
+        breaks="nothing is made of the peers that ranks report as out of reach",
+        patches=lambda: [(Reachability, "blame", always(Blame()))],
+        kinds=("unreachable_rank", "kill_worker", "restart_everything"),
     ),
     "loss-undisputed": Plant(
         breaks="a worker that reports losses which most ranks deny is never left out for them",
