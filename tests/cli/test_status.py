@@ -5,18 +5,22 @@ import io
 import json
 import signal
 import sys
+from dataclasses import replace
 
 import grpc
 import pytest
 from rich.console import Console
 
+from equipoise.balancer.service.status import pool_status
 from equipoise.cli.live.client import LEADER_METADATA, BalancerRejectedError
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.status import EXIT_NOT_ALL_SERVE, Picture, run
+from equipoise.planning.policy import Policy
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
+from tests.support.pool_harness import PoolHarness, skewed_load
 
 BOUND_S = 60.0
 
@@ -85,6 +89,27 @@ def balancer():
     return Balancer()
 
 
+@pytest.fixture
+def pool_without_a_slow_worker():
+    """The status of a pool that continues without a slow worker, and that worker's name."""
+    policy = Policy(
+        interval_s=10.0,
+        min_assignments=100.0,
+        slow_worker_action="exclude",
+        slow_worker_probation_s=60.0,
+    )
+    harness = PoolHarness(policy=policy)
+    for worker in harness.workers.values():
+        worker.hello = replace(worker.hello, slots_per_rank=11)
+    harness.serve()
+    slow = harness.ranks[2]
+    slow.busy_us_a_step *= 5
+    harness.run_traffic(skewed_load(1), seconds=30)
+    harness.tick()
+    assert harness.pool.roster.num_ranks == 3
+    return pool_status(harness.pool, now=harness.now), slow.hello.worker
+
+
 async def start(balancer, listen="127.0.0.1:0"):
     server = grpc.aio.server()
     status_pb2_grpc.add_StatusServicer_to_server(balancer, server)
@@ -138,6 +163,22 @@ async def test_the_latest_decisions_are_shown_with_their_reasons(balancer, addre
     await look(address)
     out = capsys.readouterr().out
     assert out.index("because of 9") < out.index("because of 8")
+
+
+async def test_a_worker_excluded_for_being_slow_is_named_with_the_time_of_its_return(
+    balancer, address, capsys, pool_without_a_slow_worker
+):
+    pool, worker = pool_without_a_slow_worker
+    await balancer.tell(pool)
+    assert await look(address) == EXIT_NOT_ALL_SERVE
+    reason = (
+        f"{worker} gets no rank: it was slow in epoch 1 (rank 2 takes 2.1 times as long to compute "
+        "a step as the median rank, in 3 consecutive windows); it may return at 00:18:10 UTC"
+    )
+    assert reason in " ".join(capsys.readouterr().out.split())
+    await look(address, pool=pool.pool, json=True)
+    (shown,) = json.loads(capsys.readouterr().out)["pools"]
+    assert reason in shown["health_reason"]
 
 
 async def test_reached_bounds_are_shown(balancer, address, capsys):

@@ -7,6 +7,7 @@ without them.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from equipoise.planning.policy import SlowWorkerAction
 from equipoise.planning.rollout import RankLost
@@ -19,9 +20,10 @@ from equipoise.pool.policy import PoolPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exclusion:
-    """A worker gets no rank until a time, and why."""
+    """A worker gets no rank until a time, and why: in which epoch it was slow, and how."""
 
     until_s: float
+    epoch: int
     reason: str
 
 
@@ -39,9 +41,15 @@ class Attendance:
         self._quiet_until_s = -math.inf
 
     @property
-    def excluded(self) -> Sequence[str]:
-        """Workers that get no rank for now, because they are slow."""
-        return tuple(self._excluded)
+    def excluded(self) -> Mapping[str, str]:
+        """Workers that have no rank for now because they were slow: in what, and until when."""
+        ranks = {member.name for member in self._roster.seated()}
+        return {
+            name: f"it was slow in epoch {one.epoch} ({one.reason}); it may return at "
+            f"{datetime.fromtimestamp(one.until_s, UTC):%H:%M:%S} UTC"
+            for name, one in self._excluded.items()
+            if name not in ranks
+        }
 
     @property
     def silent_after_s(self) -> float:
@@ -114,7 +122,9 @@ class Attendance:
             one = slow.get(member.rank) if member.rank is not None else None
             if one and policy.slow_worker_action is SlowWorkerAction.EXCLUDE:
                 until_s = now + policy.slow_worker_probation_s
-                self._excluded[member.name] = _Exclusion(until_s=until_s, reason=one.reason)
+                self._excluded[member.name] = _Exclusion(
+                    until_s=until_s, epoch=self._roster.epoch, reason=one.reason
+                )
         return tuple(self._warning(one) for one in found)
 
     def _warning(self, slow: SlowRank) -> Log:

@@ -114,7 +114,11 @@ class Pool:
             self.roster,
             opening=self.membership.opening,
             silent=self.attendance.silent,
-            left_out={**self.roster.contradicting, **self.interruptions.excluded},
+            left_out={
+                **self.roster.contradicting,
+                **self.attendance.excluded,
+                **self.interruptions.excluded,
+            },
             quarantined=self.quarantine.reasons,
             faults=self.agreement.faults,
             store_fault=self.journal.store_fault,
