@@ -14,6 +14,7 @@ from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.rank.held import Contents, StagedGeneration
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Peer, Stage
 from equipoise.wire.convert import from_worker, to_worker
+from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import Heartbeat, Report
 from equipoise.worker.core import ModelCore
 from equipoise.worker.placement import placement_of
@@ -232,6 +233,7 @@ class Link:
         self.changed = asyncio.Condition()
         self.outgoing = asyncio.Queue()
         self.closed = False
+        self.invalid = None
 
     def say(self, message):
         self.outgoing.put_nowait(message)
@@ -261,6 +263,8 @@ class Link:
                 for message in received():
                     if where(message):
                         return message
+                if self.invalid is not None:
+                    raise self.invalid
                 await self.changed.wait()
 
     async def until_closed(self):
@@ -317,6 +321,8 @@ class ScriptedBalancer(worker_link_pb2_grpc.WorkerLinkServicer):
                 beat = message.heartbeat if isinstance(message, Report) else message
                 if isinstance(beat, Heartbeat) and self.acknowledges:
                     link.say(HeartbeatAck(sequence=beat.sequence))
+        except InvalidMessageError as error:
+            link.invalid = error
         finally:
             async with link.changed:
                 link.closed = True

@@ -192,6 +192,27 @@ async def test_a_switch_reports_what_the_slots_hold_and_not_what_was_ordered(
         assert rig.worker.hello().running.checksums[layer, slot].tobytes() == reported
 
 
+async def test_a_heartbeat_during_a_switch_is_valid(
+    balancer, settings, join_epoch, random_layout, stage_to, monkeypatch
+):
+    def switch_and_beat(held, staged):
+        switch(held, staged)
+        beats.append(rig.worker.heartbeat(1))
+        states.append(rig.worker.rank.state())
+
+    beats, states = [], []
+    switch = HeldExperts.switch
+    first, second = random_layout(1), random_layout(2)
+    async with running(settings(balancer=balancer.address)) as rig:
+        link, _ = await join(balancer, join_epoch, first)
+        monkeypatch.setattr(HeldExperts, "switch", switch_and_beat)
+        link.say(stage_to(first, second))
+        await link.until(Switched)
+    for state in (*beats, *states):
+        assert (state.generation, state.staged_generation) == (2, 0)
+    assert len(beats) == len(states) == 1
+
+
 async def test_serving_continues_without_the_balancer_and_the_state_is_reported_on_reconnect(
     balancer, settings, join_epoch, random_layout, stage_to, solo
 ):

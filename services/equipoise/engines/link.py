@@ -23,6 +23,7 @@ from equipoise.planning.counters import Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import checksums_digest
 from equipoise.rank.agent import Agent, Outbox
+from equipoise.rank.engine import used_and_staged
 from equipoise.rank.errors import DamagedSlotError, NotHeldError, TransferError
 from equipoise.rank.reporter import Reporter
 from equipoise.rank.scrubber import Scrubber
@@ -224,7 +225,7 @@ class EngineLink:
         if self._stager is not None:
             self._stager.drop_unfinished()
         seat, model = self._seat, self._seat.model
-        contents = seat.held.contents
+        contents, staged = used_and_staged(seat.held, seat)
         if self._hashed.layout is contents.layout:
             contents = self._hashed
         digest = checksums_digest(seat.table)
@@ -250,24 +251,24 @@ class EngineLink:
                 epoch=seat.epoch,
                 rank=seat.rank,
                 workers=seat.workers,
-                staged_generation=seat.staged_generation,
+                staged_generation=staged,
                 layout=contents.layout,
                 checksums=contents.checksums,
                 steps=model.engine,
                 expert_checksums=None if seat.rank else seat.table,
             ),
             highest_epoch=seat.epoch,
-            highest_generation=max(seat.generation, seat.staged_generation),
+            highest_generation=max(contents.layout.generation, staged),
         )
 
     def heartbeat(self, sequence: int) -> Heartbeat:
         """Return this rank's heartbeat."""
-        layout = self._seat.held.contents.layout
+        contents, staged = used_and_staged(self._seat.held, self._seat)
         return Heartbeat(
             epoch=self._seat.epoch,
-            generation=layout.generation,
-            layout_digest=layout.digest(),
-            staged_generation=self._seat.staged_generation,
+            generation=contents.layout.generation,
+            layout_digest=contents.layout.digest(),
+            staged_generation=staged,
             sequence=sequence,
             idle=self._seat.idle_s > IDLE_AFTER_S,
             weights_version=self._seat.weights_version,

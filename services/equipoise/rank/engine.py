@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.rank.held import StagedGeneration
+from equipoise.rank.held import Contents, HeldExperts, StagedGeneration
 from equipoise.wire.messages import RankStats
 
 
@@ -60,3 +60,13 @@ class SwitchingEngine(Protocol):
 
     def progress(self) -> EngineProgress:
         """Return counters for a report."""
+
+
+def used_and_staged(held: HeldExperts[Any], engine: SwitchingEngine) -> tuple[Contents, int]:
+    """Return what a rank uses, and the generation staged to replace it; 0 if there is none.
+
+    For any thread: during a switch, too, a staged generation is above the one in use.
+    """
+    staged = engine.staged_generation  # Read first: a switch meanwhile makes it the one in use.
+    contents = held.contents
+    return contents, staged if staged > contents.layout.generation else 0

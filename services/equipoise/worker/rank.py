@@ -8,6 +8,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from equipoise.rank.engine import used_and_staged
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.reporter import Reporter
 from equipoise.rank.scrubber import Scrubber
@@ -107,14 +108,14 @@ class Rank:
 
     def state(self) -> RunningState:
         """Return what this rank runs, for a balancer that reconnects."""
-        contents = self.held.contents
+        contents, staged = used_and_staged(self.held, self.engine)
         if self._hashed.layout is contents.layout:
             contents = self._hashed
         return RunningState(
             epoch=self.join_epoch.epoch,
             rank=self.join_epoch.rank,
             workers=tuple(peer.worker for peer in self.join_epoch.peers),
-            staged_generation=self.engine.staged_generation,
+            staged_generation=staged,
             layout=contents.layout,
             checksums=contents.checksums,
             steps=self._steps,
@@ -137,12 +138,12 @@ class Rank:
 
     def heartbeat(self, sequence: int) -> Heartbeat:
         """Return a heartbeat with the generations that the balancer reconciles with."""
-        layout = self.held.contents.layout
+        contents, staged = used_and_staged(self.held, self.engine)
         return Heartbeat(
             epoch=self.join_epoch.epoch,
-            generation=layout.generation,
-            layout_digest=layout.digest(),
-            staged_generation=self.engine.staged_generation,
+            generation=contents.layout.generation,
+            layout_digest=contents.layout.digest(),
+            staged_generation=staged,
             sequence=sequence,
         )
 
