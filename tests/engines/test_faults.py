@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.engines import link as link_module
+from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.transfer import ExpertPuller
 from tests.engines.linked import NUM_RANKS, BalancerThread, LinkedEngine
 
@@ -186,10 +187,40 @@ def test_updated_weights_begin_an_epoch_in_which_balancing_goes_on(
     shift(engine, 5)
     engine.until(lambda: len(engine.steps) >= switched + NUM_RANKS)
     engine.check()
-    status = balancer.status()
-    assert {rank.weights_version for rank in status.ranks} == {engine.seats[0].weights_version}
-    assert not status.quarantined
+    # A slot that was verified while the ranks compared the new bytes makes them compare once more.
+    engine.until(
+        lambda: (
+            {rank.weights_version for rank in balancer.status().ranks}
+            == {engine.seats[0].weights_version}
+        )
+    )
+    assert not balancer.status().quarantined
     assert not any(seat.stopped for seat in engine.seats)
+
+
+def test_every_slot_is_verified_although_the_weights_are_updated_more_often_than_in_a_pass(
+    balancer, engine_of, monkeypatch
+):
+    """Every rank has eight slots; the weights are updated each time that one was verified."""
+    verified = []
+
+    async def note(scrubber, layer, slot):
+        verified.append((scrubber, layer, slot))
+        return await wrong(scrubber, layer, slot)
+
+    wrong = Scrubber._wrong
+    monkeypatch.setattr(Scrubber, "_wrong", note)
+    monkeypatch.setattr(link_module, "SCRUB_BYTES_PER_S", 25.0)  # A slot every 0.4 s.
+    engine = engine_of().start()
+    engine.until(lambda: len(engine.links) == NUM_RANKS)
+    for _ in range(10):
+        before, epoch = len(verified), engine.seats[0].epoch
+        engine.until(lambda before=before: len(verified) >= before + NUM_RANKS)
+        engine.update(is_announced=True)
+        engine.until(lambda epoch=epoch: engine.seats[0].epoch > epoch)
+    assert not any(seat.stopped for seat in engine.seats)
+    assert len({(layer, slot) for _, layer, slot in verified}) == 8
+    assert len({scrubber for scrubber, _, _ in verified}) == NUM_RANKS
 
 
 def test_an_idle_engine_is_shown_and_given_nothing(balancer, engine_of, monkeypatch):

@@ -91,6 +91,12 @@ class EngineLink:
         """Start the thread: the seat is ready. For the engine's thread; must not fail."""
         self._seat = seat
         self._hashed = seat.held.contents
+        self._scrubber = Scrubber(
+            seat.held,
+            checksums=seat.table,
+            expert_bytes=seat.model.shape.expert_bytes,
+            bytes_per_s=SCRUB_BYTES_PER_S,
+        )
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         note_baseline = self._calling(self._note_baseline)
@@ -149,6 +155,7 @@ class EngineLink:
         """Serve peers, and hash slots again, by the baseline that the ranks have agreed on."""
         seat = self._seat
         self._hashed = seat.held.contents
+        self._scrubber.rebase(seat.table)
         self._transfer.open(seat.held, epoch=seat.epoch)
         self._epoch_tasks = [self._spawn(self._scrub())]
 
@@ -358,18 +365,11 @@ class EngineLink:
 
     async def _scrub(self) -> None:
         """Look for slots that hold other bytes than they were filled with, until one does."""
-        seat = self._seat
-        scrubber = Scrubber(
-            seat.held,
-            checksums=seat.table,
-            expert_bytes=seat.model.shape.expert_bytes,
-            bytes_per_s=SCRUB_BYTES_PER_S,
-        )
         try:
-            await scrubber.run()
+            await self._scrubber.run()
         except DamagedSlotError as error:
             _log.warning("hashing all slots again, on all ranks: %s", error)
-            seat.note_changed_slots()
+            self._seat.note_changed_slots()
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = self._loop.create_task(coroutine)

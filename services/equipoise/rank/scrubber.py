@@ -37,6 +37,10 @@ class Scrubber:
         self.num_verified = 0
         """Slots whose bytes were those of the checkpoint."""
 
+    def rebase(self, checksums: Checksums) -> None:
+        """Verify by other checksums from now on: all ranks have updated their weights."""
+        self._checksums = checksums
+
     async def run(self) -> None:
         """Verify slot after slot, layer by layer and then from the start, until cancelled.
 
