@@ -3,6 +3,7 @@
 import numpy as np
 
 from equipoise.planning.balance import balancedness, compare, rank_loads
+from equipoise.planning.costs import MeasuredCosts
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import LoadAverage, assignments_per_layer, detect_shift
 from equipoise.planning.planner import plan
@@ -61,6 +62,7 @@ def windows_until_recovered(policy):
             now=now,
             last_switch_s=None,
             shift=shift,
+            costs=MeasuredCosts(),
         )
         reasons.append(verdict.reason)
         if verdict.accepted:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, compare, layout_loads
+from equipoise.planning.costs import MeasuredCosts
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves
@@ -181,6 +182,7 @@ def judged(current, proposed, load):
         now=100.0,
         last_switch_s=None,
         shift=NO_SHIFT,
+        costs=MeasuredCosts(),
     )
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from equipoise.balancer.service.status import pool_status
+from equipoise.balancer.service.status import decision_to_proto, pool_status
+from equipoise.cli.live.decisions import decisions_table
 from equipoise.cli.live.view import imbalance_text
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import GroupLost
@@ -110,3 +111,52 @@ def test_one_rank_that_reports_false_times_changes_little(fleet, skewed):
         fleet.run(load, seconds=1)
     cost = harness.pool.windows.step_cost
     assert cost.per_assignment_s == pytest.approx(PER_ASSIGNMENT_S, rel=0.1)
+
+
+@pytest.fixture
+def moving(make_harness):
+    harness = make_harness(policy=Policy(interval_s=2.0, min_assignments=100.0))
+    harness.serve()
+    return TimedFleet(harness)
+
+
+def test_a_rollout_s_predicted_step_time_stands_beside_what_it_took(moving, skewed):
+    """The second rollout is predicted by what windows before it have shown."""
+    for _ in range(10):
+        moving.run(skewed(1), seconds=2)
+    began = len(moving.harness.decisions())
+    before_s = moving.step_s(skewed(2))
+    moving.run(skewed(2), seconds=20)
+    decisions = moving.harness.decisions()[began:]
+    plan = next(one for one in decisions if one.kind == "plan" and one.accepted)
+    assert plan.step_s_current == pytest.approx(before_s, rel=0.05)
+    assert plan.step_s_proposed < 0.97 * plan.step_s_current
+    assert plan.throughput_gain == pytest.approx(plan.step_s_current / plan.step_s_proposed - 1)
+    assert f"{plan.throughput_gain:.1%} of throughput" in plan.reason
+    outcome = next(one for one in decisions if one.kind == "outcome")
+    assert outcome.accepted
+    assert outcome.step_s_realised == pytest.approx(moving.step_s(skewed(2)), rel=0.05)
+    assert outcome.step_s_proposed == pytest.approx(outcome.step_s_realised, rel=0.05)
+    expected, took = 1e3 * outcome.step_s_proposed, 1e3 * outcome.step_s_realised
+    assert f"was expected to take {expected:.3g} ms and took {took:.3g} ms" in outcome.reason
+    gain = pool_status(moving.harness.pool, now=moving.harness.now).gains[0]
+    assert (gain.step_s_expected, gain.step_s_realised) == (
+        outcome.step_s_proposed,
+        outcome.step_s_realised,
+    )
+    row = decisions_table([decision_to_proto(outcome)]).columns[4]
+    assert next(iter(row.cells)).endswith(f"({expected:.3g} ms expected)")
+
+
+def test_verdicts_weigh_moves_by_what_waves_took(moving, skewed):
+    for seed in range(1, 6):
+        moving.run(skewed(seed), seconds=8)
+    waves = moving.harness.pool.rollouts.measured_waves(expert_bytes=2**20)
+    assert len(waves) >= 3
+    latest = moving.harness.pool.rollouts.switches[0]
+    assert waves[0].most_bytes == latest.most_moves * 2**20
+    assert waves[0].stall_s == latest.max_stall_us / 1e6
+    assert 0 < latest.most_moves <= latest.moves
+    accepted = [one for one in moving.harness.decisions() if one.kind == "plan" and one.accepted]
+    assert "at the policy's cost of moves" in accepted[0].reason
+    assert "at the cost of the latest" in accepted[-1].reason

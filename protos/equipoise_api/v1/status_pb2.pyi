@@ -443,6 +443,7 @@ class SwitchStatus(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     STAGING_S_FIELD_NUMBER: _builtins.int
     TIME_UNIX_S_FIELD_NUMBER: _builtins.int
+    MOST_MOVES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation switched to."""
     step: _builtins.int
@@ -457,6 +458,8 @@ class SwitchStatus(_message.Message):
     """Seconds from the first Stage to the last Staged."""
     time_unix_s: _builtins.float
     """Unix time at which the last rank reported the switch, seconds."""
+    most_moves: _builtins.int
+    """Moves of the rank with the most."""
     def __init__(
         self,
         *,
@@ -467,10 +470,11 @@ class SwitchStatus(_message.Message):
         moves: _builtins.int = ...,
         staging_s: _builtins.float = ...,
         time_unix_s: _builtins.float = ...,
+        most_moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_stall_us", b"max_stall_us", "median_step_us", b"median_step_us", "moves", b"moves", "staging_s", b"staging_s", "step", b"step", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_stall_us", b"max_stall_us", "median_step_us", b"median_step_us", "most_moves", b"most_moves", "moves", b"moves", "staging_s", b"staging_s", "step", b"step", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,6 +795,9 @@ class GainStatus(_message.Message):
     GAIN_EXPECTED_FIELD_NUMBER: _builtins.int
     GAIN_REALISED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    STEP_S_BEFORE_FIELD_NUMBER: _builtins.int
+    STEP_S_EXPECTED_FIELD_NUMBER: _builtins.int
+    STEP_S_REALISED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Last generation of the rollout."""
     before_generation: _builtins.int
@@ -811,6 +818,12 @@ class GainStatus(_message.Message):
     """Realised gain, on the windows of the judgement; 0 while open."""
     reason: _builtins.str
     """The judgement, human-readable; empty while open."""
+    step_s_before: _builtins.float
+    """Seconds of a step before the rollout, as expected after it, and as measured in the windows of
+    the judgement; 0 if unknown.
+    """
+    step_s_expected: _builtins.float
+    step_s_realised: _builtins.float
     def __init__(
         self,
         *,
@@ -823,10 +836,13 @@ class GainStatus(_message.Message):
         gain_expected: _builtins.float = ...,
         gain_realised: _builtins.float = ...,
         reason: _builtins.str = ...,
+        step_s_before: _builtins.float = ...,
+        step_s_expected: _builtins.float = ...,
+        step_s_realised: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness_expected", b"balancedness_expected", "balancedness_realised", b"balancedness_realised", "before_generation", b"before_generation", "gain_expected", b"gain_expected", "gain_realised", b"gain_realised", "generation", b"generation", "judged_unix_s", b"judged_unix_s", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness_expected", b"balancedness_expected", "balancedness_realised", b"balancedness_realised", "before_generation", b"before_generation", "gain_expected", b"gain_expected", "gain_realised", b"gain_realised", "generation", b"generation", "judged_unix_s", b"judged_unix_s", "outcome", b"outcome", "reason", b"reason", "step_s_before", b"step_s_before", "step_s_expected", b"step_s_expected", "step_s_realised", b"step_s_realised"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1030,6 +1046,11 @@ class Decision(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     POLICY_HASH_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    THROUGHPUT_GAIN_FIELD_NUMBER: _builtins.int
+    STEP_S_CURRENT_FIELD_NUMBER: _builtins.int
+    STEP_S_PROPOSED_FIELD_NUMBER: _builtins.int
+    BALANCEDNESS_REALISED_FIELD_NUMBER: _builtins.int
+    STEP_S_REALISED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number within the pool, from 1."""
     time_unix_s: _builtins.float
@@ -1054,13 +1075,25 @@ class Decision(_message.Message):
     shift_detected: _builtins.bool
     """Whether a traffic shift was detected in the window."""
     kind: _builtins.str
-    """plan, policy if another policy came into force, or quarantine if a worker was quarantined
-    (accepted) or released.
+    """plan, policy if another policy came into force, quarantine if a worker was quarantined
+    (accepted) or released, or outcome if a rollout was judged and kept (accepted) or rolled back.
     """
     policy_hash: _builtins.str
     """The policy that made this decision, or that came into force."""
     phase: _builtins.str
     """Phase whose load the decision is about: prefill, decode or mixed; empty if it is about none."""
+    throughput_gain: _builtins.float
+    """Fraction by which the plan raises throughput: measured, or at best if step_s_proposed is 0."""
+    step_s_current: _builtins.float
+    """Seconds of a step when the plan was judged; 0 if not measured."""
+    step_s_proposed: _builtins.float
+    """Seconds of a step that the plan predicts; 0 if too little was measured."""
+    balancedness_realised: _builtins.float
+    """Of an outcome: balancedness as measured, whose expectation is balancedness_proposed; and what
+    the previous layout would have had is balancedness_current.
+    """
+    step_s_realised: _builtins.float
+    """Of an outcome: seconds of a step as measured; 0 if not reported."""
     def __init__(
         self,
         *,
@@ -1079,10 +1112,15 @@ class Decision(_message.Message):
         kind: _builtins.str = ...,
         policy_hash: _builtins.str = ...,
         phase: _builtins.str = ...,
+        throughput_gain: _builtins.float = ...,
+        step_s_current: _builtins.float = ...,
+        step_s_proposed: _builtins.float = ...,
+        balancedness_realised: _builtins.float = ...,
+        step_s_realised: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "algorithm", b"algorithm", "balancedness_current", b"balancedness_current", "balancedness_proposed", b"balancedness_proposed", "base_generation", b"base_generation", "bytes", b"bytes", "kind", b"kind", "moves", b"moves", "phase", b"phase", "plan_ms", b"plan_ms", "policy_hash", b"policy_hash", "reason", b"reason", "sequence", b"sequence", "shift_detected", b"shift_detected", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "algorithm", b"algorithm", "balancedness_current", b"balancedness_current", "balancedness_proposed", b"balancedness_proposed", "balancedness_realised", b"balancedness_realised", "base_generation", b"base_generation", "bytes", b"bytes", "kind", b"kind", "moves", b"moves", "phase", b"phase", "plan_ms", b"plan_ms", "policy_hash", b"policy_hash", "reason", b"reason", "sequence", b"sequence", "shift_detected", b"shift_detected", "step_s_current", b"step_s_current", "step_s_proposed", b"step_s_proposed", "step_s_realised", b"step_s_realised", "throughput_gain", b"throughput_gain", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

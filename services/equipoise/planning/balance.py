@@ -86,6 +86,10 @@ class Comparison:
     """Balancedness under the target layout."""
     gain_of_layer: Load
     """Increase of each layer's balancedness, [layers]."""
+    busiest_before: float
+    """Load of the busiest rank under the current layout, summed over layers."""
+    busiest_after: float
+    """The same under the target layout."""
 
 
 def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, ...]:
@@ -99,6 +103,8 @@ def compare(current: Layout, target: Layout, *loads: Load) -> tuple[Comparison, 
                 before=mean_if_busy(old, is_busy=is_busy),
                 after=mean_if_busy(new, is_busy=is_busy),
                 gain_of_layer=new - old,
+                busiest_before=float(before.max(axis=-1).sum()),
+                busiest_after=float(after.max(axis=-1).sum()),
             )
         )
     return tuple(found)

@@ -12,9 +12,13 @@ from statistics import fmean
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.costs import StepForecast
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import assignments_per_layer
 from equipoise.planning.policy import Policy
+from equipoise.planning.step_cost import StepWindow
+
+_SAME_TRAFFIC = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +36,8 @@ class ExpectedGain:
     optimism: float
     """By how much the computed balancedness under `before` exceeded the measured one: replicas do
     not share load as evenly as computed."""
+    step: StepForecast | None = None
+    """Expected step time; None if the pool had not measured enough."""
 
     @property
     def gain(self) -> float:
@@ -47,6 +53,8 @@ class ObservedWindow:
     """[layers, experts] in assignments."""
     balancedness: float
     """As measured by the receivers."""
+    step: StepWindow | None = None
+    """How long steps took; None if not reported."""
 
 
 class GainOutcome(StrEnum):
@@ -72,6 +80,8 @@ class RealisedGain:
     """As measured, averaged over the windows."""
     gain: float
     """Difference from what the previous layout would have had on these windows."""
+    step_s: float = 0.0
+    """Duration of a step as measured, averaged over the windows; 0 if not reported."""
 
     @property
     def goes_back(self) -> bool:
@@ -98,6 +108,8 @@ def judge_gain(
         f"{len(busy)} windows, where generation {expected.before.generation} would "
         f"have reached {old:.3f}"
     )
+    steps = [one.step for one in busy if one.step is not None]
+    facts += _step_facts(expected.step, steps)
     if missing <= tolerance:
         outcome, reason = GainOutcome.KEPT, f"kept, as expected: {facts}"
     elif lost <= tolerance:
@@ -106,7 +118,26 @@ def judge_gain(
     else:
         outcome = GainOutcome.ROLLED_BACK
         reason = f"rolled back, because it is worse by more than {tolerance:.3f}: {facts}"
-    return RealisedGain(outcome=outcome, reason=reason, balancedness=measured, gain=measured - old)
+    return RealisedGain(
+        outcome=outcome,
+        reason=reason,
+        balancedness=measured,
+        gain=measured - old,
+        step_s=fmean([one.step_s for one in steps]) if steps else 0.0,
+    )
+
+
+def _step_facts(expected: StepForecast | None, steps: Sequence[StepWindow]) -> str:
+    """The expected step time beside the measured one, if there are both."""
+    if expected is None or not steps:
+        return ""
+    measured_s = fmean([one.step_s for one in steps])
+    traffic = fmean([one.mean_rank_load for one in steps]) / expected.mean_rank_load
+    changed = "" if abs(traffic - 1) < _SAME_TRAFFIC else f" with {traffic:.2f} times the traffic"
+    return (
+        f"; a step of {1e3 * expected.current_s:.3g} ms was expected to take "
+        f"{1e3 * expected.proposed_s:.3g} ms and took {1e3 * measured_s:.3g} ms{changed}"
+    )
 
 
 def too_soon_again(

@@ -1,13 +1,14 @@
 """`propose`: a plan and its verdict, the expensive part of a decision; and `propose_layout`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, compare, layout_loads
 from equipoise.planning.change import LayoutChange
+from equipoise.planning.costs import MeasuredCosts
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves
@@ -40,6 +41,8 @@ class ProposalRequest:
     """Seconds; None before the first switch."""
     balancedness: float | None = None
     """As measured by the receivers in the window; None if unknown."""
+    costs: MeasuredCosts = field(default_factory=MeasuredCosts)
+    """What the pool has measured about its steps and moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +91,7 @@ def propose(request: ProposalRequest) -> Proposal:
         now=request.now,
         last_switch_s=request.last_switch_s,
         shift=request.shift,
+        costs=request.costs,
     )
     way: Sequence[LayoutChange] = ()
     if verdict.accepted:

@@ -7,6 +7,7 @@ import numpy as np
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import Comparison
+from equipoise.planning.costs import MeasuredCosts, StepForecast
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
@@ -30,9 +31,14 @@ class Verdict:
     pull_s: float
     """Seconds that the rank with the most moves spends fetching."""
     lost_s: float
-    """Estimated seconds of serving lost to fetching and switches."""
+    """Seconds of serving lost to fetching and switches, by the latest waves or by the policy."""
     payback_s: float
     """Seconds until the gain has recovered `lost_s`; infinite without a gain."""
+    step: StepForecast | None
+    """What becomes of a step's time; None if the pool has not measured enough."""
+    throughput_gain: float
+    """Fraction by which throughput grows: by `step`, else at best, as if experts were the whole of
+    a step."""
     reshared: int = 0
     """Slots that keep their expert but serve another share."""
 
@@ -50,12 +56,14 @@ def judge(
     now: float,
     last_switch_s: float | None,
     shift: Shift,
+    costs: MeasuredCosts,
 ) -> Verdict:
     """Weigh the gain of a plan on the latest window against its cost.
 
     A plan is made for the average load. The window is more recent, so a plan that is worse on it is
-    rejected however good it is on the average. The saving is estimated as if the experts of the
-    busiest rank were the whole step: the best case.
+    rejected however good it is on the average. The saving is what the pool's measured step times
+    predict. Without enough of them it is the best case, as if the experts of the busiest rank were
+    the whole step, and the reason says so.
 
     Args:
         current: the layout in use.
@@ -65,13 +73,14 @@ def judge(
         algorithm: the algorithm that made the plan.
         window: the load of the latest window, [layers, experts].
         model: the shape of the model.
-        policy: thresholds and costs.
+        policy: thresholds, and costs that are not measured.
         now: the current time in seconds.
         last_switch_s: the time of the last switch; None if there was none.
         shift: whether traffic shifted.
+        costs: what the pool has measured.
     """
     before, after = on_window.before, on_window.after
-    cost = _cost(current, target, on_window, model=model, policy=policy)
+    cost = _cost(current, target, on_window, model=model, policy=policy, costs=costs)
     rejection = (
         ("the policy pauses rebalancing" if policy.pause else None)
         or _too_few_assignments(window, policy)
@@ -88,14 +97,27 @@ def judge(
         cost,
         accepted=True,
         reason=f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-        f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}) with "
-        f"{cost.moves} moves of {cost.bytes / 2**20:.1f} MiB in total{shares}, which cost "
-        f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s; {shift.reason}",
+        f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}): "
+        f"{_gain_text(cost, costs)}; it takes {cost.moves} moves of {cost.bytes / 2**20:.1f} MiB "
+        f"in total{shares}, which cost {cost.lost_s:.3g} s of serving and pay back after "
+        f"{cost.payback_s:.3g} s ({costs.move_cost(policy).reason}); {shift.reason}",
     )
 
 
+def _gain_text(cost: Verdict, costs: MeasuredCosts) -> str:
+    if cost.step is not None:
+        return cost.step.text
+    return f"at most {cost.throughput_gain:.1%} of throughput (the best case: {costs.unknown})"
+
+
 def _cost(
-    current: Layout, target: Layout, on_window: Comparison, *, model: ModelShape, policy: Policy
+    current: Layout,
+    target: Layout,
+    on_window: Comparison,
+    *,
+    model: ModelShape,
+    policy: Policy,
+    costs: MeasuredCosts,
 ) -> Verdict:
     """Estimate the cost of a plan, as a verdict not yet accepted.
 
@@ -109,12 +131,15 @@ def _cost(
     reshared = int(((target.shares() != current.shares()) & ~moved).sum()) if is_uneven else 0
     moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
     most_bytes = int(moves_of_rank.max()) * model.expert_bytes
-    pull_s = most_bytes / policy.bandwidth_bytes_per_s
+    move_cost = costs.move_cost(policy)
+    pull_s = most_bytes / move_cost.bandwidth_bytes_per_s
     num_switches = max(
         -(-most_bytes // policy.wave_bytes(model.expert_bytes)), 1 if reshared else 0
     )
-    lost_s = pull_s * policy.pull_slowdown + num_switches * policy.switch_stall_s
-    speedup = 1.0 - on_window.before / on_window.after
+    lost_s = pull_s * policy.pull_slowdown + num_switches * move_cost.switch_stall_s
+    step = costs.forecast(on_window)
+    gain = on_window.after / on_window.before - 1 if step is None else step.throughput_gain
+    speedup = 1 - 1 / (1 + gain)  # Fraction of time that is saved.
     return Verdict(
         accepted=False,
         reason="",
@@ -125,6 +150,8 @@ def _cost(
         pull_s=pull_s,
         lost_s=lost_s,
         payback_s=lost_s / speedup if speedup > 0 else math.inf,
+        step=step,
+        throughput_gain=gain,
         reshared=reshared,
     )
 

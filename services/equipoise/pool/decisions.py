@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.costs import MeasuredCosts
 from equipoise.planning.expected_gain import (
     ExpectedGain,
     ObservedWindow,
@@ -159,6 +160,12 @@ class Decisions:
             first_generation=self._layouts.next_generation,
             now=now,
             last_switch_s=self._rollouts.last_switch_s,
+            costs=MeasuredCosts(
+                step=window.step,
+                step_cost=self._windows.step_cost,
+                num_windows=self._windows.num_step_windows,
+                waves=self._rollouts.measured_waves(expert_bytes=shape.model.expert_bytes),
+            ),
         )
 
     @property
@@ -320,12 +327,14 @@ class Decisions:
         rolling back leads to the last layout that proved good.
         """
         request, verdict = proposal.request, proposal.verdict
-        before, optimism = request.current, 0.0
+        before, optimism, step = request.current, 0.0, verdict.step
         balancedness_before = verdict.balancedness_current
         watched = self.watched
         if watched is not None:
             before, optimism = watched.expected.before, watched.expected.optimism
             balancedness_before = balancedness(layout_loads(before, request.window))
+            if step is not None and watched.expected.step is not None:
+                step = replace(step, current_s=watched.expected.step.current_s)
         elif request.balancedness is not None:
             optimism = balancedness_before - request.balancedness
         expected = ExpectedGain(
@@ -334,6 +343,7 @@ class Decisions:
             balancedness_before=balancedness_before,
             balancedness_expected=verdict.balancedness_proposed,
             optimism=optimism,
+            step=step,
         )
         self._watched = WatchedRollout(epoch=self._roster.epoch, expected=expected)
 
@@ -347,7 +357,9 @@ class Decisions:
             self._watched = None
             return ()
         if not (window.switched or window.doubt):
-            witness = ObservedWindow(load=window.load, balancedness=window.balancedness)
+            witness = ObservedWindow(
+                load=window.load, balancedness=window.balancedness, step=window.step
+            )
             watched = replace(watched, witnesses=(*watched.witnesses, witness))
             self._watched = watched
         realised = judge_gain(watched.expected, watched.witnesses, policy=self._policy.values)
@@ -360,8 +372,16 @@ class Decisions:
         self._tally.note_judged(realised.outcome)
         self._judged.appendleft(JudgedRollout(expected=expected, realised=realised, judged_s=now))
         log = Log(text=realised.reason, generation=expected.generation)
+        record = DecisionRecord.of_outcome(
+            expected,
+            realised,
+            policy_hash=self._policy.in_force.digest,
+            phase=self._roster.phase or "",
+            now=now,
+        )
+        outcome = WriteDecision(record=record)
         if not realised.goes_back:
-            return (log,)
+            return (log, outcome)
         self._rolled_back_s = now
         back = self.adopt(expected.before, algorithm="rollback", reason=realised.reason, now=now)
-        return (log, *back)
+        return (log, outcome, *back)

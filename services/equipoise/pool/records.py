@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from equipoise.planning.arrays import Load
+from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
 from equipoise.planning.proposal import Proposal
 
@@ -59,6 +60,9 @@ class DecisionKind(StrEnum):
     QUARANTINE = "quarantine"
     """A worker was quarantined (yes) or released (no)."""
 
+    OUTCOME = "outcome"
+    """A rollout was judged: its layout is kept (yes) or rolled back (no)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
@@ -109,6 +113,22 @@ class DecisionRecord:
     phase: str = ""
     """Phase whose load it is about: prefill, decode or mixed; empty if it is about none."""
 
+    throughput_gain: float = 0.0
+    """Fraction by which the plan raises throughput: measured, or at best if `step_s_proposed` is
+    0."""
+
+    step_s_current: float = 0.0
+    """Seconds of a step when the plan was judged; 0 if not measured."""
+
+    step_s_proposed: float = 0.0
+    """Seconds of a step that the plan predicts; 0 if too little was measured."""
+
+    balancedness_realised: float = 0.0
+    """Of an outcome: as measured."""
+
+    step_s_realised: float = 0.0
+    """Of an outcome: seconds of a step as measured; 0 if not reported."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", DecisionKind(self.kind))
 
@@ -127,6 +147,7 @@ class DecisionRecord:
         `veto` is why the pool rejects one that the verdict accepts.
         """
         request, verdict = proposal.request, proposal.verdict
+        step = verdict.step
         return cls(
             time_unix_s=now,
             accepted=verdict.accepted and veto is None,
@@ -141,6 +162,38 @@ class DecisionRecord:
             shift_detected=request.shift.detected,
             policy_hash=request.policy_hash,
             phase=phase,
+            throughput_gain=verdict.throughput_gain,
+            step_s_current=0.0 if step is None else step.current_s,
+            step_s_proposed=0.0 if step is None else step.proposed_s,
+        )
+
+    @classmethod
+    def of_outcome(
+        cls,
+        expected: ExpectedGain,
+        realised: RealisedGain,
+        *,
+        policy_hash: str,
+        phase: str,
+        now: float,
+    ) -> "DecisionRecord":
+        """What a rollout was expected to gain, beside what it gained."""
+        step = expected.step
+        return cls(
+            kind=DecisionKind.OUTCOME,
+            time_unix_s=now,
+            accepted=not realised.goes_back,
+            reason=realised.reason,
+            base_generation=expected.generation,
+            balancedness_current=realised.balancedness - realised.gain,
+            balancedness_proposed=expected.balancedness_expected,
+            balancedness_realised=realised.balancedness,
+            policy_hash=policy_hash,
+            phase=phase,
+            throughput_gain=0.0 if step is None else step.throughput_gain,
+            step_s_current=0.0 if step is None else step.current_s,
+            step_s_proposed=0.0 if step is None else step.proposed_s,
+            step_s_realised=realised.step_s,
         )
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from equipoise.planning.arrays import Indices
 from equipoise.planning.change import LayoutChange
+from equipoise.planning.costs import MeasuredWave
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import moves_into
 from equipoise.planning.rollout import (
@@ -66,6 +68,9 @@ class SwitchRecord:
     moves: int
     """Slots that changed."""
 
+    most_moves: int
+    """Those of the rank with the most."""
+
     staging_s: float
     """Seconds from the first Stage to the last Staged."""
 
@@ -84,8 +89,13 @@ class _TrackedWave:
 
     @property
     def moves(self) -> int:
-        before, after = self.wave.base.expert_of_slot, self.wave.target.expert_of_slot
-        return int(np.count_nonzero(before != after))
+        return int(self.moves_of_rank().sum())
+
+    def moves_of_rank(self) -> Indices:
+        """Slots that change their expert, [ranks]."""
+        base, target = self.wave.base, self.wave.target
+        moved = (base.expert_of_slot != target.expert_of_slot).sum(axis=0)
+        return np.add.reduceat(moved, target.first_slot[:-1])
 
     def step(self, event: Event, *, now: float) -> Commands:
         """Let the table decide."""
@@ -162,6 +172,18 @@ class Rollouts:
     def switches(self) -> Sequence[SwitchRecord]:
         """The latest switches, newest first."""
         return self._switches
+
+    def measured_waves(self, *, expert_bytes: int) -> tuple[MeasuredWave, ...]:
+        """What the latest waves that staged something cost, newest first."""
+        return tuple(
+            MeasuredWave(
+                most_bytes=one.most_moves * expert_bytes,
+                staging_s=one.staging_s,
+                stall_s=one.max_stall_us / 1e6,
+            )
+            for one in self._switches
+            if one.most_moves
+        )
 
     def committed_step(self, generation: int) -> int | None:
         """Step at which ranks switched to a generation, if one of the latest waves committed it."""
@@ -268,6 +290,7 @@ class Rollouts:
                 max_stall_us=slowest.stall_us,
                 median_step_us=slowest.median_step_us,
                 moves=tracked.moves,
+                most_moves=int(tracked.moves_of_rank().max()),
                 staging_s=staged_s - tracked.began_s,
                 time_s=now,
             )

@@ -68,6 +68,11 @@ class Windows:
         return self._step_times.cost()
 
     @property
+    def num_step_windows(self) -> int:
+        """Windows with step times that the fit uses."""
+        return self._step_times.num_windows
+
+    @property
     def imbalance(self) -> Imbalance | None:
         """What imbalance costs in the latest window; None without traffic."""
         window = self.latest
@@ -77,7 +82,7 @@ class Windows:
             window.step,
             self.step_cost,
             balancedness=window.balancedness,
-            num_windows=self._step_times.num_windows,
+            num_windows=self.num_step_windows,
         )
 
     def adopt_policy(self, *, now: float) -> None:

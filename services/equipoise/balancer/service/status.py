@@ -306,7 +306,11 @@ def _gain_status(
         balancedness_expected=expected.balancedness_expected,
         gain_expected=expected.gain,
     )
+    if expected.step is not None:
+        status.step_s_before = expected.step.current_s
+        status.step_s_expected = expected.step.proposed_s
     if realised is not None:
+        status.step_s_realised = realised.step_s
         status.outcome = realised.outcome.value
         status.balancedness_realised = realised.balancedness
         status.gain_realised = realised.gain

@@ -280,8 +280,12 @@ function drawRanks(pool) {
 function drawDecisions(pool) {
   setText(byId("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.rejection ? ": the newest version was rejected" : ""}` : "");
   const items = pool.decisions.map((one) => {
-    const facts = one.kind === "plan" && one.balancedness_proposed
-      ? `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · ${one.plan_ms.toFixed(0)} ms to plan`
+    const ms = (seconds) => (1e3 * seconds).toPrecision(3);
+    const steps = one.step_s_proposed ? ` · ${ms(one.step_s_current)} → ${ms(one.step_s_realised || one.step_s_proposed)} ms a step` : "";
+    const facts = one.kind === "outcome"
+      ? `balancedness ${one.balancedness_proposed.toFixed(2)} expected, ${one.balancedness_realised.toFixed(2)} realised${steps}${steps && `, ${ms(one.step_s_proposed)} expected`}`
+      : one.kind === "plan" && one.balancedness_proposed
+      ? `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)}${steps} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · ${one.plan_ms.toFixed(0)} ms to plan`
       : one.kind;
     return item(`${one.accepted ? "yes" : "no"}`, one.accepted ? "good" : "soft", one.time_unix_s, one.reason, facts, one.sequence);
   });

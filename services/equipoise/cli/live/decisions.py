@@ -81,22 +81,38 @@ def epochs(settings: BalancerClientSettings) -> int:
 
 def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
     """One row per decision."""
+    shown = list(decisions)
+    has_steps = any(one.step_s_proposed for one in shown)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("", "time", "verdict", "balancedness", "moves", "bytes", "reason"):
+    steps = ("step",) if has_steps else ()
+    for name in ("", "time", "verdict", "balancedness", *steps, "moves", "bytes", "reason"):
         right = name in {"moves", "bytes"}
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
-    for one in decisions:
+    for one in shown:
         is_plan = one.kind == "plan"
+        change = _change(one, "step_s", "{:.3g} ms", factor=1e3) if one.step_s_proposed else ""
         table.add_row(
             Text(str(one.sequence), style="dim"),
             format_time(one.time_unix_s),
             _verdict(one),
-            f"{one.balancedness_current:.3f} → {one.balancedness_proposed:.3f}" if is_plan else "",
+            _change(one, "balancedness", "{:.3f}") if is_plan or one.kind == "outcome" else "",
+            *([change] if has_steps else []),
             f"{one.moves:,}" if is_plan else "",
             format_bytes(one.bytes) if is_plan else "",
             Text(one.reason),
         )
     return table
+
+
+def _change(one: pb.Decision, name: str, form: str, *, factor: float = 1.0) -> str:
+    """A measure before and, as predicted, after; of an outcome also as it turned out."""
+    current, proposed, realised = (
+        form.format(factor * getattr(one, f"{name}_{which}"))
+        for which in ("current", "proposed", "realised")
+    )
+    if one.kind == "outcome":
+        return f"{current} → {realised} ({proposed} expected)"
+    return f"{current} → {proposed}"
 
 
 def audit_table(records: Iterable[pb.AuditRecord]) -> Table:
@@ -166,6 +182,8 @@ def _line(one: pb.Decision) -> str:
 def _verdict(one: pb.Decision) -> Text:
     if one.kind == "policy":
         return Text("policy", style="cyan")
+    if one.kind == "outcome":
+        return Text("kept", style="green") if one.accepted else Text("worse", style="yellow")
     if one.kind == "quarantine":
         return Text("quarantine" if one.accepted else "release", style="red")
     return Text("yes", style="bold green") if one.accepted else Text("no", style="dim")
