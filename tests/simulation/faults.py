@@ -211,10 +211,12 @@ class Faults:
             if not stays:
                 self._until(for_s, self.reports.end, "loss")
 
-    def do_false_generation(self, name: str, for_s: float, stays: bool) -> None:
-        """Its heartbeats have a generation that nobody made."""
+    def do_false_generation(self, name: str, for_s: float, stays: bool, claim: str) -> None:
+        """Its heartbeats have a generation that its pool does not run."""
         if self._may_be_odd(name):
-            self.reports.begin("generation", name)
+            self.reports.begin("generation", name, claim=claim)
+            for balancer in BALANCERS:
+                self.do_reset(name, balancer)
             if not stays:
                 self._until(for_s, self.reports.end, "generation")
 

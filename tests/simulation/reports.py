@@ -7,11 +7,14 @@ worker: ranks and balancer disagree about it for as long as it serves.
 from dataclasses import replace
 from typing import Any
 
-from equipoise.wire.messages import GroupLost, Heartbeat
+from equipoise.wire.messages import GroupLost, Heartbeat, Hello
 
 POOL = "main"
-UNMADE = 2**50
-"""Far above what any liar can make a pool reserve."""
+RAISED = 2**31
+"""A number that a liar's own Hello makes its pool reserve."""
+
+CLAIMS = {"far above": 2**50, "below": RAISED - 5, "the first": 1}
+"""Generations in false heartbeats: above all numbers, below a raised one, and one of the past."""
 
 NAMED_S = 5.0
 """Seconds within which a rank is named whose heartbeats are false: two of them."""
@@ -29,10 +32,11 @@ class FalseReports:
     def __init__(self, world: Any) -> None:
         self._world = world
         self._liars: dict[str, str] = {}
+        self._claim = ""
 
-    def begin(self, what: str, name: str) -> None:
-        """Reports of a kind are false from now on."""
-        self._liars[what] = name
+    def begin(self, what: str, name: str, *, claim: str = "") -> None:
+        """Reports of a kind are false from now on; false generations are those of a `claim`."""
+        self._liars[what], self._claim = name, claim or self._claim
 
     def end(self, what: str) -> None:
         """Reports of a kind are true again."""
@@ -50,8 +54,20 @@ class FalseReports:
             )
             worker.outbox.send(lost)
         if self._liars.get("generation") == name and worker.rank is not None:
-            return replace(beat, generation=UNMADE, layout_digest=bytes(16))
+            return replace(
+                beat,
+                generation=CLAIMS[self._claim],
+                staged_generation=0,
+                layout_digest=bytes(16),
+            )
         return beat
+
+    def hello(self, worker: Any, hello: Hello) -> Hello:
+        """What a worker sends for a Hello."""
+        is_liar = self._liars.get("generation") == worker.process.name
+        if not is_liar or self._claim != "below":
+            return hello
+        return replace(hello, highest_generation=max(hello.highest_generation, RAISED))
 
     def watch(self) -> None:
         """False losses do not interrupt ranks for ever, and false generations are named."""
@@ -70,7 +86,8 @@ class FalseReports:
         if name not in diagnosis.reason:
             world.observer.violate(
                 "lie-unnamed",
-                f"{name} reports a generation that nobody made, and the pool is {diagnosis.health}",
+                f"{name} reports a generation that its pool does not run, and the pool is "
+                f"{diagnosis.health}",
             )
 
     def _count_epochs(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.transfer import ExpertTransferService
-from equipoise.wire.messages import Heartbeat, Report, WorkerMessage
+from equipoise.wire.messages import Heartbeat, Hello, Report, WorkerMessage
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import Location
@@ -204,6 +204,9 @@ class SimWorker(Worker):
     @property
     def outbox(self) -> Outbox:
         return self._outbox
+
+    def hello(self) -> Hello:
+        return self.world.reports.hello(self, super().hello())
 
     def heartbeat(self, sequence: int) -> Heartbeat:
         return self.world.reports.heartbeat(self, super().heartbeat(sequence))

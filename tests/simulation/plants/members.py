@@ -84,7 +84,7 @@ MEMBER_PLANTS = {
         kinds=("lie", "kill_worker", "shift"),
     ),
     "generation-believed": Plant(
-        breaks="a rank that reports a generation that nobody made is not named",
+        breaks="a rank that reports a generation that its pool does not run is not named",
         patches=_unmade_generation_believed,
         kinds=("false_generation", "kill_worker", "shift"),
     ),
