@@ -28,12 +28,12 @@ EQUIPOISE = (sys.executable, "-m", "equipoise.cli.main")
 
 
 @contextmanager
-def demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A demo of two ranks in its own process; killed at the end if it still runs."""
+def demo(*, workers: int) -> Iterator[subprocess.Popen[str]]:
+    """A small demo in its own process, a rank on each node; killed if it still runs at the end."""
     command = [*EQUIPOISE, "demo", "--plain", "--listen", free_address("127.0.0.1:0")]
-    small = ["--workers", "2", "--slots-per-rank", "20", "--prompts-per-domain", "2"]
+    ranks = [f"--workers={workers}", f"--nodes={workers}", f"--slots-per-rank={40 // workers}"]
     with subprocess.Popen(
-        [*command, *small, *arguments],
+        [*command, *ranks, "--prompts-per-domain=2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -183,9 +183,11 @@ def test_the_figures_have_the_documented_keys(figures):
     assert figures["median_step_ms"] > 0
 
 
-@pytest.mark.parametrize("moment", ["balancer: ", "ranks on 2 nodes are serving"])
-def test_an_interrupt_at_any_moment_shuts_everything_down_cleanly(moment):
-    with demo() as process:
+@pytest.mark.parametrize(
+    ("workers", "moment"), [(1, "balancer: "), (2, "ranks on 2 nodes are serving")]
+)
+def test_an_interrupt_at_any_moment_shuts_everything_down_cleanly(workers, moment):
+    with demo(workers=workers) as process:
         read_until(process, moment)
         family = psutil.Process(process.pid).children(recursive=True)
         assert family
@@ -198,7 +200,7 @@ def test_an_interrupt_at_any_moment_shuts_everything_down_cleanly(moment):
 
 
 def test_nothing_outlives_a_demo_that_is_killed():
-    with demo() as process:
+    with demo(workers=1) as process:
         read_until(process, "code traffic")
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
