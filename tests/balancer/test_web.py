@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from equipoise.balancer.settings import BalancerSettings
-from equipoise.balancer.web.server import HEADERS, page_routes, serving_page
+from equipoise.balancer.web.server import _TYPE_OF_FILE, HEADERS, page_routes, serving_page
 from equipoise.balancer.web.state import MAX_COLUMNS, MAX_RANKS, PageState, heat_of
 from equipoise.balancer.web.stream import EventStreams
 from equipoise.settings.errors import InvalidSettingsError
@@ -79,7 +79,7 @@ def browse(state, **settings):
 
 def test_every_file_of_the_page_comes_with_the_headers_that_fence_it_in(busy):
     client = browse(state_of(busy))
-    for path in ("/", "/page.css", "/page.js", "/state.json"):
+    for path in ("/", "/page.css", "/page.js", "/view.js", "/state.json"):
         answer = client.get(path)
         assert answer.status_code == 200
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
@@ -91,9 +91,12 @@ def test_every_file_of_the_page_comes_with_the_headers_that_fence_it_in(busy):
 def test_the_page_is_small_and_brings_all_it_needs():
     folder = files("equipoise.balancer.web")
     page = {
-        name: folder.joinpath(name).read_text() for name in ("page.html", "page.css", "page.js")
+        one.name: one.read_text()
+        for one in folder.iterdir()
+        if one.name.endswith((".html", ".css", ".js"))
     }
-    assert sum(map(len, page.values())) <= 40_000
+    assert set(page) == set(_TYPE_OF_FILE)
+    assert sum(map(len, page.values())) <= 45_000
     for text in page.values():
         links = text.replace("http://www.w3.org/2000/svg", "").replace("`http://${host}", "")
         assert "http://" not in links
@@ -127,6 +130,7 @@ def test_the_state_has_the_fleet_one_pool_and_its_load(busy):
     percent = np.array(state["heat"]["percent"])
     assert percent.shape == window.rank_load.shape
     assert percent.mean(axis=1) == pytest.approx(100, abs=1)
+    assert state["heat"]["nodes"] == [[0, "node-0"], [2, "node-1"]]
 
 
 def test_one_of_several_pools_is_selected_by_name(busy, hello_of, policy):
@@ -278,15 +282,20 @@ async def test_a_real_browser_draws_the_page_at_three_sizes(busy):
             await page.look(width=width, height=900, dark=width == 820)
             await page.goto(f"http://{where}/?{width}")
             await page.until("document.querySelector('#live').dataset.state === 'on'")
-            await page.until("document.querySelectorAll('#ranks tr').length === 4")
-            await page.until("document.querySelector('#heat-read').textContent.includes('mean')")
-            words = await page.value("document.querySelector('#chart svg').ariaLabel")
+            await page.until("document.querySelectorAll('[data-part=ranks] tr').length === 4")
+            await page.until(
+                "document.querySelector('[data-part=heat-read]').textContent.includes('mean')"
+            )
+            words = await page.value("document.querySelector('[data-part=chart] svg').ariaLabel")
             assert words.startswith("Balancedness of 4 windows")
-            assert await page.value("document.querySelectorAll('#chart .mark').length") >= 1
+            assert (
+                await page.value("document.querySelectorAll('[data-part=chart] .mark').length") >= 1
+            )
             assert await page.value("document.documentElement.scrollWidth") == width
             assert await page.value("document.querySelectorAll('img, b b').length") == 0
-        await page.value("document.querySelectorAll('#pools a')[1].click()")
-        await page.until("document.querySelector('#name').textContent === '<b>zebra'")
+        other = "[...document.querySelectorAll('#pools a')].find((one) => !one.ariaCurrent)"
+        await page.value(f"{other}.click()")
+        await page.until("document.querySelector('[data-part=name]').textContent === '<b>zebra'")
         assert page.faults == []
 
 

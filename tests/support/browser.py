@@ -8,10 +8,12 @@ import os
 import shutil
 import tempfile
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 BOUND_S = 60.0
+AXE = Path(__file__).parents[2] / ".cache" / "tools" / "axe.min.js"
 
 
 def require_chromium() -> str:
@@ -20,6 +22,13 @@ def require_chromium() -> str:
         if (path := shutil.which(name)) is not None:
             return path
     pytest.skip("no Chromium here (apt-get install chromium)")
+
+
+def require_axe() -> str:
+    """The source of axe-core; skips the test where `make axe` could not fetch it."""
+    if not AXE.exists():
+        pytest.skip("no axe-core here (make axe)")
+    return AXE.read_text()
 
 
 class Page:
@@ -47,9 +56,20 @@ class Page:
             await self._loaded.wait()
 
     async def value(self, expression):
-        """What a JavaScript expression is."""
-        answer = await self._send("Runtime.evaluate", expression=expression, returnByValue=True)
+        """What a JavaScript expression is, or what it promises."""
+        answer = await self._send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         return answer["result"].get("value")
+
+    async def point(self, x, y):
+        """Move the pointer there, in pixels of the window."""
+        await self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    async def press(self, key):
+        """Press a key, by its name."""
+        for kind in ("keyDown", "keyUp"):
+            await self._send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     async def until(self, expression):
         """Wait until a JavaScript expression is true."""

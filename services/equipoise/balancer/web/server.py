@@ -36,7 +36,10 @@ HEADERS = {
 _TYPE_OF_FILE = {
     "page.html": "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
+    **dict.fromkeys(
+        ("page.js", "view.js", "balance.js", "heat.js", "elements.js"),
+        "text/javascript; charset=utf-8",
+    ),
 }
 _LOOPBACK_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 

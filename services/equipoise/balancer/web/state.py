@@ -37,7 +37,7 @@ class _PoolPage:
         self._store = store
         self._shown: tuple[PoolView | None, int] = (None, -1)
         self._not_before_s = 0.0
-        self._window = -1
+        self._heat: tuple[int, list[tuple[int, str]]] = (-1, [])
         self._last_decision = -1
         self._decisions: list[Any] = []
         self._events: Events = {}
@@ -51,6 +51,7 @@ class _PoolPage:
         self._shown = (source, pool.revision)
         await self._fetch_decisions(pool)
         shown = as_json(pool_status(pool, now=now))
+        nodes = nodes_of(shown["ranks"])
         shown["num_ranks"] = len(shown["ranks"])
         shown["ranks"] = _most_telling(shown["ranks"])
         shown["decisions"] = self._decisions
@@ -58,9 +59,9 @@ class _PoolPage:
         window = pool.windows.latest
         if window is None:
             self._events.pop("heat", None)
-        elif window.number != self._window or "heat" not in self._events:
-            self._window = window.number
-            self._events["heat"] = _dumped(heat_of(window))
+        elif (window.number, nodes) != self._heat or "heat" not in self._events:
+            self._heat = window.number, nodes
+            self._events["heat"] = _dumped({**heat_of(window), "nodes": nodes})
         now_s = time.monotonic()
         self._not_before_s = now_s + (now_s - began_s) / _SHARE_OF_LOOP
         return self._events
@@ -125,6 +126,15 @@ def heat_of(window: ClosedWindow) -> dict[str, Any]:
         "ranks_per_column": ranks_per_column,
         "percent": np.maximum.reduceat(percent, first, axis=1).round().astype(int).tolist(),
     }
+
+
+def nodes_of(ranks: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return the first rank and the node of each run of consecutive ranks on one node."""
+    found: list[tuple[int, str]] = []
+    for rank in sorted(ranks, key=lambda one: int(one["rank"])):
+        if not found or found[-1][1] != rank["node"]:
+            found.append((int(rank["rank"]), rank["node"]))
+    return found
 
 
 def _most_telling(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:

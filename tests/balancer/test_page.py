@@ -1,0 +1,221 @@
+"""The page in a real browser: what it shows of a large fleet, and how it is read."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from equipoise.balancer.web.server import serving_page
+from tests.balancer.test_web import state_of
+from tests.support.browser import browsing, require_axe, require_chromium
+from tests.support.pictured_fleet import PicturedFleet, empty_pool, pictured_pool
+
+HEAT = "document.querySelector('[data-part=heat] canvas')"
+HEAT_READ = "document.querySelector('[data-part=heat-read]').textContent"
+CHART = "document.querySelector('[data-part=chart] svg')"
+CHART_READ = "document.querySelector('[data-part=balance-read]').textContent"
+FRAME_MS = 1000 / 60
+
+
+@asynccontextmanager
+async def looking_at(fleet, *, width=1440, height=1000, dark=False, of=""):
+    """A browser that shows this fleet."""
+    chromium = require_chromium()
+    async with serving_page(fleet, listen="127.0.0.1:0") as where, browsing(chromium) as page:
+        await page.look(width=width, height=height, dark=dark)
+        await page.goto(f"http://{where}/{of}")
+        await page.until("document.querySelector('#live').dataset.state === 'on'")
+        yield page
+        assert page.faults == []
+
+
+def all_of(part, what="textContent"):
+    return f"[...document.querySelectorAll('[data-part={part}]')].map((one) => one.{what})"
+
+
+async def middle_of(page, element):
+    box = json.loads(await page.value(f"JSON.stringify({element}.getBoundingClientRect())"))
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+@pytest.fixture
+def large():
+    return PicturedFleet(pictured_pool(ranks=320, layers=58))
+
+
+async def test_both_pools_of_a_disaggregated_fleet_stand_side_by_side():
+    pools = (
+        pictured_pool("writers", ranks=16, layers=4),
+        pictured_pool("readers", phase="prefill", ranks=8, layers=4),
+        pictured_pool("others", phase="mixed", ranks=8, layers=4),
+    )
+    async with looking_at(PicturedFleet(*pools)) as page:
+        await page.until(f"{all_of('heat-read')}.filter((one) => one.includes('mean')).length == 2")
+        assert await page.value(all_of("name")) == ["readers", "writers"]
+        tops = await page.value(all_of("name", "getBoundingClientRect().top"))
+        assert tops[0] == tops[1]
+        assert await page.value("document.querySelectorAll('#pools [aria-current]').length") == 2
+        await page.value("document.querySelectorAll('#pools a')[2].click()")
+        await page.until(f"{all_of('name')}.join() === 'others'")
+        assert await page.value("document.documentElement.scrollWidth") == 1440
+
+
+async def test_readouts_survive_live_updates_and_obey_the_keyboard(large):
+    async with looking_at(large) as page:
+        await page.until(f"{HEAT_READ}.startsWith('busiest: layer 0, rank 106 on node-13')")
+        await page.value(f"{HEAT}.focus()")
+        for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
+            await page.press(key)
+        read = await page.value(HEAT_READ)
+        assert read.startswith("layer 1, rank 107 on node-13: ")
+        await page.value(f"{CHART}.scrollIntoView()")
+        await page.point(*await middle_of(page, CHART))
+        chart_read = await page.value(CHART_READ)
+        pool, heat = large.pools["decode"]
+        newer = {**pool["windows"][-1], "window": 99, "closed_unix_s": 1_790_000_610.0}
+        pool["windows"].append(newer)
+        heat["window"] = 99
+        await page.until(f"{CHART}.ariaLabel.startsWith('Balancedness of 61 windows')")
+        await page.until(f"{HEAT}.ariaLabel.includes('in window 99')")
+        assert await page.value(HEAT_READ) == read
+        assert await page.value(CHART_READ) == chart_read
+        assert await page.value(f"document.activeElement === {HEAT}")
+        await page.press("Escape")
+        assert (await page.value(HEAT_READ)).startswith("busiest: ")
+        await page.value(f"{CHART}.focus()")
+        await page.press("ArrowLeft")
+        await page.press("ArrowLeft")
+        assert await page.value(CHART_READ) != chart_read
+
+
+@pytest.mark.parametrize("width", [390, 820, 1440, 2100])
+async def test_tiles_never_touch_and_nothing_overflows(large, width):
+    large.pools["decode"][0]["generation"] = 1_234_567
+    async with looking_at(large, width=width) as page:
+        await page.until(f"{HEAT_READ}.includes('mean')")
+        assert await page.value("document.documentElement.scrollWidth") == width
+        touching = """(() => {
+          const boxes = [...document.querySelectorAll('[data-part=figures] > div')].map((one) => {
+            const range = document.createRange();
+            range.selectNodeContents(one);
+            return range.getBoundingClientRect();
+          });
+          return boxes.flatMap((a, i) => boxes.slice(i + 1).filter((b) =>
+            a.left < b.right + 10 && b.left < a.right + 10 &&
+            a.top < b.bottom && b.top < a.bottom));
+        })().length"""
+        assert await page.value(touching) == 0
+
+
+async def test_ranks_are_listed_worst_first_and_sorted_by_any_column(large):
+    rows = "[...document.querySelectorAll('[data-part=ranks] tr')]"
+    ranks = f"{rows}.map((one) => +one.cells[0].textContent)"
+    async with looking_at(large) as page:
+        await page.until(f"{ranks}.length === 320")
+        assert (await page.value(ranks))[0] == 160  # It is silent.
+        assert await page.value(f"{all_of('ranks-read')}[0]") == "worst first"
+        await page.value("document.querySelector('[data-key=rank] button').click()")
+        assert (await page.value(ranks))[:3] == [0, 1, 2]
+        await page.value("document.querySelector('[data-key=rank] button').click()")
+        assert (await page.value(ranks))[:3] == [319, 318, 317]
+        sort = "document.querySelector('[data-key=rank]').ariaSort"
+        assert await page.value(sort) == "descending"
+        large.pools["decode"][0]["generation"] = 13
+        await page.until(f"{all_of('figures')}[0].includes('13 · epoch')")
+        assert (await page.value(ranks))[:3] == [319, 318, 317]
+
+
+async def test_paused_and_pinned_are_as_loud_as_serving(large):
+    large.pools["decode"][0]["hold"] = {"paused": "admin/ann", "pinned": "admin/bob"}
+    async with looking_at(large) as page:
+        await page.until(f"{HEAT_READ}.includes('mean')")
+        pills = """[...document.querySelectorAll('.pill')].filter((one) => one.offsetWidth)
+          .map((one) => [one.textContent, getComputedStyle(one).fontSize].join())"""
+        assert {one.split(",")[0] for one in await page.value(pills)} == {
+            "serving", "paused", "pinned",
+        }  # fmt: skip
+        assert len({one.split(",")[1] for one in await page.value(pills)}) == 1
+        assert (await page.value(all_of("why")))[0] == "paused by admin/ann · pinned by admin/bob"
+
+
+async def test_the_axis_starts_where_its_lowest_label_says(large):
+    async with looking_at(large) as page:
+        await page.until(f"{HEAT_READ}.includes('mean')")
+        lowest = f"[...{CHART}.querySelectorAll('.guide')].at(-1).getAttribute('y1')"
+        area = f"{CHART}.querySelector('.area').getAttribute('d')"
+        assert f" {await page.value(lowest)}Z" in await page.value(area)
+        labels = f"[...{CHART}.querySelectorAll('text')].map((one) => one.textContent)"
+        assert (await page.value(labels))[:5] == ["1.0", "0.9", "0.8", "0.7", "0.6"]
+
+
+async def test_every_empty_part_says_what_is_missing():
+    async with looking_at(PicturedFleet(empty_pool())) as page:
+        await page.until(f"{all_of('name')}.join() === 'new'")
+        text = await page.value("document.querySelector('main').innerText")
+        for words in (
+            "1 of 8 workers is connected",
+            "No window with traffic has closed yet.",
+            "No window has closed yet.",
+            "No worker has a rank yet",
+            "No decision yet.",
+            "None yet: no switch",
+            "no data",
+        ):
+            assert words in text
+        for words in ("undefined", "NaN", "null", "below the mean", "a new layout"):
+            assert words not in text
+    async with looking_at(PicturedFleet()) as page:
+        await page.until("!document.querySelector('#notice').hidden")
+        assert "No pools yet" in await page.value("document.querySelector('#notice').innerText")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_axe_finds_nothing(dark):
+    axe = require_axe()
+    pool, heat = pictured_pool("writers", ranks=16, layers=4)
+    pool["hold"] = {"paused": "admin/ann", "pinned": ""}
+    readers = pictured_pool("readers", phase="prefill", ranks=8, layers=4)
+    async with looking_at(PicturedFleet((pool, heat), readers), dark=dark) as page:
+        await page.until(f"{all_of('heat-read')}.filter((one) => one.includes('mean')).length == 2")
+        await page.value(f"{axe}; 0")
+        found = "axe.run().then((all) => all.violations.map((one) => [one.id, one.nodes[0].html]))"
+        assert await page.value(found) == []
+
+
+async def test_the_heat_map_of_320_ranks_answers_the_pointer_within_a_frame(large):
+    async with looking_at(large) as page:
+        await page.until(f"{HEAT_READ}.includes('mean')")
+        # The time of the page's own work per move, of layout and paint included.
+        moves = f"""(async () => {{
+          const canvas = {HEAT}, box = canvas.getBoundingClientRect(), times = [];
+          for (let i = 0; i < 60; i++) {{
+            await new Promise(requestAnimationFrame);
+            const began = performance.now();
+            canvas.dispatchEvent(new PointerEvent('pointermove', {{
+              clientX: box.x + 30 + 10 * i, clientY: box.y + 12 + 4 * i, bubbles: true }}));
+            document.body.offsetHeight;
+            times.push(performance.now() - began);
+          }}
+          return times.sort((a, b) => a - b)[30];
+        }})()"""
+        median = await page.value(moves)
+        assert (await page.value(HEAT_READ)).startswith("layer ")
+        print(f"median {median:.1f} ms per move")
+        assert median < FRAME_MS
+
+
+def test_the_pictured_fleet_has_what_the_balancer_sends(busy_events):
+    """The fields of the made-up pool are those of a real one."""
+    pool, heat = pictured_pool(ranks=8, layers=3)
+    real = json.loads(busy_events["pool"])
+    assert set(pool) <= set(real)
+    assert set(heat) == set(json.loads(busy_events["heat"]))
+    for part in ("ranks", "windows", "switches", "epochs", "timeouts"):
+        assert set(pool[part][0]) <= set(real[part][0]), part
+
+
+@pytest.fixture
+def busy_events(serving_harness, skewed):
+    serving_harness.run_traffic(skewed(1), seconds=40)
+    return asyncio.run(state_of(serving_harness.pool).events(""))
