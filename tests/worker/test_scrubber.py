@@ -2,6 +2,7 @@
 
 import asyncio
 
+import grpc
 import numpy as np
 import pytest
 
@@ -11,6 +12,8 @@ from equipoise.wire.messages import Serving
 from equipoise.worker.core import ModelCore
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import find_location
+from equipoise_api.v1 import worker_pb2 as pb
+from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
 LAYER, SLOT = 1, 4
 
@@ -86,6 +89,43 @@ async def test_a_slot_is_verified_when_it_is_due_although_epochs_are_shorter_tha
         await asyncio.wait_for(run_in_epochs_of(0.4, scrubber), 20)
 
 
+async def test_a_slot_that_a_peer_suspects_is_verified_at_once(rank_of_one, caplog):
+    """Its turn is hours away; the other slot that is suspected is as it should be."""
+    core, held = rank_of_one()
+    scrubber = scrubber_of(core, held, pause_s=0.01)
+    scrubber._pause_s = 3600.0
+    task = asyncio.create_task(scrubber.run())
+    caplog.set_level("INFO")
+    scrubber.suspect(0, int(held.expert_of_slot[0, 0]))
+    scrubber.suspect(0, int(held.expert_of_slot[0, 0]))
+    scrubber.suspect(10**6, 0)
+    scrubber.suspect(0, 10**6)
+    async with asyncio.timeout(60):
+        while scrubber.num_verified < 1:
+            await asyncio.wait([task], timeout=0.01)
+    rot(core)
+    scrubber.suspect(LAYER, int(held.expert_of_slot[LAYER, SLOT]))
+    with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
+        await asyncio.wait_for(task, 30)
+    assert scrubber.num_verified == 1
+    assert "slot 0 of layer 0, which holds the right ones" in caplog.text
+
+
+async def test_peers_that_suspect_slots_without_end_keep_no_other_slot_from_its_turn(rank_of_one):
+    core, held = rank_of_one()
+    last = tuple(size - 1 for size in held.expert_of_slot.shape)
+    rot(core, layer=last[0], slot=last[1])
+    scrubber = scrubber_of(core, held, pause_s=0.001)
+    task = asyncio.create_task(scrubber.run())
+    async with asyncio.timeout(60):
+        while not task.done():
+            for expert in held.expert_of_slot[0].tolist():
+                scrubber.suspect(0, expert)
+            await asyncio.wait([task], timeout=0.0005)
+    with pytest.raises(DamagedSlotError, match=f"slot {last[1]} of layer {last[0]}"):
+        await task
+
+
 async def test_one_flipped_bit_in_memory_is_found_with_the_checksums_as_they_are(rank_of_one):
     core, held = rank_of_one()
     rot(core)
@@ -136,6 +176,32 @@ async def test_a_worker_whose_memory_rots_reports_it_and_stops(
 
 def _leaves(message):
     return type(message).__name__ == "Leaving"
+
+
+async def test_a_worker_that_sent_wrong_bytes_reports_its_slot_when_a_peer_says_so(
+    balancer, settings, join_epoch, random_layout
+):
+    """In the background the slot would be verified after hours."""
+    chosen = settings(balancer=balancer.address, scrub_mib_per_s=1e-6)
+    core = ModelCore.load(chosen)
+    worker = Worker(chosen, core=core, location=await find_location(chosen))
+    task = asyncio.create_task(worker.run(asyncio.Event()))
+    link = await balancer.link()
+    layout = random_layout(5)
+    link.say(join_epoch([link.hello], layout))
+    serving = await link.until(Serving)
+    rot(core)
+    expert = int(layout.expert_of_slot[LAYER, SLOT])
+    request = pb.FetchRequest(epoch=serving.epoch, layer=LAYER, expert=expert, mismatched=True)
+    async with grpc.aio.insecure_channel(link.hello.address) as channel:
+        assert [one async for one in pb_grpc.ExpertTransferStub(channel).Fetch(request)] == []
+    changed = await link.until(
+        Serving, lambda one: not np.array_equal(one.checksums, serving.checksums)
+    )
+    differs = (changed.checksums != serving.checksums).any(axis=2)
+    assert np.argwhere(differs).tolist() == [[LAYER, SLOT]]
+    with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
+        await asyncio.wait_for(task, 60)
 
 
 async def test_scrubbing_can_be_turned_off(balancer, settings, join_epoch, random_layout):

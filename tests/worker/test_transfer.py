@@ -42,6 +42,19 @@ class Corrupting(ExpertTransferService):
         await super().Fetch(request, Flipping())
 
 
+class Short(ExpertTransferService):
+    """Sends the right bytes without the last one."""
+
+    async def Fetch(self, request, context):  # noqa: N802 - named by the contract
+        class Cutting:
+            abort, peer = context.abort, context.peer
+
+            async def write(self, response):
+                await context.write(pb.FetchResponse(data=response.data[:-1]))
+
+        await super().Fetch(request, Cutting())
+
+
 class Silent(worker_pb2_grpc.ExpertTransferServicer):
     """Takes calls and never answers."""
 
@@ -165,6 +178,23 @@ async def test_corrupted_bytes_are_counted_and_fetched_elsewhere(
     assert pulled.payloads[0].equal(checkpoint.read_expert(1, 4))
     assert pulled.checkpoint_bytes == 0
     assert "rank 1 (worker-1): corrupted" in caplog.text
+
+
+async def test_a_peer_that_sent_wrong_bytes_is_told_and_no_other_one(puller, held, move):
+    """One that sent too few bytes is not: its slot is no suspect."""
+    suspected = {name: [] for name in ("corrupting", "short", "good")}
+    corrupting, short, good = Corrupting(), Short(), ExpertTransferService()
+    for name, service in zip(suspected, (corrupting, short, good), strict=True):
+        service.open(held, epoch=1, suspect=lambda *what, name=name: suspected[name].append(what))
+    async with (
+        served(corrupting) as first,
+        served(short) as second,
+        served(good) as third,
+        puller(first, second, third) as own,
+    ):
+        await own.pull([move(4, 1, 2, 3)])
+        assert own.num_corrupted == 2
+    assert suspected == {"corrupting": [(1, 4)], "short": [], "good": []}
 
 
 async def test_a_silent_peer_costs_one_timeout_for_the_wave_and_its_calls_are_cancelled(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65quipoise_api/v1/worker.proto\x12\x10\x65quipoise_api.v1\"<\n\x0c\x46\x65tchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xd8\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0bstop_tokens\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.equipoise_api.v1.Sampling\x12\x14\n\x0cnum_replayed\x18\x06 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.equipoise_api.v1.GenerateRequest.LogitBiasEntry\x12\x14\n\x0chold_latents\x18\n \x01(\x08\x12\x34\n\x0clatents_from\x18\x0b \x01(\x0b\x32\x1e.equipoise_api.v1.LatentSource\x12*\n\x07grammar\x18\x0c \x01(\x0b\x32\x19.equipoise_api.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_prompt_logprobs\"\\\n\x0cLatentSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0c\n\x04hold\x18\x05 \x01(\x04\"?\n\nLatentHold\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0c\n\x04hold\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"[\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\tB\x06\n\x04kind\"\xfa\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xac\x02\n\x10GenerateResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x35\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1e.equipoise_api.v1.FinishReason\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\x12\x12\n\nis_waiting\x18\x07 \x01(\x08\x12.\n\x06prompt\x18\x08 \x01(\x0b\x32\x1e.equipoise_api.v1.PromptReport\x12*\n\x04held\x18\t \x01(\x0b\x32\x1c.equipoise_api.v1.LatentHold\"W\n\x0cPromptReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x30\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\"I\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x12\n\x10GetLimitsRequest\"+\n\x11GetLimitsResponse\x12\x16\n\x0e\x63ontext_length\x18\x01 \x01(\r\"W\n\x1aLatentTransferFetchRequest\x12\x0c\n\x04\x66orm\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0c\n\x04hold\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"^\n\x1bLatentTransferFetchResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x15\n\x08\x63hecksum\x18\x03 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"=\n\x1cLatentTransferReleaseRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0c\n\x04hold\x18\x02 \x01(\x04\"\x1f\n\x1dLatentTransferReleaseResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x32\\\n\x0e\x45xpertTransfer\x12J\n\x05\x46\x65tch\x12\x1e.equipoise_api.v1.FetchRequest\x1a\x1f.equipoise_api.v1.FetchResponse0\x01\x32\xb6\x01\n\tInference\x12S\n\x08Generate\x12!.equipoise_api.v1.GenerateRequest\x1a\".equipoise_api.v1.GenerateResponse0\x01\x12T\n\tGetLimits\x12\".equipoise_api.v1.GetLimitsRequest\x1a#.equipoise_api.v1.GetLimitsResponse2\xe4\x01\n\x0eLatentTransfer\x12\x66\n\x05\x46\x65tch\x12,.equipoise_api.v1.LatentTransferFetchRequest\x1a-.equipoise_api.v1.LatentTransferFetchResponse0\x01\x12j\n\x07Release\x12..equipoise_api.v1.LatentTransferReleaseRequest\x1a/.equipoise_api.v1.LatentTransferReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65quipoise_api/v1/worker.proto\x12\x10\x65quipoise_api.v1\"P\n\x0c\x46\x65tchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\x12\x12\n\nmismatched\x18\x04 \x01(\x08\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xd8\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0bstop_tokens\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.equipoise_api.v1.Sampling\x12\x14\n\x0cnum_replayed\x18\x06 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.equipoise_api.v1.GenerateRequest.LogitBiasEntry\x12\x14\n\x0chold_latents\x18\n \x01(\x08\x12\x34\n\x0clatents_from\x18\x0b \x01(\x0b\x32\x1e.equipoise_api.v1.LatentSource\x12*\n\x07grammar\x18\x0c \x01(\x0b\x32\x19.equipoise_api.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_prompt_logprobs\"\\\n\x0cLatentSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0c\n\x04hold\x18\x05 \x01(\x04\"?\n\nLatentHold\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0c\n\x04hold\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"[\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\tB\x06\n\x04kind\"\xfa\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xac\x02\n\x10GenerateResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x35\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1e.equipoise_api.v1.FinishReason\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\x12\x12\n\nis_waiting\x18\x07 \x01(\x08\x12.\n\x06prompt\x18\x08 \x01(\x0b\x32\x1e.equipoise_api.v1.PromptReport\x12*\n\x04held\x18\t \x01(\x0b\x32\x1c.equipoise_api.v1.LatentHold\"W\n\x0cPromptReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x30\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1e.equipoise_api.v1.TokenLogprob\"I\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x12\n\x10GetLimitsRequest\"+\n\x11GetLimitsResponse\x12\x16\n\x0e\x63ontext_length\x18\x01 \x01(\r\"W\n\x1aLatentTransferFetchRequest\x12\x0c\n\x04\x66orm\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0c\n\x04hold\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"^\n\x1bLatentTransferFetchResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x15\n\x08\x63hecksum\x18\x03 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"=\n\x1cLatentTransferReleaseRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0c\n\x04hold\x18\x02 \x01(\x04\"\x1f\n\x1dLatentTransferReleaseResponse*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x32\\\n\x0e\x45xpertTransfer\x12J\n\x05\x46\x65tch\x12\x1e.equipoise_api.v1.FetchRequest\x1a\x1f.equipoise_api.v1.FetchResponse0\x01\x32\xb6\x01\n\tInference\x12S\n\x08Generate\x12!.equipoise_api.v1.GenerateRequest\x1a\".equipoise_api.v1.GenerateResponse0\x01\x12T\n\tGetLimits\x12\".equipoise_api.v1.GetLimitsRequest\x1a#.equipoise_api.v1.GetLimitsResponse2\xe4\x01\n\x0eLatentTransfer\x12\x66\n\x05\x46\x65tch\x12,.equipoise_api.v1.LatentTransferFetchRequest\x1a-.equipoise_api.v1.LatentTransferFetchResponse0\x01\x12j\n\x07Release\x12..equipoise_api.v1.LatentTransferReleaseRequest\x1a/.equipoise_api.v1.LatentTransferReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +33,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1937
-  _globals['_FINISHREASON']._serialized_end=2032
+  _globals['_FINISHREASON']._serialized_start=1957
+  _globals['_FINISHREASON']._serialized_end=2052
   _globals['_FETCHREQUEST']._serialized_start=51
-  _globals['_FETCHREQUEST']._serialized_end=111
-  _globals['_FETCHRESPONSE']._serialized_start=113
-  _globals['_FETCHRESPONSE']._serialized_end=142
-  _globals['_GENERATEREQUEST']._serialized_start=145
-  _globals['_GENERATEREQUEST']._serialized_end=617
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=549
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=597
-  _globals['_LATENTSOURCE']._serialized_start=619
-  _globals['_LATENTSOURCE']._serialized_end=711
-  _globals['_LATENTHOLD']._serialized_start=713
-  _globals['_LATENTHOLD']._serialized_end=776
-  _globals['_GRAMMAR']._serialized_start=778
-  _globals['_GRAMMAR']._serialized_end=869
-  _globals['_SAMPLING']._serialized_start=872
-  _globals['_SAMPLING']._serialized_end=1122
-  _globals['_GENERATERESPONSE']._serialized_start=1125
-  _globals['_GENERATERESPONSE']._serialized_end=1425
-  _globals['_PROMPTREPORT']._serialized_start=1427
-  _globals['_PROMPTREPORT']._serialized_end=1514
-  _globals['_TOKENLOGPROB']._serialized_start=1516
-  _globals['_TOKENLOGPROB']._serialized_end=1589
-  _globals['_GETLIMITSREQUEST']._serialized_start=1591
-  _globals['_GETLIMITSREQUEST']._serialized_end=1609
-  _globals['_GETLIMITSRESPONSE']._serialized_start=1611
-  _globals['_GETLIMITSRESPONSE']._serialized_end=1654
-  _globals['_LATENTTRANSFERFETCHREQUEST']._serialized_start=1656
-  _globals['_LATENTTRANSFERFETCHREQUEST']._serialized_end=1743
-  _globals['_LATENTTRANSFERFETCHRESPONSE']._serialized_start=1745
-  _globals['_LATENTTRANSFERFETCHRESPONSE']._serialized_end=1839
-  _globals['_LATENTTRANSFERRELEASEREQUEST']._serialized_start=1841
-  _globals['_LATENTTRANSFERRELEASEREQUEST']._serialized_end=1902
-  _globals['_LATENTTRANSFERRELEASERESPONSE']._serialized_start=1904
-  _globals['_LATENTTRANSFERRELEASERESPONSE']._serialized_end=1935
-  _globals['_EXPERTTRANSFER']._serialized_start=2034
-  _globals['_EXPERTTRANSFER']._serialized_end=2126
-  _globals['_INFERENCE']._serialized_start=2129
-  _globals['_INFERENCE']._serialized_end=2311
-  _globals['_LATENTTRANSFER']._serialized_start=2314
-  _globals['_LATENTTRANSFER']._serialized_end=2542
+  _globals['_FETCHREQUEST']._serialized_end=131
+  _globals['_FETCHRESPONSE']._serialized_start=133
+  _globals['_FETCHRESPONSE']._serialized_end=162
+  _globals['_GENERATEREQUEST']._serialized_start=165
+  _globals['_GENERATEREQUEST']._serialized_end=637
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=569
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=617
+  _globals['_LATENTSOURCE']._serialized_start=639
+  _globals['_LATENTSOURCE']._serialized_end=731
+  _globals['_LATENTHOLD']._serialized_start=733
+  _globals['_LATENTHOLD']._serialized_end=796
+  _globals['_GRAMMAR']._serialized_start=798
+  _globals['_GRAMMAR']._serialized_end=889
+  _globals['_SAMPLING']._serialized_start=892
+  _globals['_SAMPLING']._serialized_end=1142
+  _globals['_GENERATERESPONSE']._serialized_start=1145
+  _globals['_GENERATERESPONSE']._serialized_end=1445
+  _globals['_PROMPTREPORT']._serialized_start=1447
+  _globals['_PROMPTREPORT']._serialized_end=1534
+  _globals['_TOKENLOGPROB']._serialized_start=1536
+  _globals['_TOKENLOGPROB']._serialized_end=1609
+  _globals['_GETLIMITSREQUEST']._serialized_start=1611
+  _globals['_GETLIMITSREQUEST']._serialized_end=1629
+  _globals['_GETLIMITSRESPONSE']._serialized_start=1631
+  _globals['_GETLIMITSRESPONSE']._serialized_end=1674
+  _globals['_LATENTTRANSFERFETCHREQUEST']._serialized_start=1676
+  _globals['_LATENTTRANSFERFETCHREQUEST']._serialized_end=1763
+  _globals['_LATENTTRANSFERFETCHRESPONSE']._serialized_start=1765
+  _globals['_LATENTTRANSFERFETCHRESPONSE']._serialized_end=1859
+  _globals['_LATENTTRANSFERRELEASEREQUEST']._serialized_start=1861
+  _globals['_LATENTTRANSFERRELEASEREQUEST']._serialized_end=1922
+  _globals['_LATENTTRANSFERRELEASERESPONSE']._serialized_start=1924
+  _globals['_LATENTTRANSFERRELEASERESPONSE']._serialized_end=1955
+  _globals['_EXPERTTRANSFER']._serialized_start=2054
+  _globals['_EXPERTTRANSFER']._serialized_end=2146
+  _globals['_INFERENCE']._serialized_start=2149
+  _globals['_INFERENCE']._serialized_end=2331
+  _globals['_LATENTTRANSFER']._serialized_start=2334
+  _globals['_LATENTTRANSFER']._serialized_end=2562
 # @@protoc_insertion_point(module_scope)

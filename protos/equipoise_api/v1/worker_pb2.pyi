@@ -52,22 +52,28 @@ class FetchRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     EXPERT_FIELD_NUMBER: _builtins.int
+    MISMATCHED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the caller; a worker in another epoch answers FAILED_PRECONDITION."""
     layer: _builtins.int
     """MoE layer, from 0."""
     expert: _builtins.int
     """Logical expert; NOT_FOUND if this rank does not hold it."""
+    mismatched: _builtins.bool
+    """What an earlier Fetch of this expert sent had another checksum: the rank verifies its slot at
+    once, and sends nothing.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         layer: _builtins.int = ...,
         expert: _builtins.int = ...,
+        mismatched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert", b"expert", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expert", b"expert", "layer", b"layer", "mismatched", b"mismatched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,7 +156,7 @@ class EngineLink:
         seat = self._seat
         self._hashed = seat.held.contents
         self._scrubber.rebase(seat.table)
-        self._transfer.open(seat.held, epoch=seat.epoch)
+        self._transfer.open(seat.held, epoch=seat.epoch, suspect=self._scrubber.suspect)
         self._epoch_tasks = [self._spawn(self._scrub())]
 
     async def _end_epoch(self) -> None:

@@ -1,18 +1,26 @@
 """`Scrubber`: hashes held slots again in the background, and finds bytes that changed in memory.
 
 A slot is filled with verified bytes once and may then serve for weeks. Like the scrubbing of disks,
-this reads slot after slot at a bounded rate, off the engine's thread.
+this reads slot after slot at a bounded rate, off the engine's thread. A slot whose bytes a peer
+found wrong is read at once.
 """
 
 import asyncio
+import logging
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from equipoise.planning.arrays import Checksums
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
-from equipoise.rank.held import Contents, HeldExperts, SlotHash
+from equipoise.rank.held import Contents, HeldExperts, SlotHash, SlotIndex
 
 MIN_PAUSE_S = 0.1
-"""Least time between two slots, which keeps small experts from taking the interpreter's time."""
+"""Least time between two slots, which keeps small experts from taking the interpreter's time; also
+between two slots that peers suspect, who may be wrong."""
+
+_log = logging.getLogger(__name__)
 
 
 class Scrubber:
@@ -32,14 +40,30 @@ class Scrubber:
         self._held = held
         self._checksums = checksums
         self._pause_s = max(expert_bytes / bytes_per_s, min_pause_s)
+        self._min_pause_s = min_pause_s
         self._turn = 0
         self._due_s: float | None = None
+        # In order, without duplicates.
+        self._suspects: dict[SlotIndex, None] = {}
+        self._suspects_from_s = 0.0
+        self._suspected = asyncio.Event()
         self.num_verified = 0
         """Slots whose bytes were those of the checkpoint."""
 
     def rebase(self, checksums: Checksums) -> None:
         """Verify by other checksums from now on: all ranks have updated their weights."""
         self._checksums = checksums
+
+    def suspect(self, layer: int, expert: int) -> None:
+        """Verify the slots of an expert next: a peer got other bytes than those of the expert.
+
+        Does nothing if no slot holds it. Regular turns still come when they are due.
+        """
+        table = self._held.expert_of_slot
+        if layer < len(table):
+            slots = np.flatnonzero(table[layer] == expert).tolist()
+            self._suspects.update(dict.fromkeys((layer, slot) for slot in slots))
+            self._suspected.set()
 
     async def run(self) -> None:
         """Verify slot after slot, layer by layer and then from the start, until cancelled.
@@ -56,13 +80,38 @@ class Scrubber:
         if self._due_s is None:
             self._due_s = clock() + self._pause_s
         while True:
-            await asyncio.sleep(max(0.0, self._due_s - clock()))
-            layer, slot = divmod(self._turn, num_slots)
-            # A transfer from the device may fail once; memory that changed stays changed.
-            if await self._wrong(layer, slot) and (wrong := await self._wrong(layer, slot)):
-                raise self._damage(layer, slot, wrong)
-            self._turn = (self._turn + 1) % (num_layers * num_slots)
-            self._due_s = clock() + self._pause_s
+            if await self._until_due(self._due_s):
+                await self._verify(*divmod(self._turn, num_slots))
+                self._turn = (self._turn + 1) % (num_layers * num_slots)
+                self._due_s = clock() + self._pause_s
+            else:
+                layer, slot = next(iter(self._suspects))
+                await self._verify(layer, slot)
+                del self._suspects[layer, slot]
+                self._suspects_from_s = clock() + self._min_pause_s
+                _log.info(
+                    "a peer got wrong bytes of slot %d of layer %d, which holds the right ones: "
+                    "they were damaged on the way",
+                    *(slot, layer),
+                )
+
+    async def _until_due(self, due_s: float) -> bool:
+        """Wait for the next regular turn; returns False if a suspect is to be verified first."""
+        clock = asyncio.get_running_loop().time
+        while clock() < due_s:
+            if self._suspects and clock() >= self._suspects_from_s:
+                return False
+            self._suspected.clear()
+            with suppress(TimeoutError):
+                wake_s = min(due_s, self._suspects_from_s) if self._suspects else due_s
+                async with asyncio.timeout_at(wake_s):
+                    await self._suspected.wait()
+        return True
+
+    async def _verify(self, layer: int, slot: int) -> None:
+        # A transfer from the device may fail once; memory that changed stays changed.
+        if await self._wrong(layer, slot) and (wrong := await self._wrong(layer, slot)):
+            raise self._damage(layer, slot, wrong)
 
     async def _wrong(self, layer: int, slot: int) -> SlotHash | None:
         """Hash a slot; returns what was found if these are not the bytes of its expert."""

@@ -45,6 +45,17 @@ _WRITE_TIMEOUT_S = 2.0
 
 _EPOCH_WAIT_S = 2.0
 
+_MISMATCH_TIMEOUT_S = 1.0
+"""Time within which a peer must take notice of wrong bytes."""
+
+Suspect = Callable[[int, int], None]
+"""Takes the layer and the expert of which a peer got wrong bytes."""
+
+
+def _suspect_nothing(_layer: int, _expert: int) -> None:
+    """Slots are not verified again."""
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +69,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         self._write_timeout_s = write_timeout_s
         self._held: HeldExperts[Any] | None = None
         self._epoch = 0
+        self._suspect: Suspect = _suspect_nothing
         self._epoch_changed = asyncio.Event()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
         # Kept while a call of the peer refers to it.
@@ -65,9 +77,12 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         self.num_stalled = 0
         """Streams ended because the peer did not read."""
 
-    def open(self, held: HeldExperts[Any], *, epoch: int) -> None:
-        """Start serving the peers of an epoch; callers in another epoch are rejected."""
-        self._held, self._epoch = held, epoch
+    def open(self, held: HeldExperts[Any], *, epoch: int, suspect: Suspect | None = None) -> None:
+        """Start serving the peers of an epoch; callers in another epoch are rejected.
+
+        `suspect` is called with the layer and the expert when a peer got wrong bytes of it.
+        """
+        self._held, self._epoch, self._suspect = held, epoch, suspect or _suspect_nothing
         # Wakes all tasks that wait now.
         self._epoch_changed.set()
         self._epoch_changed.clear()
@@ -85,6 +100,9 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this rank serves in epoch {self._epoch}, not {request.epoch}",
             )
+        if request.mismatched:
+            self._suspect(request.layer, request.expert)
+            return
         assert self._held is not None
         of_peer = self._of_peer.setdefault(context.peer(), asyncio.Semaphore(_MAX_PULLS))
         async with of_peer, self._streams:
@@ -231,7 +249,7 @@ class ExpertPuller:
             try:
                 async with asyncio.timeout(self._source_timeout_s):
                     payload = await self._read(source, move)
-                await self._verify(payload, move)
+                await self._verify(payload, move, source)
             except (TransferError, NotHeldError) as error:
                 fault = str(error)
             except TimeoutError:
@@ -261,7 +279,9 @@ class ExpertPuller:
             return await asyncio.to_thread(self._held.read, layer=move.layer, expert=move.expert)
         return payload_from_bytes(await self._fetch(source.rank, move))
 
-    async def _fetch(self, rank: int, move: Move) -> bytearray:
+    def _call(
+        self, rank: int, move: Move, *, mismatched: bool = False, timeout_s: float = math.inf
+    ) -> "grpc.aio.UnaryStreamCall[pb.FetchRequest, pb.FetchResponse]":
         if not 0 <= rank < len(self._peers):
             raise TransferError(f"there is no rank {rank} in epoch {self._epoch}")
         # Reloaded certificates need a new connection.
@@ -271,14 +291,19 @@ class ExpertPuller:
                 self._channels[key] = self._credentials.worker_channel(self._peers[rank].address)
             except TrustError as error:
                 raise TransferError(str(error)) from error
-        request = pb.FetchRequest(epoch=self._epoch, layer=move.layer, expert=move.expert)
-        call = pb_grpc.ExpertTransferStub(self._channels[key]).Fetch(
+        request = pb.FetchRequest(
+            epoch=self._epoch, layer=move.layer, expert=move.expert, mismatched=mismatched
+        )
+        return pb_grpc.ExpertTransferStub(self._channels[key]).Fetch(
             request,
-            timeout=self._source_timeout_s,
+            timeout=min(timeout_s, self._source_timeout_s),
             metadata=self._credentials.metadata(
                 audience=worker_audience(self._pool, self._peers[rank].worker)
             ),
         )
+
+    async def _fetch(self, rank: int, move: Move) -> bytearray:
+        call = self._call(rank, move)
         data = bytearray()
         try:
             async for response in call:
@@ -294,14 +319,27 @@ class ExpertPuller:
             call.cancel()
         return data
 
-    async def _verify(self, payload: Tensor, move: Move) -> None:
+    async def _verify(self, payload: Tensor, move: Move, source: Source) -> None:
         found = await asyncio.to_thread(checksum, payload)
         if found != move.checksum:
             self.num_corrupted += 1
+            # A stream that ended short says nothing about the slot.
+            if isinstance(source, RankSource) and payload.numel() == self._expert_bytes:
+                await self._report(source.rank, move)
             raise TransferError(
                 f"corrupted: {payload.numel()} bytes with checksum {found.hex()}, "
                 f"not {move.checksum.hex()}"
             )
+
+    async def _report(self, rank: int, move: Move) -> None:
+        """Report wrong bytes to the peer that sent them; one that cannot be reached is not told."""
+        with suppress(grpc.aio.AioRpcError, TransferError):
+            call = self._call(rank, move, mismatched=True, timeout_s=_MISMATCH_TIMEOUT_S)
+            try:
+                async for _ in call:
+                    break  # An older release sends the bytes again.
+            finally:
+                call.cancel()
 
     def _name(self, source: Source) -> str:
         if isinstance(source, CheckpointSource):

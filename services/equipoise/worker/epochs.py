@@ -108,7 +108,8 @@ class Epochs:
         self.state.lost = None
         if self._abandoned.is_set():
             rank.engine.leave()
-        self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch)
+        suspect = None if scrubber is None else scrubber.suspect
+        self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch, suspect=suspect)
         if self._outage is not None:
             self._outage.cancel()
         self._parts.inference.open(rank.engine)
