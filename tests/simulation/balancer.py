@@ -90,6 +90,8 @@ class SimBalancer:
         self.world, self.process, self.address, self.serial = world, process, address, boot
         self.suspended_s = 0.0
         """Seconds for which its machine was suspended: a monotonic clock does not count them."""
+        self.woke_s = 0.0
+        """When it resumed after that, by its own clock."""
         link = StoreLink(world, process)
         self.store = SimStore(world.store, link)
         self.policies = PolicyBook(world.policy)
@@ -99,7 +101,7 @@ class SimBalancer:
             SimRegister(world.store, link),
             candidate=Candidate(name=f"{process.name}-{boot}", address=address),
             timing=TIMING,
-            clock=lambda: world.loop.time() - self.suspended_s,
+            clock=self.monotonic_s,
         )
         skew_s = world.rng.uniform(-0.5, 0.5)
         self.clock = lambda: UNIX_S + skew_s + world.loop.time()
@@ -113,6 +115,15 @@ class SimBalancer:
             tracer=NoOpTracer(),
         )
         world.observer.watch_elector(self)
+
+    def monotonic_s(self) -> float:
+        """The clock of its election."""
+        return float(self.world.loop.time() - self.suspended_s)
+
+    @property
+    def leads_by_clock_alone(self) -> bool:
+        """Whether it leads only because its clock stood still: it has renewed nothing since."""
+        return 0.0 < self.elector.state.renewed_s < self.woke_s
 
     async def run(self) -> None:
         """Serve until killed; raises StoreError if the store cannot be read at the start."""

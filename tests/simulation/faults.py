@@ -1,6 +1,7 @@
 """`Faults`: what may happen to a world. One method for each kind of fault in `schedule.MAKERS`."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.simulation.gaps import AFTER_S
 from tests.simulation.loop import Process, outside
 from tests.simulation.schedule import BALANCERS, WORKERS
 from tests.simulation.store import NAME
+from tests.simulation.takeover import TAKEOVER_S, lose_store_behind
 
 _FILE = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\ndefaults:\n  "
 EDITS = (
@@ -94,13 +96,29 @@ class Faults:
         leader = self.leader()
         if leader is None:
             return
-        name = leader.process.name
-        self._pause(leader.process, for_s)
-        self.do_cut_both(name, NAME, for_s + cut_s)
-        self._until(for_s, self._lag, leader, for_s)
+        leader.process.pause()
+        self.do_cut_both(leader.process.name, NAME, for_s + cut_s)
+        self._until(for_s, partial(self.wake, leader, since_s=self.loop.time()))
 
-    def _lag(self, balancer: Any, by_s: float) -> None:
-        balancer.suspended_s += by_s
+    def wake(self, balancer: Any, *, since_s: float) -> bool:
+        """Resume a balancer whose clock stood still; whether it leads by that clock."""
+        process = balancer.process
+        if not process.paused or not process.alive:
+            return False
+        # Before anything of the process runs.
+        balancer.suspended_s += self.loop.time() - since_s
+        balancer.woke_s = balancer.monotonic_s()
+        process.resume()
+        return bool(balancer.elector.leads())
+
+    def do_lose_store_behind_leader(self, how: str, loss_s: float, wake_s: float) -> None:
+        """The store loses contents while a leader is suspended and another one takes over."""
+        leader = self.leader()
+        if leader is None or leader.process.paused:
+            return
+        coroutine = lose_store_behind(self, leader, how, loss_s=loss_s, wake_s=wake_s)
+        self.loop.create_task(coroutine, context=outside())
+        self._until(TAKEOVER_S + loss_s + wake_s, lambda: None)
 
     def do_cut(self, source: str, target: str, for_s: float) -> None:
         self.network.cut(source, target)
@@ -149,14 +167,15 @@ class Faults:
         self._set(self.store, "is_full", True, for_s, False)
 
     def do_store_forgets(self) -> None:
-        self._note_loss()
+        self.note_loss()
         self.store.forget()
 
     def do_store_goes_back(self, num_writes: int) -> None:
-        self._note_loss()
+        self.note_loss()
         self.store.go_back(num_writes)
 
-    def _note_loss(self) -> None:
+    def note_loss(self) -> None:
+        """The store loses contents now."""
         self._leaders_at_losses.append(self.leader())
         self.lost_s = self.loop.time()
 
@@ -219,6 +238,13 @@ class Faults:
                 self.do_reset(name, balancer)
             if not stays:
                 self._until(for_s, self.reports.end, "generation")
+
+    def do_other_step(self, name: str, for_s: float, stays: bool) -> None:
+        """It reports another step for its switches than the one at which all ranks switched."""
+        if self._may_be_odd(name):
+            self.reports.begin("step", name)
+            if not stays:
+                self._until(for_s, self.reports.end, "step")
 
     def do_bit_rot(self, name: str, layer: int, slot: int) -> None:
         self.rot.begin(name, layer, slot)

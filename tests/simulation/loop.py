@@ -15,8 +15,12 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-EPOCH_S = 1_000.0
-"""The virtual clock at the start of a schedule."""
+EPOCH_S = 4096.0
+"""The virtual clock at the start of a schedule.
+
+Times of a schedule have one exponent, so that the difference to a clock that stood still is exact:
+a wait of less than the smallest difference would never end.
+"""
 
 _PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
 

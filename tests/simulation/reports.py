@@ -7,7 +7,7 @@ worker: ranks and balancer disagree about it for as long as it serves.
 from dataclasses import replace
 from typing import Any
 
-from equipoise.wire.messages import GroupLost, Heartbeat, Hello
+from equipoise.wire.messages import GroupLost, Heartbeat, Hello, Switched
 
 POOL = "main"
 RAISED = 2**31
@@ -18,6 +18,12 @@ CLAIMS = {"far above": 2**50, "below": RAISED - 5, "the first": 1}
 
 NAMED_S = 5.0
 """Seconds within which a rank is named whose heartbeats are false: two of them."""
+
+SWITCH_S = 20.0
+"""Seconds within which an operator has a converged pool switched to another layout."""
+
+ASK_S = 2.5
+"""Seconds between two requests of that operator."""
 
 WATCH_S = 45.0
 """How long a pool is watched that has converged although a worker reports false losses."""
@@ -33,6 +39,7 @@ class FalseReports:
         self._world = world
         self._liars: dict[str, str] = {}
         self._claim = ""
+        self._num_steps_altered = 0
 
     def begin(self, what: str, name: str, *, claim: str = "") -> None:
         """Reports of a kind are false from now on; false generations are those of a `claim`."""
@@ -69,14 +76,44 @@ class FalseReports:
             return hello
         return replace(hello, highest_generation=max(hello.highest_generation, RAISED))
 
+    def switched(self, worker: Any, switched: Switched) -> Switched:
+        """What a worker sends for a report of its switch."""
+        if self._liars.get("step") != worker.process.name:
+            return switched
+        self._num_steps_altered += 1
+        self._world.effects.add("other_step")
+        return replace(switched, step=switched.step + 1)
+
     def watch(self) -> None:
-        """False losses do not interrupt ranks for ever, and false generations are named."""
+        """False losses do not interrupt ranks for ever; false generations and steps are named."""
         if "generation" in self._liars:
-            self._check_named(self._liars["generation"])
+            self._check_named(self._liars["generation"], "a generation that its pool does not run")
+        if "step" in self._liars:
+            self._have_it_switch()
         if "loss" in self._liars:
             self._count_epochs()
 
-    def _check_named(self, name: str) -> None:
+    def _have_it_switch(self) -> None:
+        """Have the ranks switch once more; the one that reports another step is named for it."""
+        world, name = self._world, self._liars["step"]
+        for operation in ("Resume", "Unpin"):
+            world.operators.ask(operation)
+        num, ends_s = self._num_steps_altered, world.loop.time() + SWITCH_S
+        while world.loop.time() < ends_s and self._num_steps_altered == num:
+            if name in self._reason():
+                return  # For an earlier switch: nothing is planned meanwhile.
+            world.do_shift(world.pattern + 1)
+            world.operators.ask("TriggerRebalance")
+            world.loop.run_until(world.loop.time() + ASK_S)
+        if self._num_steps_altered > num:
+            self._check_named(name, "another step for its switch")
+
+    def _reason(self) -> str:
+        """Why the leader says that the pool does not serve; empty without a leader."""
+        leader = self._world.leader()
+        return leader.seat.led.find(POOL).pool.diagnosis().reason if leader is not None else ""
+
+    def _check_named(self, name: str, what: str) -> None:
         world = self._world
         world.loop.run_until(world.loop.time() + NAMED_S)
         leader, worker = world.leader(), world.workers.get(name)
@@ -86,8 +123,7 @@ class FalseReports:
         if name not in diagnosis.reason:
             world.observer.violate(
                 "lie-unnamed",
-                f"{name} reports a generation that its pool does not run, and the pool is "
-                f"{diagnosis.health}",
+                f"{name} reports {what}, and the pool is {diagnosis.health}",
             )
 
     def _count_epochs(self) -> None:

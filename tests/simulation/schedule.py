@@ -24,6 +24,8 @@ schedules with gaps only. They take several times as long as others."""
 
 GAP = "report_gap"
 
+LOSSES = ("emptied first", "emptied", "goes back")
+
 LIES = ("leap", "shape", "alone", "loses")
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -143,6 +145,12 @@ MAKERS: dict[str, Any] = {
         r.choice(("far above", "below", "the first")),
     ),
     "store_answers_late": lambda r: (_duration(r),),
+    "other_step": lambda r: (_worker(r), _duration(r), r.random() < 0.7),
+    "lose_store_behind_leader": lambda r: (
+        r.choice(LOSSES),
+        round(r.uniform(0.0, 8.0), 2),
+        round(r.uniform(0.0, 3.0), 2),
+    ),
 }
 """What may happen: arguments of each kind from a random source."""
 
@@ -158,6 +166,8 @@ LATER = (
     "false_loss",
     "false_generation",
     "store_answers_late",
+    "other_step",
+    "lose_store_behind_leader",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

@@ -52,18 +52,24 @@ class StoreServer:
         self._num_incarnations = 0
         self.on_write: Callable[[Data, Data], None] = lambda _before, _after: None
 
-    def forget(self) -> None:
-        """Lose everything (FLUSHALL, an emptied disk)."""
-        self.data = {}
+    def forget(self) -> bool:
+        """Lose everything (FLUSHALL, an emptied disk); whether there was anything."""
+        lost, self.data = self.data, {}
         self._before.clear()
         self.num_losses += 1
+        return bool(lost)
 
-    def go_back(self, num_writes: int) -> None:
-        """Lose the latest writes (a replica that lagged was promoted)."""
-        for _ in range(min(num_writes, len(self._before))):
-            self.data = self._before.pop()
+    def go_back(self, num_writes: int) -> bool:
+        """Lose the latest writes (a replica that lagged was promoted); whether there were any."""
+        lost = [self._before.pop() for _ in range(min(num_writes, len(self._before)))]
+        return self.fail_over(lost[-1] if lost else self.data)
+
+    def fail_over(self, data: Data) -> bool:
+        """Continue with what the contents were at some time; whether that loses any."""
+        lost, self.data = self.data, data
         self.num_losses += 1
         self.num_failovers += 1
+        return lost is not data
 
     def open(self) -> int:
         """The incarnation of the contents, which begin with it."""

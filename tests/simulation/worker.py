@@ -10,7 +10,7 @@ from typing import Any
 
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.transfer import ExpertTransferService
-from equipoise.wire.messages import Heartbeat, Hello, Report, WorkerMessage
+from equipoise.wire.messages import Heartbeat, Hello, Report, Switched, WorkerMessage
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import Location
@@ -214,6 +214,8 @@ class SimWorker(Worker):
     def _send(self, message: WorkerMessage) -> bool:
         if isinstance(message, Report) and self.world.gaps.loses(self.process.name):
             return True
+        if isinstance(message, Switched):
+            message = self.world.reports.switched(self, message)
         return self._outbox.send(message)
 
     async def _listen(self) -> Any:

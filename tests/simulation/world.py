@@ -105,6 +105,8 @@ class World(Faults):
         self.odd = ""
         """The worker that the pool may leave out for as long as it likes, if there is one."""
         self.kinds: set[str] = set()
+        self.effects: set[str] = set()
+        """Kinds of faults that have taken effect: what happened was not only scheduled."""
 
     # What processes use -------------------------------------------------------------------------
 

@@ -28,6 +28,10 @@ def _term_from_anyone() -> list[tuple[Any, str, Any]]:
     return [(WorkerLinkService, "_leading", leading)]
 
 
+async def _unconfirmed(self: Any, _hello: Any, _mailbox: Any) -> Any:
+    return self._seat.led
+
+
 def _hold_not_read() -> list[tuple[Any, str, Any]]:
     recall = persistence.recall
 
@@ -125,6 +129,11 @@ LEADER_PLANTS = {
         breaks="a lease is taken as the latest although the store failed over since it was written",
         patches=_failover_trusted,
         kinds=("store_goes_back", "pause_leader", "shift"),
+    ),
+    "term-unconfirmed": Plant(
+        breaks="a leader does not tell workers that obey a later term that its lease was renewed",
+        patches=lambda: [(WorkerLinkService, "_leading", _unconfirmed)],
+        kinds=("lose_store_behind_leader", "shift", "kill_worker"),
     ),
     "hold-not-restored": Plant(
         breaks="what operators hold a pool to is lost with the store, although a balancer knows it",

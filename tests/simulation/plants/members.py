@@ -88,6 +88,11 @@ MEMBER_PLANTS = {
         patches=_unmade_generation_believed,
         kinds=("false_generation", "kill_worker", "shift"),
     ),
+    "other-step-unnoticed": Plant(
+        breaks="a rank that reports another step for its switch is not named",
+        patches=lambda: [(Agreement, "note_switch", always(None))],
+        kinds=("other_step", "shift"),
+    ),
     "gap-counted": Plant(
         breaks="loads of a gap in reports count as those of the window in which they arrive",
         patches=lambda: [
