@@ -74,9 +74,9 @@ class Fault:
     also: tuple[pb.GenerateResponse, ...] = ()
     """Says this, and then ends the call as if all were well."""
     blame: Blame | None = None
+    """Says with `code` how far the request is the cause; a rank that dies says nothing."""
     words: str = "as the script says"
     """Details of the code."""
-    """Says with `code` how far the request is the cause; a rank that dies says nothing."""
 
 
 def says(text):
@@ -150,7 +150,7 @@ class FakeRank(worker_pb2_grpc.InferenceServicer, worker_pb2_grpc.LatentTransfer
 
     async def _serve(self, request, context, fault):
         if fault is None or fault.accept:
-            await _finished(context.send_initial_metadata(((ACCEPTED_KEY, "1"),)))
+            await _accept(context, fault)
         if self.poison:
             await self._die_of_poison(request)
         num_tokens = request.max_tokens if fault is None else min(request.max_tokens, fault.after)
@@ -205,6 +205,14 @@ class FakeRank(worker_pb2_grpc.InferenceServicer, worker_pb2_grpc.LatentTransfer
         async with self.changed:
             self.num_open += change
             self.changed.notify_all()
+
+
+async def _accept(context, fault):
+    await _finished(context.send_initial_metadata(((ACCEPTED_KEY, "1"),)))
+    if fault is not None and fault.code is not None:
+        # The end of a call may overtake its initial metadata, but not a message: without one, the
+        # gateway may take a request for one that was not accepted.
+        await _finished(context.write(pb.GenerateResponse(epoch=1, step=1, is_waiting=True)))
 
 
 async def _finished(send):
