@@ -50,6 +50,16 @@ def test_every_path_that_is_copied_exists_and_is_in_the_build_context():
         assert any(fnmatch.fnmatch(source, pattern) for pattern in let_in), source
 
 
+def test_each_image_lists_the_packages_that_its_own_stage_installed():
+    stages = re.split(r"^FROM ", DOCKERFILE.replace("\\\n", " "), flags=re.MULTILINE)[1:]
+    by_name = {re.search(r" AS (\S+)", stage)[1]: stage for stage in stages}
+    for target, built in (("control-plane", "built"), ("worker", "built-worker")):
+        copied = f"COPY --from={built} /opt/sbom.cdx.json /opt/equipoise/sbom.cdx.json"
+        assert copied in by_name[target]
+        installs = by_name[built].rindex("/opt/venv/bin/pip install")
+        assert by_name[built].index("cyclonedx-py environment") > installs
+
+
 def test_every_file_that_the_build_needs_is_copied():
     copied = " ".join(instructions("COPY")).split()
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -72,6 +72,15 @@ def test_the_program_runs_as_a_user_without_a_home(image):
     assert image("sh", "-c", "touch /opt/file", check=False).returncode
 
 
+@pytest.mark.parametrize(("target", "package"), [("control-plane", "grpcio"), ("worker", "torch")])
+def test_an_image_lists_its_packages(target, package):
+    for run in container(target):
+        listed = json.loads(run("cat", "/opt/equipoise/sbom.cdx.json").stdout)
+        names = {one["name"] for one in listed["components"]}
+        assert package in names
+        assert listed["metadata"]["component"]["name"] == "equipoise"
+
+
 def test_the_control_plane_has_a_compiled_planner_and_no_torch():
     for run in container("control-plane"):
         missing = "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('triton'))"
