@@ -155,14 +155,29 @@ class _Cost:
     booking: Booking
     """Its work there."""
 
+    waiting: float
+    """Tokens that wait to be read there, with their attention."""
+
+    reading: float
+    """Tokens to read until its prompt has been read: those, and its own."""
+
+    share: float
+    """The larger share of request slots and cache in use, with it."""
+
     total: float
     """The cost, in tokens to read."""
 
     other: float
     """What decides between ranks of equal cost."""
 
-    reason: str
-    """The parts of the cost."""
+    @property
+    def reason(self) -> str:
+        """The parts of the cost."""
+        return (
+            f"{self.waiting:.0f} tokens wait to be read, this prompt takes "
+            f"{self.reading - self.waiting:.0f}, {self.share:.0%} of its slots or cache in use "
+            "with it"
+        )
 
 
 def _costs(ranks: Sequence[RankLoad], usable: Sequence[int], demand: Demand) -> list[_Cost]:
@@ -176,8 +191,8 @@ def _costs(ranks: Sequence[RankLoad], usable: Sequence[int], demand: Demand) -> 
         rank = ranks[index]
         booking = demand.booking_on(rank)
         waiting = rank.unread_tokens.total + rank.unread_pairs.total * per_pair
-        own = booking.unread_tokens + booking.unread_pairs * per_pair
-        share, reading = rank.share_with(booking), waiting + own
+        reading = waiting + booking.unread_tokens + booking.unread_pairs * per_pair
+        share = rank.share_with(booking)
         room = ROOM_WEIGHT * mean_cache * share
         if not demand.generates:
             total, other = reading, share
@@ -188,10 +203,11 @@ def _costs(ranks: Sequence[RankLoad], usable: Sequence[int], demand: Demand) -> 
         costs.append(
             _Cost(
                 booking=booking,
+                waiting=waiting,
+                reading=reading,
+                share=share,
                 total=total,
                 other=other,
-                reason=f"{waiting:.0f} tokens wait to be read, this prompt takes {own:.0f}, "
-                f"{share:.0%} of its slots or cache in use with it",
             )
         )
     return costs
