@@ -236,3 +236,22 @@ def test_measured_waves_replace_the_policy_s_cost_of_moves():
     assert measured.pull_s == pytest.approx(2.0)
     assert measured.lost_s == pytest.approx(2.0 * POLICY.pull_slowdown + 0.05)
     assert "at the cost of the latest 3 waves" in measured.reason
+
+
+@pytest.mark.parametrize(("least", "accepted"), [(0.24, True), (0.26, False)])
+def test_the_least_gain_may_be_given_as_throughput(least, accepted):
+    policy = dataclasses.replace(POLICY, min_throughput_gain=least)
+    verdict = verdict_on(policy=policy, costs=MEASURED)
+    assert verdict.accepted is accepted
+    if not accepted:
+        assert verdict.reason == (
+            "the plan gains too little on the latest window: a step takes 4 ± 0.2 of 20 ms less, "
+            "which is 25.0% of throughput, but the minimum gain is 26.0%"
+        )
+
+
+def test_before_steps_are_measured_the_best_case_must_reach_the_least_throughput():
+    enough = dataclasses.replace(POLICY, min_throughput_gain=0.79)
+    assert verdict_on(policy=enough).accepted
+    more = dataclasses.replace(POLICY, min_throughput_gain=0.81)
+    assert "at most 80.0% of throughput (the best case" in verdict_on(policy=more).reason

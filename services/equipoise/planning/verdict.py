@@ -88,6 +88,7 @@ def judge(
         or _balanced_enough(before, policy)
         or _nothing_to_change(cost)
         or _gains_too_little(before, after, policy)
+        or _gains_too_little_throughput(cost, policy, costs)
         or _never_pays(cost, policy)
     )
     if rejection is not None:
@@ -207,6 +208,15 @@ def _gains_too_little(before: float, after: float, policy: Policy) -> str | None
             f"{before:.3f} to {after:.3f}, but the minimum gain is {policy.min_gain:.3f}"
         )
     return None
+
+
+def _gains_too_little_throughput(cost: Verdict, policy: Policy, costs: MeasuredCosts) -> str | None:
+    if cost.throughput_gain >= policy.min_throughput_gain:
+        return None
+    return (
+        f"the plan gains too little on the latest window: {_gain_text(cost, costs)}, but the "
+        f"minimum gain is {policy.min_throughput_gain:.1%}"
+    )
 
 
 def _never_pays(cost: Verdict, policy: Policy) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from rich.progress import MofNCompleteColumn
@@ -42,10 +43,19 @@ def run(settings: ReplaySettings) -> int:
     if settings.plot is not None:
         draw_replay(runs, settings.plot, window_s=settings.window_s)
     if settings.json:
-        print_json(_document(runs, settings))
+        print_json(_document(runs, settings, topology))
     else:
         _show(runs, settings, case, topology)
     return 0
+
+
+def _lost_gpus(run: ReplayRun, settings: ReplaySettings, topology: Topology) -> float:
+    """GPUs that imbalance costs, averaged over the windows."""
+    lost = [
+        settings.cost.lost_gpus(one.balancedness, num_ranks=topology.num_ranks)
+        for one in run.windows
+    ]
+    return fmean(lost)
 
 
 def _replayed(
@@ -78,10 +88,14 @@ def _replayed(
     return tuple(runs)
 
 
-def _document(runs: Sequence[ReplayRun], settings: ReplaySettings) -> dict[str, Any]:
+def _document(
+    runs: Sequence[ReplayRun], settings: ReplaySettings, topology: Topology
+) -> dict[str, Any]:
     """The document for --json."""
+    lost = {run.name: _lost_gpus(run, settings, topology) for run in runs}
     return {
         "window_s": settings.window_s,
+        "cost_basis": settings.cost.basis,
         "policies": [
             {
                 "name": run.name,
@@ -92,6 +106,8 @@ def _document(runs: Sequence[ReplayRun], settings: ReplaySettings) -> dict[str, 
                 "rejections": run.rejections,
                 "moves": run.moves,
                 "bytes": run.bytes,
+                "gpus_lost": lost[run.name],
+                "price_lost_per_hour": settings.cost.price_per_hour(lost[run.name]),
                 "windows": [asdict(window) for window in run.windows],
             }
             for run in runs
@@ -117,7 +133,9 @@ def _show(
                 out.print()
                 out.print(_reasons_table(one.windows))
     out.print("\nall windows", style="bold")
-    out.print(_totals_table(runs))
+    out.print(_totals_table(runs, settings, topology))
+    if settings.cost.gpu_hour_price is not None:
+        out.print(f"\nGPUs lost to imbalance, {settings.cost.basis}; moves are not included")
     if settings.plot is not None:
         out.print(f"\nwrote {settings.plot}")
 
@@ -164,12 +182,16 @@ def _verdict(window: ReplayedWindow) -> str:
     return f"{verdict}, traffic shifted" if window.shifted else verdict
 
 
-def _totals_table(runs: Sequence[ReplayRun]) -> Table:
+def _totals_table(runs: Sequence[ReplayRun], settings: ReplaySettings, topology: Topology) -> Table:
+    has_price = settings.cost.gpu_hour_price is not None
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("policy")
-    for name in ("mean balance", "worst window", "switches", "rejected", "moves", "bytes"):
+    columns = ["mean balance", "worst window", "switches", "rejected", "moves", "bytes"]
+    for name in columns + (["GPUs lost", "price/h"] if has_price else []):
         table.add_column(name, justify="right")
     for run in runs:
+        lost = _lost_gpus(run, settings, topology)
+        money = [f"{lost:.2f}", f"{settings.cost.price_per_hour(lost):,.2f}"] if has_price else []
         table.add_row(
             run.name,
             f"{run.balancedness_mean:.4f}",
@@ -178,5 +200,6 @@ def _totals_table(runs: Sequence[ReplayRun]) -> Table:
             str(run.rejections),
             f"{run.moves:,}",
             format_bytes(run.bytes),
+            *money,
         )
     return table

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from equipoise.cli.offline.money import CostSettings
 from equipoise.cli.options import REPEATED
 from equipoise.formats.format import Format
 from equipoise.planning.policy import Algorithm
@@ -254,6 +255,9 @@ class ReplaySettings:
     window_s: Annotated[float, Range(0.001, DAY_S)] = 10.0
     """Length of each window in seconds, which recordings do not contain."""
 
+    cost: CostSettings = field(default_factory=CostSettings)
+    """What imbalance costs."""
+
     reasons: bool = False
     """Print the reason of every verdict."""
 
@@ -314,6 +318,9 @@ class WhatIfSettings:
 
     memory_gib: Annotated[float | None, Range(0, is_open=True)] = None
     """GiB available for experts on a GPU. Default: unlimited."""
+
+    cost: CostSettings = field(default_factory=CostSettings)
+    """What imbalance costs."""
 
     json: bool = False
     """Print JSON."""

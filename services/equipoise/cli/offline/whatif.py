@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from rich.progress import MofNCompleteColumn
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
 from equipoise.cli.offline.inputs import Case, numbers, read_case
+from equipoise.cli.offline.money import CostSettings
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import replay
 from equipoise.cli.offline.settings import WhatIfSettings
@@ -81,16 +83,23 @@ def run(settings: WhatIfSettings) -> int:
     chosen, reason = choose(options, tolerance=settings.tolerance, memory_bytes=memory_bytes)
     if settings.json:
         document = {
-            "choices": [asdict(one) for one in options],
-            "chosen": None if chosen is None else asdict(chosen),
+            "choices": [_as_json(one, settings.cost) for one in options],
+            "chosen": None if chosen is None else _as_json(chosen, settings.cost),
+            "cost_basis": settings.cost.basis,
             "reason": reason,
             "expert_bytes": case.model.expert_bytes,
             "expert_bytes_origin": case.expert_bytes_origin,
         }
         print_json(document)
     else:
-        _show(options, chosen, reason, case)
+        _show(options, chosen, reason, case, cost=settings.cost)
     return 0
+
+
+def _as_json(option: PoolOption, cost: CostSettings) -> dict[str, Any]:
+    lost = cost.lost_gpus(option.worth, num_ranks=option.num_ranks)
+    price = cost.price_per_hour(lost)
+    return {**asdict(option), "gpus_lost": lost, "price_lost_per_hour": price}
 
 
 def topologies(
@@ -236,7 +245,12 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
 
 
 def _show(
-    options: Sequence[PoolOption], chosen: PoolOption | None, reason: str, case: Case
+    options: Sequence[PoolOption],
+    chosen: PoolOption | None,
+    reason: str,
+    case: Case,
+    *,
+    cost: CostSettings,
 ) -> None:
     out = console()
     model = case.model
@@ -248,7 +262,9 @@ def _show(
     replayed = case.recording.num_windows > 1
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     columns = ["ranks", "redundant", "balance", "worst layer", "GPU memory"]
-    for name in columns + (["replayed", "moves/h", "bytes/h"] if replayed else []):
+    columns += ["replayed", "moves/h", "bytes/h"] if replayed else []
+    has_price = cost.gpu_hour_price is not None
+    for name in columns + (["GPUs lost", "price/h"] if has_price else []):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for one in options:
@@ -265,7 +281,12 @@ def _show(
                 f"{one.moves_per_hour:,.0f}",
                 format_bytes(one.bytes_per_hour or 0.0),
             ]
+        if has_price:
+            lost = cost.lost_gpus(one.worth, num_ranks=one.num_ranks)
+            cells += [f"{lost:.2f}", f"{cost.price_per_hour(lost):,.2f}"]
         is_chosen = one is chosen
         table.add_row(*cells, "◀" if is_chosen else "", style="bold" if is_chosen else "")
     out.print(table)
+    if has_price:
+        out.print(f"\nGPUs lost to imbalance, {cost.basis}")
     out.print(f"\n{reason}")

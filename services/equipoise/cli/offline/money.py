@@ -1,0 +1,47 @@
+"""What imbalance costs a pool in GPUs and money."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from equipoise.settings.fields import Range, check_ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings:
+    """What a GPU costs, and how much of a step depends on balance.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+    """
+
+    gpu_hour_price: Annotated[float | None, Range(0)] = None
+    """Price of a GPU for an hour, in any currency: shows the GPUs and the money that imbalance
+    costs."""
+
+    expert_share: Annotated[float, Range(0, 1)] = 1.0
+    """Share of a balanced step that is spent in experts: `expert_share` in the JSON of `equipoise
+    status`. By default experts are the whole of a step, which gives the most that imbalance can
+    cost."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    @property
+    def basis(self) -> str:
+        """What the costs assume."""
+        if self.expert_share == 1.0:
+            return "at most, as if experts were the whole of a step"
+        return f"with {self.expert_share:.0%} of a balanced step in experts"
+
+    def lost_gpus(self, balancedness: float, *, num_ranks: int) -> float:
+        """GPUs that even ranks would save at the same throughput.
+
+        A step takes 1 - s + s / balancedness times as long as with even ranks, where s is the share
+        of experts.
+        """
+        slowdown = 1.0 - self.expert_share + self.expert_share / balancedness
+        return num_ranks * (1.0 - 1.0 / slowdown)
+
+    def price_per_hour(self, gpus: float) -> float | None:
+        """Price of that many GPUs for an hour; None without a price of one."""
+        return None if self.gpu_hour_price is None else gpus * self.gpu_hour_price
