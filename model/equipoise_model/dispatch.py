@@ -19,6 +19,7 @@ cores, with rows of 256 numbers and 4 choices, medians of 60 alternating rounds 
 rows, and the host does not need them.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -62,10 +63,12 @@ class ExpertParallel:
         *,
         ranks: RowExchange,
         exchange: SlotExchange | None = None,
+        pace_s_per_row: float = 0.0,
     ) -> None:
         assert placement.num_ranks == ranks.count
         assert exchange is None or not ranks.alone
         self._exchange = exchange
+        self._pace_s_per_row = pace_s_per_row
         self._placement = placement
         self._ranks = ranks
         self._slot_load_LS = _no_rows(placement)
@@ -80,18 +83,20 @@ class ExpertParallel:
         placement: PlacementTables | None = None,
         *,
         device: torch.device | None = None,
+        pace_s_per_row: float = 0.0,
     ) -> Self:
         """One rank that holds every expert; slot e holds expert e, unless a placement is given.
 
         Without one, its layers include those of the multi-token-prediction modules.
 
-        Its tables move to `device`, if given.
+        Its tables move to `device`, if given. `pace_s_per_row` is as in `distributed`.
         """
         placement = placement or PlacementTables.identity(
             num_layers=config.num_expert_layers, num_experts=config.n_routed_experts
         )
         placement = placement if device is None else placement.to(device)
-        return cls(placement, ranks=RowExchange(group=None, rank=0, count=1))
+        ranks = RowExchange(group=None, rank=0, count=1)
+        return cls(placement, ranks=ranks, pace_s_per_row=pace_s_per_row)
 
     @classmethod
     def distributed(
@@ -100,13 +105,16 @@ class ExpertParallel:
         *,
         group: dist.ProcessGroup,
         exchange: SlotExchange | None = None,
+        pace_s_per_row: float = 0.0,
     ) -> Self:
         """This process's rank of a group; all ranks start with the same placement.
 
         `exchange` sends rows between ranks of an FP8 model; it starts with that placement's
-        generation.
+        generation. In the plain plane, a layer's experts take at least `pace_s_per_row` seconds for
+        each assignment that this rank receives; the rank sleeps for the rest.
         """
-        return cls(placement, ranks=RowExchange.of_group(group), exchange=exchange)
+        ranks = RowExchange.of_group(group)
+        return cls(placement, ranks=ranks, exchange=exchange, pace_s_per_row=pace_s_per_row)
 
     @property
     def waited_s(self) -> float:
@@ -148,6 +156,7 @@ class ExpertParallel:
             token_ids_T=token_ids_T,
             slot_load_LS=self._slot_load_LS,
             exchange=self._exchange,
+            pace_s_per_row=self._pace_s_per_row,
         )
 
     def close(self) -> None:
@@ -205,6 +214,8 @@ class ExpertStep:
     """Sends rows between several ranks of an FP8 model; None otherwise."""
     is_captured: bool = False
     """Whether the step is captured, or the one before a capture, which must launch the same."""
+    pace_s_per_row: float = 0.0
+    """Least seconds of a layer's experts for each assignment."""
     _layer: int = 0
 
     @property
@@ -264,7 +275,13 @@ class ExpertStep:
         slots_N = slots_TK.flatten()
         pairs_N = torch.arange(slots_N.shape[0], device=slots_N.device)
         return _run_pairs(
-            x_TD, pairs_N, slots_N, experts=experts, load_S=load_S, top_k=slots_TK.shape[1]
+            x_TD,
+            pairs_N,
+            slots_N,
+            experts=experts,
+            load_S=load_S,
+            top_k=slots_TK.shape[1],
+            pace_s_per_row=self.pace_s_per_row,
         )
 
     def _run_everywhere(
@@ -288,6 +305,7 @@ class ExpertStep:
             experts=experts,
             load_S=load_S,
             top_k=slots_TK.shape[1],
+            pace_s_per_row=self.pace_s_per_row,
         )
         ranks_N = slots_TK.flatten() // num_slots
         y_ND = ranks.exchange(
@@ -306,14 +324,20 @@ def _run_pairs(
     experts: PhysicalSlots,
     load_S: Tensor,
     top_k: int,
+    pace_s_per_row: float,
 ) -> Tensor:
     """Count assignments, run them through this rank's slots, and return outputs in their order."""
+    began = time.perf_counter()
     order_N = slot_order(slots_N)
     rows_S = torch.bincount(slots_N, minlength=experts.num_slots)
     load_S += rows_S
     with named("experts"):
         y_ND = experts(permute_rows(x_TD, pairs_N[order_N], top_k=top_k), rows_S.tolist())
-        return unpermute_rows(y_ND, order_N)
+        y_ND = unpermute_rows(y_ND, order_N)
+        if pace_s_per_row:
+            paced_s = pace_s_per_row * slots_N.shape[0]
+            time.sleep(max(0.0, paced_s - (time.perf_counter() - began)))
+        return y_ND
 
 
 def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -232,3 +234,22 @@ def test_a_placement_of_another_shape_cannot_be_switched_to():
         ep.switch(
             PlacementTables.from_layout(random_layout(0), num_experts=NUM_EXPERTS, generation=2)
         )
+
+
+def test_paced_experts_take_at_least_their_pace_and_give_the_same_bits(payloads):
+    layers = make_layers(payloads, identity(), row_block=None)
+    x, routing = make_rows(10), make_routing(10)
+    expected = run(ExpertParallel.local(CONFIG), layers, x, routing)
+    began = time.perf_counter()
+    paced = run(ExpertParallel.local(CONFIG, pace_s_per_row=0.002), layers, x, routing)
+    assert time.perf_counter() - began >= NUM_LAYERS * 10 * TOP_K * 0.002
+    assert torch.equal(paced, expected)
+
+
+def test_experts_that_take_longer_than_their_pace_do_not_sleep(payloads, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    layers = make_layers(payloads, identity(), row_block=None)
+    ep = ExpertParallel.local(CONFIG, pace_s_per_row=1e-12)
+    run(ep, layers, make_rows(10), make_routing(10))
+    assert slept == [0.0] * NUM_LAYERS

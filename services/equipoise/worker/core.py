@@ -41,6 +41,8 @@ class ModelCore:
     model: ServingModel
     cache: LatentCache
     operations: Operations
+    pace_s_per_row: float = 0.0
+    """As in `ExpertParallel.distributed`."""
 
     @classmethod
     def load(cls, settings: WorkerSettings, *, loading: Loading | None = None) -> Self:
@@ -54,6 +56,11 @@ class ModelCore:
                 batch-invariantly.
         """
         checkpoint, operations = _opened(settings)
+        if settings.pace_us_per_row and operations.device.type != "cpu":
+            raise WorkerError(
+                f"pace_us_per_row works on CPUs only, and this worker uses {operations.device}: "
+                "leave it out, or choose --device cpu"
+            )
         config = checkpoint.config
         if settings.context_length > config.max_position_embeddings:
             raise WorkerError(
@@ -102,7 +109,13 @@ class ModelCore:
                 verify_rows(model, cache)
             except RowVarianceError as error:
                 raise WorkerError(str(error)) from error
-        return cls(checkpoint=checkpoint, model=model.eval(), cache=cache, operations=operations)
+        return cls(
+            checkpoint=checkpoint,
+            model=model.eval(),
+            cache=cache,
+            operations=operations,
+            pace_s_per_row=settings.pace_us_per_row / 1e6,
+        )
 
     def latent_form(self, settings: WorkerSettings) -> str:
         """What a token's latents look like here: equal forms hold the same bytes for it."""

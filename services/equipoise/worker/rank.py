@@ -214,6 +214,9 @@ class Rank:
 def _expert_parallel(joined: EpochGroup, core: ModelCore) -> ExpertParallel:
     placement = placement_of(joined.join_epoch.layout).to(core.device)
     process_group = joined.group.process_group
+    pace = core.pace_s_per_row
     if process_group is None:
-        return ExpertParallel.local(core.checkpoint.config, placement)
-    return ExpertParallel.distributed(placement, group=process_group, exchange=joined.exchange)
+        return ExpertParallel.local(core.checkpoint.config, placement, pace_s_per_row=pace)
+    return ExpertParallel.distributed(
+        placement, group=process_group, exchange=joined.exchange, pace_s_per_row=pace
+    )
