@@ -171,6 +171,7 @@ def test_network_policies_allow_exactly_the_necessary_traffic():
             ([{"namespaceSelector": {}}], ["metrics"]),
         ],
         "redis": [(["balancer"], ["redis"])],
+        "test": [],
     }
 
 
