@@ -21,6 +21,7 @@ EVENTFUL = Schedule(
         Action(3.0, "shift", (3,)),
         Action(8.0, "stop_worker", ("w1", 0.5)),
         Action(12.0, "kill_worker", ("w2", 0.5)),
+        Action(15.0, "unreachable_rank", ("w0", 0.5)),
     ),
 )
 
