@@ -98,7 +98,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--digests", action="store_true", help="print the digest of each schedule")
     parser.add_argument(
-        "--table", action="store_true", help="print the number of schedules by kind of fault"
+        "--table",
+        action="store_true",
+        help="print the number of schedules by kind of fault, and of those in which it took effect",
     )
     return parser.parse_args()
 
@@ -139,9 +141,18 @@ def _report(campaign: Campaign, args: argparse.Namespace) -> None:
             print(f"  {count} x {text}")
         _report_schedule(shrink(failures[0].schedule, violation, plant=args.plant), args)
     if args.table or args.all_failures:
-        print(f"\n{'fault':22} {'schedules':>9} {'broke an invariant':>19}")
+        print(f"\n{'fault':24} {'schedules':>9} {'took effect':>12} {'broke an invariant':>19}")
         for kind in MAKERS:
-            print(f"{kind:22} {campaign.kinds[kind]:9} {campaign.failed_kinds[kind]:19}")
+            print(
+                f"{kind:24} {campaign.kinds[kind]:9} {campaign.effects[kind]:12} "
+                f"{campaign.failed_kinds[kind]:19}"
+            )
+    seldom = [
+        f"{kind} {campaign.effects[kind]} of {num}"
+        for kind, num in sorted(campaign.kinds.items())
+        if 2 * campaign.effects[kind] < num
+    ]
+    print(f"\nfaults that took effect in less than half of their schedules: {seldom or 'none'}")
     num = max(1, campaign.schedules)
     per_minute = 60 * num / max(campaign.cpu_s, 1e-9)
     print(

@@ -60,7 +60,9 @@ class StoreLink(Link):
 
     def _arrive(self, function: Callable[[], None], source: str, target: str) -> None:
         hangs = target == NAME and self._world.store.hangs
-        if hangs or self._world.network.is_cut(source, target):
+        if hangs:
+            self._world.effects.add("store_hangs")
+        if hangs or self._world.network.stops(source, target):
             self._later(lambda: self._arrive(function, source, target), RETRY_S)
         else:
             function()
@@ -77,6 +79,7 @@ class SimPlanner:
     ) -> Proposal:
         begins()
         if self._world.planner_hangs:
+            self._world.effects.add("planner_hangs")
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(self._world.rng.uniform(*PLAN_S))
         self._world.observer.proposed(pool, request)

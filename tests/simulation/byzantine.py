@@ -16,6 +16,10 @@ from tests.support.mutations import Mutator
 
 POOL = "other"
 EVERY_S = 0.7
+
+PUSHES = 20
+"""Attempts of an old leader, until its worker obeys a later term."""
+
 IDENTITY = (Identity(role=Role.WORKER, pool=POOL, worker="evil"),)
 
 
@@ -58,7 +62,9 @@ def claim_terms(world: Any, how: str) -> None:
         while True:
             for address in world.balancer_addresses:
                 message = to_balancer(hello(world, highest_term=min(2**53, term())))
-                await say(world, process, address, [message.SerializeToString()], identity=IDENTITY)
+                messages = [message.SerializeToString()]
+                if await say(world, process, address, messages, identity=IDENTITY):
+                    world.effects.add("byzantine_term")
             await asyncio.sleep(EVERY_S)
 
     process.spawn(claim())
@@ -85,7 +91,8 @@ def make_noise(world: Any, seed: int) -> None:
                 if (mutated := mutator.mutated(message) if rng.random() < 0.7 else message)
             ]
             address = rng.choice(world.balancer_addresses)
-            await say(world, process, address, messages, identity=IDENTITY)
+            if await say(world, process, address, messages, identity=IDENTITY):
+                world.effects.add("byzantine_noise")
             await asyncio.sleep(0.3)
 
     process.spawn(noise())
@@ -93,8 +100,8 @@ def make_noise(world: Any, seed: int) -> None:
 
 async def say(
     world: Any, process: Process, address: str, messages: list[bytes], *, identity: Any
-) -> None:
-    """Open a stream, send messages, wait for an answer, and hang up."""
+) -> bool:
+    """Open a stream, send messages, wait for an answer, and hang up; whether there was one."""
     connection = world.network.connect(process, address, "Connect")
     connection.identity = identity
     try:
@@ -102,17 +109,25 @@ async def say(
             connection.send(message)
         async with asyncio.timeout(0.3):
             await connection.answers.get()
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, StopAsyncIteration):
-        pass
+        is_answered = True
+    except grpc.aio.AioRpcError as error:
+        is_answered = error.code() is not grpc.StatusCode.UNAVAILABLE
+    except (asyncio.InvalidStateError, TimeoutError, StopAsyncIteration):
+        is_answered = False
     connection.cancel()
+    return is_answered
 
 
-def push_of_the_term_before(world: Any, worker: Any) -> None:
-    """Send a worker what only a leader whose term is over would send."""
-    term = world.observer.obeyed(worker) - 1
-    if term < 1:
-        return
-    old = Abort(term=term, epoch=1, generation=1, reason="sent by a leader whose term is over")
-    for call in world.network.calls(worker.process, "Connect"):
-        if call.is_open:
-            call.answer(to_worker(old).SerializeToString())
+async def push_of_the_term_before(world: Any, name: str) -> None:
+    """Send a worker what only a leader whose term is over would send, once there is one."""
+    for _ in range(PUSHES):
+        worker = world.workers.get(name)
+        term = world.observer.obeyed(worker) - 1 if worker is not None else 0
+        calls = world.network.calls(worker.process, "Connect") if term > 0 else []
+        old = Abort(term=term, epoch=1, generation=1, reason="sent by a leader of an earlier term")
+        for call in calls:
+            if call.is_open:
+                call.answer(to_worker(old).SerializeToString())
+                world.effects.add("old_leader")
+                return
+        await asyncio.sleep(EVERY_S)

@@ -28,6 +28,8 @@ class Played:
 
     schedule: Schedule
     kinds: tuple[str, ...]
+    effects: tuple[str, ...]
+    """Those of `kinds` that took effect."""
     violation: str
     """Empty if every invariant held."""
     text: str
@@ -52,6 +54,7 @@ def play(seams: Seams, schedule: Schedule) -> Played:
     return Played(
         schedule=schedule,
         kinds=tuple(sorted(world.kinds)),
+        effects=tuple(sorted(world.kinds & world.effects)),
         violation=violation.kind if violation is not None else "",
         text=str(violation or ""),
         events=world.loop.num_events,
@@ -77,6 +80,8 @@ class Campaign:
     epochs: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     """Schedules with each kind of fault."""
+    effects: Counter[str] = field(default_factory=Counter)
+    """Those of them in which it took effect."""
     failed_kinds: Counter[str] = field(default_factory=Counter)
     """Those of them that broke an invariant."""
     failures: dict[str, list[Played]] = field(default_factory=dict)
@@ -91,6 +96,7 @@ class Campaign:
         self.steps, self.plans = self.steps + steps, self.plans + plans
         self.switches, self.epochs = self.switches + switches, self.epochs + epochs
         self.kinds.update(played.kinds)
+        self.effects.update(played.effects)
         if played.violation:
             self.failed_kinds.update(played.kinds)
             self.failures.setdefault(played.violation, []).append(played)

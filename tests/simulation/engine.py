@@ -116,6 +116,8 @@ class SimEngine(Engine):
         self._num_steps += 1
         self._busy_s += 0.01 * self._world.slowness.get(self._mesh.process.name, 1.0)
         self._loads = self._experts.loads()
+        if self._mesh.process.name in self._world.slowness:
+            self._world.effects.add("slow_worker")
         self._world.observer.stepped(self)
         return ()
 
@@ -135,4 +137,6 @@ class SimScheduler:
         return Unread(tokens=0, pairs=0)
 
     def plan(self, *, now: float) -> Any:
+        if not self._world.has_traffic:
+            self._world.effects.add("idle")
         return SimpleNamespace(num_tokens=TOKENS if self._world.has_traffic else 0, chunks=())

@@ -48,6 +48,7 @@ class SimCheckpoint:
         self.damaged: set[tuple[int, int]] = set()
         self.hangs_until_s = 0.0
         self.is_gone = False
+        self.on_effect: Callable[[str], None] = lambda _kind: None
         self._true = {
             (layer, expert): expert_bytes(layer, expert)
             for layer in range(shape.num_layers)
@@ -66,12 +67,16 @@ class SimCheckpoint:
     def read_expert(self, layer: int, expert: int) -> Any:
         """The payload; a coroutine that returns it, if the disk hangs."""
         if self.is_gone:
+            self.on_effect("disk_gone")
             raise OSError("the disk is gone")
+        if (layer, expert) in self.damaged:
+            self.on_effect("disk_damaged")
         if self.verifies and (layer, expert) in self.damaged:
             raise CheckpointError(f"expert {expert} of layer {layer} is damaged")
         loop = asyncio.get_running_loop()
         payload = self._payload(layer, expert)
         if loop.time() < self.hangs_until_s:
+            self.on_effect("disk_hangs")
             return _later(self.hangs_until_s - loop.time(), payload)
         return payload
 

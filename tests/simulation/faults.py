@@ -1,7 +1,7 @@
 """`Faults`: what may happen to a world. One method for each kind of fault in `schedule.MAKERS`."""
 
 from dataclasses import replace
-from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,18 @@ EDITS = (
 )
 
 
+RESTART_S = 0.5
+
 LEAST_GOOD_DISKS = 2
 """Workers with an undamaged checkpoint; they have slots for every expert."""
 
 
 class Faults:
-    """The faults of a `World`, whose base this is."""
+    """The faults of a `World`, whose base this is.
+
+    A method returns whether its fault took effect at once. Of others, what they hit adds their kind
+    to `effects`.
+    """
 
     def _until(self, for_s: float, function: Any, *args: Any) -> None:
         """Undo something after a while."""
@@ -38,58 +44,60 @@ class Faults:
 
     def _kill(
         self, name: str, start: Any, back_after_s: float, *, with_machine: bool = False
-    ) -> None:
+    ) -> bool:
         known = self.workers.get(name) or self.balancers.get(name)
+        is_alive = known is not None and known.process.alive
         if known is not None:
             known.process.kill(with_machine=with_machine)
         self._until(back_after_s, start, name)
+        return is_alive
 
-    def do_kill_worker(self, name: str, back_after_s: float) -> None:
-        self._kill(name, self.start_worker, back_after_s)
+    def do_kill_worker(self, name: str, back_after_s: float) -> bool:
+        return self._kill(name, self.start_worker, back_after_s)
 
-    def do_kill_balancer(self, name: str, back_after_s: float) -> None:
-        self._kill(name, self.start_balancer, back_after_s)
+    def do_kill_balancer(self, name: str, back_after_s: float) -> bool:
+        return self._kill(name, self.start_balancer, back_after_s)
 
-    def do_lose_machine(self, name: str, back_after_s: float) -> None:
+    def do_lose_machine(self, name: str, back_after_s: float) -> bool:
         start = self.start_balancer if name in BALANCERS else self.start_worker
-        self._kill(name, start, back_after_s, with_machine=True)
+        return self._kill(name, start, back_after_s, with_machine=True)
 
-    def do_kill_leader(self, back_after_s: float) -> None:
+    def do_kill_leader(self, back_after_s: float) -> bool:
         leader = self.leader()
-        if leader is not None:
-            self._kill(leader.process.name, self.start_balancer, back_after_s)
+        if leader is None:
+            return False
+        return self._kill(leader.process.name, self.start_balancer, back_after_s)
 
-    def do_restart_everything(self, back_after_s: float) -> None:
-        for name in sorted(self.wanted):
-            self._kill(name, self.start_worker, back_after_s)
-        for name in BALANCERS:
-            self._kill(name, self.start_balancer, back_after_s)
+    def do_restart_everything(self, back_after_s: float) -> bool:
+        killed = [self._kill(one, self.start_worker, back_after_s) for one in sorted(self.wanted)]
+        killed += [self._kill(one, self.start_balancer, back_after_s) for one in BALANCERS]
+        return all(killed)
 
-    def do_stop_worker(self, name: str, back_after_s: float) -> None:
-        if name in self.workers and self.workers[name].process.alive:
+    def do_stop_worker(self, name: str, back_after_s: float) -> bool:
+        is_alive = name in self.workers and self.workers[name].process.alive
+        if is_alive:
             self.workers[name].process.call(self._stops[name].set)
         self._until(back_after_s + 2.0, self.start_worker, name)
+        return is_alive
 
-    def _pause(self, process: Process, for_s: float) -> None:
+    def _pause(self, process: Process, for_s: float) -> bool:
         process.pause()
         self._until(for_s, self._resume, process)
+        return process.alive
 
     def _resume(self, process: Process) -> None:
         if process.paused:
             process.resume()
 
-    def do_pause_worker(self, name: str, for_s: float) -> None:
-        if name in self.workers:
-            self._pause(self.workers[name].process, for_s)
+    def do_pause_worker(self, name: str, for_s: float) -> bool:
+        return name in self.workers and self._pause(self.workers[name].process, for_s)
 
-    def do_pause_balancer(self, name: str, for_s: float) -> None:
-        if name in self.balancers:
-            self._pause(self.balancers[name].process, for_s)
+    def do_pause_balancer(self, name: str, for_s: float) -> bool:
+        return name in self.balancers and self._pause(self.balancers[name].process, for_s)
 
-    def do_pause_leader(self, for_s: float) -> None:
+    def do_pause_leader(self, for_s: float) -> bool:
         leader = self.leader()
-        if leader is not None:
-            self._pause(leader.process, for_s)
+        return leader is not None and self._pause(leader.process, for_s)
 
     def do_suspend_leader(self, for_s: float, cut_s: float) -> None:
         """Its machine is suspended, monotonic clock included, and resumes without the store."""
@@ -97,8 +105,13 @@ class Faults:
         if leader is None:
             return
         leader.process.pause()
-        self.do_cut_both(leader.process.name, NAME, for_s + cut_s)
-        self._until(for_s, partial(self.wake, leader, since_s=self.loop.time()))
+        for source, target in permutations((leader.process.name, NAME)):
+            self._cut("", source, target, for_s + cut_s)
+        self._until(for_s, self._wake_suspended, leader, self.loop.time())
+
+    def _wake_suspended(self, balancer: Any, since_s: float) -> None:
+        if self.wake(balancer, since_s=since_s):
+            self.effects.add("suspend_leader")
 
     def wake(self, balancer: Any, *, since_s: float) -> bool:
         """Resume a balancer whose clock stood still; whether it leads by that clock."""
@@ -120,25 +133,32 @@ class Faults:
         self.loop.create_task(coroutine, context=outside())
         self._until(TAKEOVER_S + loss_s + wake_s, lambda: None)
 
-    def do_cut(self, source: str, target: str, for_s: float) -> None:
+    def _cut(self, kind: str, source: str, target: str, for_s: float) -> None:
         self.network.cut(source, target)
-        self._until(for_s, self._heal, source, target)
+        num_stopped = self.network.num_stopped[source, target]
+        self._until(for_s, self._heal, kind, source, target, num_stopped)
 
-    def _heal(self, source: str, target: str) -> None:
+    def _heal(self, kind: str, source: str, target: str, num_stopped: int) -> None:
+        if self.network.num_stopped[source, target] > num_stopped:
+            self.effects.add(kind)
         if self.network.is_cut(source, target):
             self.network.heal(source, target)
 
+    def do_cut(self, source: str, target: str, for_s: float) -> None:
+        self._cut("cut", source, target, for_s)
+
     def do_cut_both(self, one: str, other: str, for_s: float) -> None:
-        self.do_cut(one, other, for_s)
-        self.do_cut(other, one, for_s)
+        for source, target in permutations((one, other)):
+            self._cut("cut_both", source, target, for_s)
 
     def do_isolate(self, name: str, for_s: float) -> None:
         for other in (*WORKERS, *BALANCERS, NAME):
             if other != name:
-                self.do_cut_both(name, other, for_s)
+                for source, target in permutations((name, other)):
+                    self._cut("isolate", source, target, for_s)
 
-    def do_reset(self, one: str, other: str) -> None:
-        self.network.reset(one, other)
+    def do_reset(self, one: str, other: str) -> bool:
+        return self.network.reset(one, other) > 0
 
     def _set(self, target: Any, name: str, value: Any, for_s: float, back: Any) -> None:
         setattr(target, name, value)
@@ -166,13 +186,13 @@ class Faults:
     def do_store_full(self, for_s: float) -> None:
         self._set(self.store, "is_full", True, for_s, False)
 
-    def do_store_forgets(self) -> None:
+    def do_store_forgets(self) -> bool:
         self.note_loss()
-        self.store.forget()
+        return self.store.forget()
 
-    def do_store_goes_back(self, num_writes: int) -> None:
+    def do_store_goes_back(self, num_writes: int) -> bool:
         self.note_loss()
-        self.store.go_back(num_writes)
+        return self.store.go_back(num_writes)
 
     def note_loss(self) -> None:
         """The store loses contents now."""
@@ -185,18 +205,26 @@ class Faults:
         leader = self.leader()
         return any(one is None or one is not leader for one in self._leaders_at_losses)
 
-    def do_disk_hangs(self, name: str, for_s: float) -> None:
+    def do_disk_hangs(self, name: str, for_s: float, restarts: bool) -> None:
         if name in self.disks:
             self.disks[name].hangs_until_s = self.loop.time() + for_s
+            self._until(for_s, lambda: None)
+            self._restart_workers(restarts)
 
-    def do_disk_gone(self, name: str, for_s: float) -> None:
+    def do_disk_gone(self, name: str, for_s: float, restarts: bool) -> None:
         if name in self.disks:
             self._set(self.disks[name], "is_gone", True, for_s, False)
+            self._restart_workers(restarts)
+
+    def _restart_workers(self, restarts: bool) -> None:
+        """Restart all workers, so that no expert comes from a peer, or none."""
+        for name in sorted(self.wanted) if restarts else ():
+            self._kill(name, self.start_worker, RESTART_S)
 
     def do_disk_damaged(self, name: str, layer: int, expert: int) -> None:
         if name in self.disks and self._num_good(besides=name) >= LEAST_GOOD_DISKS:
             self.disks[name].damaged.add((layer, expert))
-            self._kill(name, self.start_worker, 0.5)
+            self._restart_workers(True)
 
     def _num_good(self, *, besides: str) -> int:
         """Workers that a pool can count on, without one of them."""
@@ -246,8 +274,8 @@ class Faults:
             if not stays:
                 self._until(for_s, self.reports.end, "step")
 
-    def do_bit_rot(self, name: str, layer: int, slot: int) -> None:
-        self.rot.begin(name, layer, slot)
+    def do_bit_rot(self, name: str, layer: int, slot: int) -> bool:
+        return self.rot.begin(name, layer, slot)
 
     def do_report_gap(self, name: str, for_s: float) -> None:
         self.gaps.begin(name, for_s)
@@ -257,8 +285,9 @@ class Faults:
         self.slowness[name] = 4.0
         self._until(for_s, self.slowness.pop, name, None)
 
-    def do_shift(self, pattern: int) -> None:
-        self.pattern = pattern
+    def do_shift(self, pattern: int) -> bool:
+        before, self.pattern = self.pattern, pattern
+        return self.has_traffic and before != pattern
 
     def do_idle(self, for_s: float) -> None:
         self._set(self, "has_traffic", False, for_s, True)
@@ -272,10 +301,11 @@ class Faults:
     def do_operator(self, operation: str) -> None:
         self.operators.ask(operation)
 
-    def do_edit_policy(self, number: int) -> None:
+    def do_edit_policy(self, number: int) -> bool:
         self.policy_text = EDITS[number]
         for one in self.living_balancers():
             one.process.call(one.offer_policy, self.policy_text)
+        return bool(self.living_balancers())
 
     def do_byzantine_term(self, how: str) -> None:
         byzantine.claim_terms(self, how)
@@ -298,8 +328,9 @@ class Faults:
 
     def do_old_leader(self, name: str) -> None:
         """A leader whose term is over, and does not know it, pushes once more to one worker."""
-        if name in self.workers:
-            byzantine.push_of_the_term_before(self, self.workers[name])
+        if name in self.workers and self.observer.obeyed(self.workers[name]) < 2:
+            self.do_kill_leader(RESTART_S)  # No term is over yet.
+        self.loop.create_task(byzantine.push_of_the_term_before(self, name), context=outside())
 
     def do_wrong_layout(self, name: str) -> None:
         """A leader with a bug tells one rank another layout than the others."""
@@ -325,5 +356,6 @@ class Faults:
         except ValueError:
             return message
         self.tampered.discard(worker.process.name)
+        self.effects.add("wrong_layout")
         self.observer.note(f"{worker.process.name} is sent another layout than the others")
         return replace(message, layout=wrong)

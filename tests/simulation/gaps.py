@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.simulation.loop import outside
+from tests.simulation.schedule import GAP
 
 POOL = "main"
 LOOK_S = 0.5
@@ -24,7 +25,7 @@ MULTIPLE = 2.0
 LEAST = 20.0
 """Assignments below which shares are not compared."""
 
-ALONE = frozenset({"report_gap"})
+ALONE = frozenset({GAP})
 
 
 class ReportGaps:
@@ -53,7 +54,10 @@ class ReportGaps:
 
     def loses(self, name: str) -> bool:
         """Whether a report of a rank is lost now."""
-        return self._world.loop.time() < self._until_s.get(name, 0.0)
+        is_lost = self._world.loop.time() < self._until_s.get(name, 0.0)
+        if is_lost:
+            self._world.effects.add(GAP)
+        return is_lost
 
     def switched(self, text: str) -> None:
         """A rank has switched."""

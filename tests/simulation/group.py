@@ -6,6 +6,7 @@ closes its group ends its peers' next exchange; one that is paused or cut off ti
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from equipoise.rank.errors import GroupError
@@ -27,6 +28,7 @@ class Rendezvous:
         self._hosts: dict[str, tuple[Process, dict[str, Any]]] = {}
         self.on_exchange = lambda _mesh, _headers: None
         self.serials = itertools.count()
+        self.on_effect: Callable[[str], None] = lambda _kind: None
         self.unreachable: dict[str, str] = {}
         """Workers that no peer reaches, as the host of a rendezvous or as any rank."""
 
@@ -41,9 +43,13 @@ class Rendezvous:
             return None
         host, keys = found
         network = self.network
-        is_cut = network.is_cut(process.name, host.name) or network.is_cut(host.name, process.name)
-        is_apart = is_cut or host.name in self.unreachable
-        if not host.alive or host.paused or (is_apart and host is not process):
+        if not host.alive or host.paused:
+            return None
+        if host is not process and host.name in self.unreachable:
+            self.on_effect(f"unreachable_{self.unreachable[host.name]}")
+            return None
+        is_cut = network.stops(process.name, host.name) or network.stops(host.name, process.name)
+        if host is not process and is_cut:
             return None
         return keys
 
@@ -65,7 +71,10 @@ class Rendezvous:
 
     def can_form(self, names: tuple[str, ...]) -> bool:
         """Whether the ranks of a group can connect to each other, once they have met."""
-        return all(self.unreachable.get(name) != "rank" for name in names)
+        if "rank" not in map(self.unreachable.get, names):
+            return True
+        self.on_effect("unreachable_rank")
+        return False
 
 
 class Mesh:
@@ -139,7 +148,7 @@ class Mesh:
 
     def _deliver(self, peer: "Mesh", number: int, header: StepHeader) -> None:
         network = self.rendezvous.network
-        if network.is_cut(self.process.name, peer.process.name):
+        if network.stops(self.process.name, peer.process.name):
             # TCP sends it again until the cut heals or the collective times out.
             when_s = network.loop.time() + POLL_S
             if not peer.is_closed:

@@ -75,7 +75,8 @@ async def _leap(world: Any, process: Process) -> None:
         beat = Heartbeat(epoch=number, generation=number, staged_generation=number, sequence=number)
         messages = [to_balancer(one).SerializeToString() for one in (hello, beat)]
         for address in world.balancer_addresses:
-            await say(world, process, address, messages, identity=IDENTITY)
+            if await say(world, process, address, messages, identity=IDENTITY):
+                world.effects.add("lie")
         turn += 1
         await asyncio.sleep(EVERY_S)
 
@@ -113,6 +114,7 @@ async def _converse(world: Any, connection: Connection, how: str) -> None:
         while True:
             answer = worker_link_pb2.ConnectResponse.FromString(await connection.answers.get())
             message = from_balancer(answer, hello=hello, running=None)
+            world.effects.add("lie")
             if isinstance(message, JoinEpoch):
                 send(_serving(world, message))
                 if how == "loses":

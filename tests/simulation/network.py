@@ -7,7 +7,7 @@ or overtaken (`flaky`), or lost (`lossy`), although TCP excludes that within a c
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +34,9 @@ class Network:
         self._held: list[_Pipe] = []
         self.delay_factor = 1.0
         self.flaky = self.lossy = 0.0
+        self.num_stopped: Counter[tuple[str, str]] = Counter()
+        """Messages that a cut has stopped, by source and target."""
+        self.on_effect: Callable[[str], None] = lambda _kind: None
 
     def listen(self, process: Process, address: str, handlers: dict[str, Any]) -> None:
         """Serve methods by their last name, `handler(requests, context)` each."""
@@ -56,6 +59,12 @@ class Network:
     def is_cut(self, source: str, target: str) -> bool:
         return (source, target) in self._cuts or (source, "*") in self._cuts
 
+    def stops(self, source: str, target: str) -> bool:
+        """Whether a cut stops a message."""
+        is_cut = self.is_cut(source, target)
+        self.num_stopped[source, target] += is_cut
+        return is_cut
+
     def hold(self, pipe: "_Pipe") -> None:
         if pipe not in self._held:
             self._held.append(pipe)
@@ -72,6 +81,8 @@ class Network:
         return [c for c in self._connections if c.client is client and c.method == method]
 
     def delay_s(self) -> float:
+        if self.delay_factor != 1.0:
+            self.on_effect("slow_network")
         low_s, high_s = DELAY_S
         return (low_s + (high_s - low_s) * self.rng.random()) * self.delay_factor
 
@@ -124,9 +135,11 @@ class _Pipe:
     def _is_disturbed(self, item: Any, when_s: float) -> bool:
         network = self._network
         if network.lossy and network.rng.random() < network.lossy:
+            network.on_effect("lossy_network")
             return True
         if not network.flaky or network.rng.random() >= network.flaky:
             return False
+        network.on_effect("flaky_network")
         is_doubled = network.rng.random() < 0.5  # Else it arrives later than those after it.
         late_s = when_s + (1 if is_doubled else 5) * network.delay_s()
         self._latest_s = max(late_s, self._latest_s)
@@ -136,7 +149,7 @@ class _Pipe:
     def _arrive(self, item: Any) -> None:
         if self.closed:
             return
-        if self._queue or self._network.is_cut(self._source.name, self._target.name):
+        if self._queue or self._network.stops(self._source.name, self._target.name):
             self._queue.append(item)
             self._network.hold(self)
             return

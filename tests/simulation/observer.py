@@ -122,6 +122,8 @@ class Observer:
         if mesh.rank != 0:
             return
         self.num_epochs += 1
+        if "w4" in mesh.names:
+            self._world.effects.add("join_worker")
         self.note(f"epoch {mesh.epoch}: {', '.join(mesh.names)} serve")
         if self._world.has_served and self._world.kinds <= HARMLESS:
             self.violate(

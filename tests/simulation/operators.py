@@ -70,6 +70,7 @@ class Operators:
             f"{response.outcome.reason[:80]}"
         )
         if response.outcome.accepted:
+            world.effects.add("operator")
             self._expect(operation)
 
     def _expect(self, operation: str) -> None:

@@ -60,7 +60,9 @@ class FalseReports:
                 generation=beat.generation,
             )
             worker.outbox.send(lost)
+            self._world.effects.add("false_loss")
         if self._liars.get("generation") == name and worker.rank is not None:
+            self._world.effects.add("false_generation")
             return replace(
                 beat,
                 generation=CLAIMS[self._claim],

@@ -50,15 +50,15 @@ class BitRot:
         self._all: set[bytes] = set()
         self._checksums: set[tuple[Process, int, int, str]] = set()
 
-    def begin(self, name: str, layer: int, slot: int) -> None:
-        """Flip a bit in a slot of a worker that has experts."""
+    def begin(self, name: str, layer: int, slot: int) -> bool:
+        """Flip a bit in a slot of a worker, if it has experts; whether it had."""
         world = self._world
         worker = world.workers.get(name)
         if worker is None or not worker.process.alive or worker.rank is None:
-            return
+            return False
         damaged = [(one.process, one.layer, one.slot) for one in self._open]
         if worker.core.checkpoint.damaged or (worker.process, layer, slot) in damaged:
-            return  # It is wrong already.
+            return False  # It is wrong already.
         if not self._open:
             world.loop.call_later(LOOK_S, self._look, context=outside())
         contents = worker.core.slots[layer].contents
@@ -72,6 +72,7 @@ class BitRot:
         self._open.append(
             _Rot(name, worker.process, layer, slot, bytes(data), num_slots * SCRUB_S + SLACK_S)
         )
+        return True
 
     def explains(self, process: Process, layer: int, slot: int, data: bytes) -> bool:
         """Whether a slot holds wrong bytes only because its memory was damaged."""

@@ -22,6 +22,9 @@ GAP_SHARE, LONE_GAP_SHARE = 0.1, 0.01
 """Shares of the schedules with gaps among other faults, of those that could have them, and of
 schedules with gaps only. They take several times as long as others."""
 
+RESTART_SHARE = 0.5
+"""Share of faults of a disk with which all workers restart: otherwise experts come from peers."""
+
 GAP = "report_gap"
 
 LOSSES = ("emptied first", "emptied", "goes back")
@@ -115,8 +118,8 @@ MAKERS: dict[str, Any] = {
     "store_full": lambda r: (_duration(r),),
     "store_forgets": lambda _r: (),
     "store_goes_back": lambda r: (r.randint(1, 6),),
-    "disk_hangs": lambda r: (_worker(r), _duration(r)),
-    "disk_gone": lambda r: (_worker(r), _duration(r)),
+    "disk_hangs": lambda r: (_worker(r), _duration(r), r.random() < RESTART_SHARE),
+    "disk_gone": lambda r: (_worker(r), _duration(r), r.random() < RESTART_SHARE),
     "disk_damaged": lambda r: (_worker(r), r.randrange(2), r.randrange(6)),
     "bit_rot": lambda r: (_worker(r), r.randrange(2), r.randrange(3)),
     "corrupt_transfers": lambda r: (_duration(r),),

@@ -50,6 +50,7 @@ class StoreServer:
         self.num_failovers = 0
         self._before: deque[Data] = deque(maxlen=8)
         self._num_incarnations = 0
+        self.on_effect: Callable[[str], None] = lambda _kind: None
         self.on_write: Callable[[Data, Data], None] = lambda _before, _after: None
 
     def forget(self) -> bool:
@@ -81,6 +82,7 @@ class StoreServer:
     def write(self, change: Callable[[Data], Any]) -> Any:
         """Apply a change wholly or, if it raises, not at all."""
         if self.is_full:
+            self.on_effect("store_full")
             raise StoreError("the store is full: free memory", fault=StoreFault.FULL)
         after = dict(self.data)
         result = change(after)
@@ -123,6 +125,7 @@ class Client:
             result, fault = None, None
             try:
                 if self._server.is_down:
+                    self._server.on_effect("store_down")
                     raise StoreError("the store refuses connections: start it")  # noqa: TRY301
                 result = step()
             except StoreError as error:
@@ -177,6 +180,7 @@ class SimStore(Client):
         for _ in range(NUM_POLLS):
             if not self._server.answers_late:
                 return
+            self._server.on_effect("store_answers_late")
             await asyncio.sleep(TIMEOUT_S / NUM_POLLS)
         raise _timed_out()
 

@@ -237,5 +237,6 @@ class _Serializing:
 
     async def write(self, message: Any) -> None:
         if self._world.corrupts_transfers:
+            self._world.effects.add("corrupt_transfers")
             message.data = bytes((message.data[0] ^ 4,)) + message.data[1:]
         await self._context.write(message.SerializeToString())

@@ -79,6 +79,10 @@ class World(Faults):
         self.store = StoreServer()
         self.observer = Observer(self)
         self.store.on_write = self.observer.written
+        self.effects: set[str] = set()
+        """Kinds of faults that have taken effect: what happened was not only scheduled."""
+        for part in (self.network, self.store, self.rendezvous):
+            part.on_effect = self.effects.add
         self.rendezvous.on_exchange = self.observer.exchanged
         self.balancer_addresses = tuple(f"{name}:7070" for name in BALANCERS)
         self.workers: dict[str, SimWorker] = {}
@@ -105,8 +109,6 @@ class World(Faults):
         self.odd = ""
         """The worker that the pool may leave out for as long as it likes, if there is one."""
         self.kinds: set[str] = set()
-        self.effects: set[str] = set()
-        """Kinds of faults that have taken effect: what happened was not only scheduled."""
 
     # What processes use -------------------------------------------------------------------------
 
@@ -162,7 +164,8 @@ class World(Faults):
     def _do(self, action: Action) -> None:
         self.observer.note(f"* {action}")
         self.kinds.add(action.kind)
-        getattr(self, f"do_{action.kind}")(*action.args)
+        if getattr(self, f"do_{action.kind}")(*action.args):
+            self.effects.add(action.kind)
 
     def _converge(self) -> ViolationError | None:
         began_s = self.loop.time()
@@ -268,6 +271,7 @@ class World(Faults):
         process = self._process(name)
         stop = self._stops[name] = asyncio.Event()
         disk = self.disks.setdefault(name, SimCheckpoint(SHAPE))
+        disk.on_effect = self.effects.add
         boot_id = f"{name}-{self._boots[name]}"
         settings = settings_of(name, self.schedule.num_workers, self.balancer_addresses)
 
