@@ -88,7 +88,7 @@ class LinkedEngine:
         end_s = time.monotonic() + BOUND_S
         while not condition():
             assert self.failure is None, self.failure
-            assert time.monotonic() < end_s
+            assert time.monotonic() < end_s, f"not within {BOUND_S:g} s"
             time.sleep(0.02)
 
     def check(self):

@@ -152,6 +152,8 @@ def test_an_engine_that_restarts_is_taken_over_in_its_new_epoch(balancer, engine
     before = balancer.status()
     first.stop()
     first.stop = lambda: None
+    while time.time() <= max(first.check()) + 1:  # The second in which an engine starts numbers it.
+        time.sleep(0.05)
     second = engine_of(seed=4).start()
     second.until(has_switched(second))
     second.until(lambda: balancer.status().health_reason == "")

@@ -112,11 +112,12 @@ class SqliteFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         with self._explained():
-            self.db = sqlite3.connect(
+            db = sqlite3.connect(
                 path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             # Text that is damaged must be seen by the reader of its record.
-            self.db.text_factory = lambda text: text.decode(errors="backslashreplace")
+            db.text_factory = lambda text: text.decode(errors="backslashreplace")
+            self.db = db
         try:
             with self._explained():
                 self._prepare()
