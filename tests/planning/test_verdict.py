@@ -255,3 +255,9 @@ def test_before_steps_are_measured_the_best_case_must_reach_the_least_throughput
     assert verdict_on(policy=enough).accepted
     more = dataclasses.replace(POLICY, min_throughput_gain=0.81)
     assert "at most 80.0% of throughput (the best case" in verdict_on(policy=more).reason
+
+
+def test_a_window_with_too_few_steps_gives_the_best_case_for_that_reason():
+    verdict = verdict_on(costs=dataclasses.replace(MEASURED, step=None))
+    assert verdict.step is None
+    assert "(the best case: the latest window has too few steps to measure them)" in verdict.reason

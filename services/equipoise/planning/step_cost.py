@@ -194,7 +194,9 @@ def imbalance(
 
 
 def unknown_cost(cost: StepCost | None, *, num_windows: int) -> str:
-    """Why the cost of an assignment is not known."""
+    """Why the cost of an assignment is not known, or not applicable to the latest window."""
+    if cost is not None and cost.is_known:
+        return "the latest window has too few steps to measure them"
     if cost is not None:
         return cost.reason
     if num_windows:
