@@ -12,12 +12,14 @@ from tests.simulation.balancer import OPERATIONS
 from tests.simulation.loop import Process
 from tests.simulation.network import END
 
+POOL = "main"
 SLACK_S = 3.0
 
 
 @dataclass
 class _Request:
     operation: str
+    reason: str
     to: str
     asked_s: float
     answer: Any = None
@@ -44,9 +46,10 @@ class Operators:
 
     async def _ask(self, operation: str, leader: Any) -> None:
         world = self._world
-        request = _Request(operation, leader.process.name, world.loop.time())
+        reason = f"request {len(self._requests)}"
+        request = _Request(operation, reason, leader.process.name, world.loop.time())
         self._requests.append(request)
-        message = OPERATIONS[operation](pool="main", reason="simulated")
+        message = OPERATIONS[operation](pool=POOL, reason=reason)
         if operation == "TriggerRebalance":
             message.force = True
         connection = world.network.connect(self._process, leader.address, operation)
@@ -121,3 +124,17 @@ class Operators:
                     world.observer.violate(
                         "request-unanswered", f"{request.operation} after {waited_s:.0f} s"
                     )
+        self._check_records()
+
+    def _check_records(self) -> None:
+        """The store has an audit record of every accepted request, unless that may be lost."""
+        world = self._world
+        if world.store_and_memory_lost:
+            return
+        recorded = "".join(one.what for one in world.store.data.get(("audit", POOL), ()))
+        for request in self._requests:
+            is_accepted = request.answer is not None and request.answer.accepted
+            if is_accepted and f"({request.reason})" not in recorded:
+                world.observer.violate(
+                    "audit-lost", f"{request.operation} was accepted, and no store has its record"
+                )

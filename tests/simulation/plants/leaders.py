@@ -8,6 +8,7 @@ from equipoise.balancer.leadership import leader_state
 from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.planning.rollout import DeadlineCheck, Persisted, RankLost, Wave
+from equipoise.pool.decisions import Decisions
 from equipoise.pool.journal import Journal
 from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
@@ -26,6 +27,26 @@ def _term_from_anyone() -> list[tuple[Any, str, Any]]:
         return found
 
     return [(WorkerLinkService, "_leading", leading)]
+
+
+def _audit_not_restored() -> list[tuple[Any, str, Any]]:
+    forgotten_by = Journal.forgotten_by
+
+    def without_audit(self: Any, stored: Any) -> Any:
+        lost = forgotten_by(self, stored)
+        return lost and replace(lost, audit=())
+
+    return [(Journal, "forgotten_by", without_audit)]
+
+
+def _unexplained() -> list[tuple[Any, str, Any]]:
+    undecided = Decisions._undecided
+
+    def silent(self: Any, *args: Any, **about: Any) -> Any:
+        write = undecided(self, *args, **about)
+        return replace(write, record=replace(write.record, reason=""))
+
+    return [(Decisions, "_undecided", silent)]
 
 
 async def _unconfirmed(self: Any, _hello: Any, _mailbox: Any) -> Any:
@@ -134,6 +155,15 @@ LEADER_PLANTS = {
         breaks="a leader does not tell workers that obey a later term that its lease was renewed",
         patches=lambda: [(WorkerLinkService, "_leading", _unconfirmed)],
         kinds=("lose_store_behind_leader", "shift", "kill_worker"),
+    ),
+    "audit-not-restored": Plant(
+        breaks="audit records are lost with the store, although a balancer knows them",
+        patches=_audit_not_restored,
+        kinds=("operator", "store_forgets", "shift"),
+    ),
+    "decision-unexplained": Plant(
+        breaks="a decision against planning on a window has no reason",
+        patches=_unexplained,
     ),
     "hold-not-restored": Plant(
         breaks="what operators hold a pool to is lost with the store, although a balancer knows it",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from equipoise.rank.agent import Agent
+from equipoise.rank.errors import LinkLostError
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.transfer import ExpertPuller
 from equipoise.worker import engine, group
@@ -53,6 +54,20 @@ async def _found_good(_self: Any, _layer: int, _slot: int) -> None:
 
 async def _scrub_in_silence(self: Any) -> None:
     await self.scrubber.run()
+
+
+def _needs_balancer() -> list[tuple[Any, str, Any]]:
+    connect = Agent._connect
+
+    async def dependent(self: Any) -> None:
+        try:
+            await connect(self)
+        except LinkLostError:
+            if self._handler.rank is not None:
+                self._handler.epochs._leave()
+            raise
+
+    return [(Agent, "_connect", dependent)]
 
 
 async def _for_ever(_self: Any) -> None:
@@ -117,6 +132,11 @@ RANK_PLANTS = {
         breaks="workers obey a leader whose term is over",
         patches=lambda: [(Agent, "_outdated", always(""))],
         kinds=("old_leader", "kill_leader", "shift"),
+    ),
+    "needs-balancer": Plant(
+        breaks="a rank leaves its group when it loses its balancer",
+        patches=_needs_balancer,
+        kinds=("kill_leader", "pause_leader", "reset", "shift"),
     ),
     "ack-timeout-never": Plant(
         breaks="a worker waits for a silent balancer for ever",
