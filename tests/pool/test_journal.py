@@ -6,7 +6,7 @@ import pytest
 
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
-from equipoise.pool.effects import WriteAdopted, WriteMembership, WriteProposed
+from equipoise.pool.effects import WriteAdopted, WriteAudit, WriteMembership, WriteProposed
 from equipoise.pool.journal import Journal
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import EpochMembers, Hold, PoolMemory
@@ -34,6 +34,16 @@ def known():
     return Journal(PoolPolicy("p", book, recorded=""), memory(1, 2, 3, last_decision=latest))
 
 
+@pytest.fixture
+def request_write():
+    """The write of an audit record that leaves the hold as it is."""
+
+    def write(record):
+        return WriteAudit(record=record, hold=None, hold_before=PAUSED, request=None, answer=None)
+
+    return write
+
+
 def test_an_empty_store_lost_everything(known):
     lost = known.forgotten_by(PoolMemory())
     assert [record.sequence for record in lost.audit] == [1, 2, 3]
@@ -50,6 +60,20 @@ def test_a_store_that_lost_its_last_writes_lost_the_hold_with_them(known):
     assert [record.sequence for record in lost.audit] == [3]
     assert (lost.hold, lost.decision) == (PAUSED, None)
     assert lost.added_to(stored).audit == tuple(known.audit)
+
+
+def test_a_lost_hold_is_restored_although_a_record_was_written_since(known, request_write):
+    # The store lost the pause, and gives its number to the next request, which changes no hold.
+    latest = replace(AN_ORDER, sequence=3, what="rebalance", time_unix_s=200.0)
+    known.note_audit(request_write(latest))
+    stored = replace(
+        memory(1, 2, hold=Hold(), last_decision=known.last_decision),
+        audit=(latest, *orders(1, 2)),
+    )
+    lost = known.forgotten_by(stored)
+    assert (lost.audit, lost.hold) == ((), PAUSED)
+    assert lost.added_to(stored).hold is PAUSED
+    assert known.forgotten_by(lost.added_to(stored)) is None
 
 
 def test_a_store_that_is_ahead_lost_nothing(known):

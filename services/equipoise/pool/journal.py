@@ -20,6 +20,7 @@ from equipoise.pool.records import (
     AuditRecord,
     DecisionRecord,
     ForgottenRecords,
+    Hold,
     PoolMemory,
 )
 
@@ -107,9 +108,13 @@ class Journal:
         none. If that is a record unknown here, another balancer led since the loss, and what it
         recorded counts: neither clocks nor numbers of two balancers say whose hold is newer.
         Epochs and generations are never reused, so the highest count either way.
+
+        A record written after the loss may have the number of a lost one. That one is not written
+        back, but its hold is.
         """
         audit: tuple[AuditRecord, ...] = ()
-        if not stored.audit or stored.audit[0] in self._audit:
+        is_ours = not stored.audit or stored.audit[0] in self._audit
+        if is_ours:
             highest = stored.audit[0].sequence if stored.audit else 0
             audit = tuple(one for one in reversed(self._audit) if one.sequence > highest)
         decision = self.last_decision
@@ -121,12 +126,16 @@ class Journal:
             members = members if members.epoch > stored.members.epoch else None
         lost = ForgottenRecords(
             audit=audit,
-            hold=self.hold if audit else None,
+            hold=self.hold if is_ours and (audit or self._differs(stored.hold)) else None,
             decision=decision,
             members=members,
             next_generation=self._next_generation if is_behind else 0,
         )
         return lost if lost.kinds else None
+
+    def _differs(self, hold: Hold) -> bool:
+        ours = self.hold
+        return (hold.reason, hold.pinned_generation) != (ours.reason, ours.pinned_generation)
 
     def dropped_by(self, stored: PoolMemory) -> str:
         """The hold that ends because another balancer recorded others after a loss; else empty."""
