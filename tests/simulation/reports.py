@@ -16,8 +16,8 @@ RAISED = 2**31
 CLAIMS = {"far above": 2**50, "below": RAISED - 5, "the first": 1}
 """Generations in false heartbeats: above all numbers, below a raised one, and one of the past."""
 
-NAMED_S = 5.0
-"""Seconds within which a rank is named whose heartbeats are false: two of them."""
+NAMED_S = 10.0
+"""Seconds within which a rank is named whose heartbeats are false: it reconnects, and sends two."""
 
 SWITCH_S = 20.0
 """Seconds within which an operator has a converged pool switched to another layout."""
