@@ -44,10 +44,11 @@ def whole(what: str, found: Any, *, least: int = 0) -> int:
     Raises:
         ValueError: it is not one from `least` to `MAX_COUNT`.
     """
-    value = int(found) if isinstance(found, int | bytes) else None
-    if value is None or not least <= value <= checks.MAX_COUNT:
+    if isinstance(found, bytes):
+        found = int(found)
+    if not isinstance(found, int) or not least <= found <= checks.MAX_COUNT:
         raise ValueError(f"{what} must be from {least} to 2^53, not {checks.shorten(str(found))}")
-    return value
+    return found
 
 
 def pack_entry(record: AuditRecord | DecisionRecord) -> str:

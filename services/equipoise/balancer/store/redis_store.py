@@ -279,7 +279,7 @@ class RedisStore:
             )
         except StoreError as error:
             if pool and error.fault in _OF_RECORDS:
-                raise self._unreadable(pool, str(error)) from error
+                raise self._unreadable(pool, f"one of its keys: {error.__cause__}") from error
             raise
         if answer == b"over":
             assert isinstance(term, int), "reads have no term"
