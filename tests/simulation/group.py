@@ -56,7 +56,7 @@ class Rendezvous:
     async def accepts(self, process: Process, address: str) -> bool:
         """Whether a connection to an address opens; a machine that is out of reach never answers.
 
-        A paused process does accept: its kernel does it.
+        A rendezvous that is out of reach refuses. A paused process does accept: its kernel does it.
         """
         network, is_host = self.network, address in self._hosts
         found = self._hosts.get(address) or network.listener(address)
@@ -65,9 +65,9 @@ class Rendezvous:
         name = found[0].name
         is_cut = network.is_cut(process.name, name) or network.is_cut(name, process.name)
         out_of_reach = self.unreachable.get(name)
-        if is_cut or out_of_reach == "rank" or (is_host and out_of_reach):
+        if is_cut or out_of_reach == "rank":
             await asyncio.Event().wait()
-        return True
+        return not (is_host and out_of_reach)
 
     def can_form(self, names: tuple[str, ...]) -> bool:
         """Whether the ranks of a group can connect to each other, once they have met."""
