@@ -282,15 +282,16 @@ def test_a_rebalance_plans_at_once_and_answers_with_the_verdict(serving_harness,
     assert running(serving_harness).generation == 2
 
 
-def test_a_forced_rebalance_adopts_what_gains_too_little(make_harness, skewed):
-    harness = make_harness(policy=replace(make_harness().pool.policy.values, min_gain=0.9))
+@pytest.mark.parametrize("limit", ["min_gain", "min_throughput_gain"])
+def test_a_forced_rebalance_adopts_what_gains_too_little(make_harness, skewed, limit):
+    harness = make_harness(policy=replace(make_harness().pool.policy.values, **{limit: 0.9}))
     harness.serve()
     harness.run_traffic(skewed(1), seconds=10)
     assert not harness.decisions()[-1].accepted
     operator = Operator(harness)
     rejected = operator.ask(Rebalance())
     assert not rejected.accepted
-    assert "gains too little" in rejected.reason
+    assert "too little" in rejected.reason
     assert operator.ask(Rebalance(force=True)).accepted
 
 

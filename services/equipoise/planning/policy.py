@@ -159,7 +159,8 @@ class Policy:
     ] = 0.0
     """Share of throughput that a plan must gain on the latest window, by measured step times: 0.02
     is 2 %. Until they are measured, the best case must gain it. It applies beside the minimum gain
-    in balancedness (set that to 0 to decide by throughput alone), and to requested plans too."""
+    in balancedness (set that to 0 to decide by throughput alone), and to requested plans, unless
+    forced."""
 
     cooldown_s: Annotated[float, Range(0, DAY_S), Key("judging.cooldown")] = 0.0
     """Time after a switch in which nothing is planned, unless traffic shifts."""

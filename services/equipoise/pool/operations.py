@@ -236,7 +236,13 @@ class OperatorRequests:
             return self._busy(request, now=now)
         policy = replace(self._policy.values, cooldown_s=0.0, plan_below=1.0)
         if operation.force:
-            policy = replace(policy, min_assignments=0.0, min_gain=0.0, payback_s=_A_DAY_S)
+            policy = replace(
+                policy,
+                min_assignments=0.0,
+                min_gain=0.0,
+                min_throughput_gain=0.0,
+                payback_s=_A_DAY_S,
+            )
         chain = self._plan(request, policy=policy, now=now)
         if any(isinstance(effect, Propose) for effect in chain):
             self._decisions.begin_proposing()
