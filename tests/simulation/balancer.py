@@ -93,6 +93,8 @@ class SimBalancer:
         self.world, self.process, self.address, self.serial = world, process, address, boot
         self.suspended_s = 0.0
         """Seconds for which its machine was suspended: a monotonic clock does not count them."""
+        self.suspended_at_s: float | None = None
+        """When its machine was suspended, if it still is."""
         self.woke_s = 0.0
         """When it resumed after that, by its own clock."""
         link = StoreLink(world, process)

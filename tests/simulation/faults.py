@@ -86,7 +86,9 @@ class Faults:
         return process.alive
 
     def _resume(self, process: Process) -> None:
-        if process.paused:
+        balancer = self.balancers.get(process.name)
+        is_suspended = balancer is not None and balancer.suspended_at_s is not None
+        if process.paused and not is_suspended:
             process.resume()
 
     def do_pause_worker(self, name: str, for_s: float) -> bool:
@@ -102,9 +104,10 @@ class Faults:
     def do_suspend_leader(self, for_s: float, cut_s: float) -> None:
         """Its machine is suspended, monotonic clock included, and resumes without the store."""
         leader = self.leader()
-        if leader is None:
+        if leader is None or leader.process.paused:
             return
         leader.process.pause()
+        leader.suspended_at_s = self.loop.time()
         for source, target in permutations((leader.process.name, NAME)):
             self._cut("", source, target, for_s + cut_s)
         self._until(for_s, self._wake_suspended, leader, self.loop.time())
@@ -116,20 +119,28 @@ class Faults:
     def wake(self, balancer: Any, *, since_s: float) -> bool:
         """Resume a balancer whose clock stood still; whether it leads by that clock."""
         process = balancer.process
-        if not process.paused or not process.alive:
-            return False
+        if not process.paused or not process.alive or balancer.suspended_at_s != since_s:
+            return False  # Something else has resumed it.
         # Before anything of the process runs.
         balancer.suspended_s += self.loop.time() - since_s
+        balancer.suspended_at_s = None
         balancer.woke_s = balancer.monotonic_s()
         process.resume()
         return bool(balancer.elector.leads())
 
     def do_lose_store_behind_leader(self, how: str, loss_s: float, wake_s: float) -> None:
-        """The store loses contents while a leader is suspended and another one takes over."""
+        """The store is emptied while a leader is suspended and another one takes over."""
+        self._lose_store_behind("lose_store_behind_leader", how, loss_s, wake_s)
+
+    def do_set_store_back_behind_leader(self, loss_s: float, wake_s: float) -> None:
+        """The store goes back to what it was when a leader was suspended; another one has led."""
+        self._lose_store_behind("set_store_back_behind_leader", "goes back", loss_s, wake_s)
+
+    def _lose_store_behind(self, kind: str, how: str, loss_s: float, wake_s: float) -> None:
         leader = self.leader()
         if leader is None or leader.process.paused:
             return
-        coroutine = lose_store_behind(self, leader, how, loss_s=loss_s, wake_s=wake_s)
+        coroutine = lose_store_behind(self, leader, kind, how, loss_s=loss_s, wake_s=wake_s)
         self.loop.create_task(coroutine, context=outside())
         self._until(TAKEOVER_S + loss_s + wake_s, lambda: None)
 

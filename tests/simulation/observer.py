@@ -29,6 +29,7 @@ HARMLESS = frozenset(
         "planner_hangs",
         "store_full",
         "lose_store_behind_leader",
+        "set_store_back_behind_leader",
     }
 )
 """Kinds of faults through which ranks serve on in their epoch."""

@@ -27,7 +27,7 @@ RESTART_SHARE = 0.5
 
 GAP = "report_gap"
 
-LOSSES = ("emptied first", "emptied", "goes back")
+LOSSES = ("emptied first", "emptied")
 
 LIES = ("leap", "shape", "alone", "loses")
 
@@ -154,11 +154,15 @@ MAKERS: dict[str, Any] = {
         round(r.uniform(0.0, 8.0), 2),
         round(r.uniform(0.0, 3.0), 2),
     ),
+    "set_store_back_behind_leader": lambda r: (
+        round(r.uniform(0.0, 8.0), 2),
+        round(r.uniform(0.0, 3.0), 2),
+    ),
 }
 """What may happen: arguments of each kind from a random source."""
 
-UNUSUAL = frozenset({"lossy_network"})
-"""Kinds of faults that the product need not survive: docs/simulation.md."""
+UNUSUAL = frozenset({"set_store_back_behind_leader", "lossy_network"})
+"""Kinds of faults that the product need not survive, or does not: docs/simulation.md."""
 
 USUAL = tuple(kind for kind in MAKERS if kind not in UNUSUAL)
 """Kinds of faults that the product must survive."""
@@ -171,6 +175,7 @@ LATER = (
     "store_answers_late",
     "other_step",
     "lose_store_behind_leader",
+    "set_store_back_behind_leader",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

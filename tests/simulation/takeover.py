@@ -12,7 +12,7 @@ TAKEOVER_S = 20.0
 
 
 async def lose_store_behind(
-    world: Any, leader: Any, how: str, *, loss_s: float, wake_s: float
+    world: Any, leader: Any, kind: str, how: str, *, loss_s: float, wake_s: float
 ) -> None:
     """Suspend a leader, its clock included, until another has led and the store lost contents.
 
@@ -23,6 +23,7 @@ async def lose_store_behind(
     loop, store = world.loop, world.store
     began_s, before = loop.time(), store.data
     leader.process.pause()
+    leader.suspended_at_s = began_s
     for name in world.workers:  # They need not wait for their timeout to find another leader.
         world.network.reset(name, leader.process.name)
     has_led = how == "emptied first" or await _until_led(world, leader, began_s + TAKEOVER_S)
@@ -33,7 +34,7 @@ async def lose_store_behind(
         has_led = await _until_led(world, leader, began_s + TAKEOVER_S)
     await asyncio.sleep(wake_s)
     if world.wake(leader, since_s=began_s) and is_lost and has_led:
-        world.effects.add("lose_store_behind_leader")
+        world.effects.add(kind)
 
 
 async def _until_led(world: Any, besides: Any, ends_s: float) -> bool:

@@ -154,7 +154,7 @@ LEADER_PLANTS = {
     "term-unconfirmed": Plant(
         breaks="a leader does not tell workers that obey a later term that its lease was renewed",
         patches=lambda: [(WorkerLinkService, "_leading", _unconfirmed)],
-        kinds=("lose_store_behind_leader", "shift", "kill_worker"),
+        kinds=("set_store_back_behind_leader", "shift", "kill_worker"),
     ),
     "audit-not-restored": Plant(
         breaks="audit records are lost with the store, although a balancer knows them",
