@@ -248,11 +248,11 @@ def test_every_port_of_a_service_or_a_policy_exists_in_its_pods():
     objects = render(FULL)
     ports = {}
     for one in objects:
-        template = one.get("spec", {}).get("template")
-        if template:
-            labels = template["metadata"]["labels"]["app.kubernetes.io/component"]
-            ports[labels] = {
-                port["name"] for c in template["spec"]["containers"] for port in c["ports"]
+        pod = one if one["kind"] == "Pod" else one.get("spec", {}).get("template")
+        if pod:
+            component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+            ports[component] = {
+                port["name"] for c in pod["spec"]["containers"] for port in c.get("ports", ())
             }
     for one in objects:
         if one["kind"] == "Service":
