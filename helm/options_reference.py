@@ -26,7 +26,7 @@ TEMPLATE_OF = {"balancer": "balancer.yaml", "worker": "_worker.tpl", "gateway": 
 PLAIN = re.compile(
     r"--([a-z-]+)=(?:[\d.]+:)?\{\{ (?:int64 )?(?:\$root)?(?:\$|\.Values\.)([\w.]+) \}\}"
 )
-"""An option that a template passes as a value is; a part's variable has the part's name."""
+"""An option whose value a template passes unchanged."""
 
 OTHERWISE = {
     "accepted-keys": "`tokens.existingSecret`",
@@ -68,16 +68,16 @@ OTHERWISE = {
     "zone": "`worker.topology.source`",
     "zone-label": "`worker.topology.zoneLabel`",
 }
-"""What decides about the other options in the chart."""
+"""What sets the other options in the chart."""
 
 _HEAD = """\
 # Options
 
-What every option of a server is called on the command line, in the environment and in the chart.
-Set those without a chart value in `balancer.extraArgs`, `worker.extraArgs` or `gateway.extraArgs`.
-Options that end in `-s` are in seconds, and so are chart values that end in `Seconds`. The policy,
-which can change while a balancer runs, is in [policy.md](policy.md#fields); the names of waits are
-in [metrics.md](metrics.md#waits).
+Every option of the servers, with its environment variable and its chart value, if it has them.
+Set options without a chart value in `balancer.extraArgs`, `worker.extraArgs` or
+`gateway.extraArgs`. Options that end in `-s` and chart values that end in `Seconds` are in seconds.
+The fields of the policy, which can change while a balancer runs, are in
+[policy.md](policy.md#fields); the names of waits are in [metrics.md](metrics.md#waits).
 
 This file is generated: `python helm/options_reference.py`.
 """

@@ -27,7 +27,7 @@ helm test eq -n moe
 ```
 
 [Operating it](../../docs/operations.md): installation, TLS, upgrades, alerts, drills. Unknown and
-contradicting values are rejected before anything is installed.
+contradictory values are rejected before anything is installed.
 
 ## Values
 

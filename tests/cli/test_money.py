@@ -34,7 +34,9 @@ def test_costs_have_ranges(bad):
 def test_a_replay_shows_what_each_policy_loses():
     text = replay(*POOL, "--policy", "default", "--gpu-hour-price", "2", columns="140")
     assert "GPUs lost" in text
-    assert "GPUs lost to imbalance, at most, as if experts were the whole of a step" in text
+    assert (
+        "GPUs lost to imbalance, at most: as if a step consisted only of expert computation" in text
+    )
     shown = replayed(*POOL, "--policy", "default", "--gpu-hour-price", "2")
     assert shown["never"]["gpus_lost"] > shown["default"]["gpus_lost"] > 0
     for run in shown.values():

@@ -285,6 +285,6 @@ def test_a_rank_with_a_full_cache_comes_after_one_with_room():
 def test_the_reason_has_the_numbers():
     choice = found([rank("a", tokens=40, pairs=5000, requests=2), rank("b", tokens=2000)])
     assert choice.reason == (
-        "a costs least of 2 of 2 ranks: 45 tokens wait to be read, this prompt takes 105, "
-        "30% of its slots or cache in use with it"
+        "a has the lowest cost of 2 usable ranks of 2: 45 tokens are queued to be read, this "
+        "prompt adds 105, and with it 30% of the rank's slots or cache are in use"
     )

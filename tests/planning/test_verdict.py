@@ -205,7 +205,9 @@ def test_a_measured_cost_gives_the_gain_in_milliseconds_and_throughput():
     assert verdict.step.proposed_s == pytest.approx(16e-3)
     assert verdict.step.error_s == pytest.approx(8 * 25e-6)
     assert verdict.throughput_gain == pytest.approx(0.25)
-    assert "a step takes 4 ± 0.2 of 20 ms less, which is 25.0% of throughput" in verdict.reason
+    assert (
+        "shortens a step of 20 ms by 4 ± 0.2 ms, which raises throughput by 25.0%" in verdict.reason
+    )
     assert verdict.payback_s == pytest.approx(0.25 / 0.2)
 
 
@@ -214,7 +216,7 @@ def test_too_little_evidence_gives_the_best_case_and_says_so():
         verdict = verdict_on(costs=costs)
         assert verdict.step is None
         assert verdict.throughput_gain == pytest.approx(0.8)
-        assert "at most 80.0% of throughput (the best case: " in verdict.reason
+        assert "it raises throughput by at most 80.0% (" in verdict.reason
         assert "at the policy's cost of moves" in verdict.reason
     noisy = dataclasses.replace(COST, per_assignment_error_s=400e-6)
     verdict = verdict_on(costs=dataclasses.replace(MEASURED, step_cost=noisy))
@@ -245,8 +247,8 @@ def test_the_least_gain_may_be_given_as_throughput(least, accepted):
     assert verdict.accepted is accepted
     if not accepted:
         assert verdict.reason == (
-            "the plan gains too little on the latest window: a step takes 4 ± 0.2 of 20 ms less, "
-            "which is 25.0% of throughput, but the minimum gain is 26.0%"
+            "the plan gains too little on the latest window: it shortens a step of 20 ms by 4 "
+            "± 0.2 ms, which raises throughput by 25.0%, but the minimum gain is 26.0%"
         )
 
 
@@ -254,10 +256,12 @@ def test_before_steps_are_measured_the_best_case_must_reach_the_least_throughput
     enough = dataclasses.replace(POLICY, min_throughput_gain=0.79)
     assert verdict_on(policy=enough).accepted
     more = dataclasses.replace(POLICY, min_throughput_gain=0.81)
-    assert "at most 80.0% of throughput (the best case" in verdict_on(policy=more).reason
+    assert "it raises throughput by at most 80.0% (" in verdict_on(policy=more).reason
 
 
 def test_a_window_with_too_few_steps_gives_the_best_case_for_that_reason():
     verdict = verdict_on(costs=dataclasses.replace(MEASURED, step=None))
     assert verdict.step is None
-    assert "(the best case: the latest window has too few steps to measure them)" in verdict.reason
+    assert (
+        "by at most 80.0% (the latest window has too few steps for a measurement)" in verdict.reason
+    )

@@ -71,7 +71,7 @@ def test_too_few_windows_give_the_best_case_and_say_so(fleet, skewed):
     best = 1 - window.mean_rank_load / window.max_rank_load
     assert shown.share == pytest.approx(best)
     assert shown.cost_s == pytest.approx(best * shown.step_s)
-    assert shown.reason == ("the best case: step times of 3 windows so far, and 8 are needed")
+    assert shown.reason == "3 windows with step times, but a measurement needs 8"
     assert "imbalance costs at most" in imbalance_text(shown)
 
 
@@ -80,7 +80,7 @@ def test_workers_that_report_no_step_times_show_the_best_share_only(fleet, skewe
     shown = imbalance_of(fleet)
     assert (shown.step_s, shown.cost_s, shown.is_measured) == (0.0, 0.0, False)
     assert shown.share == pytest.approx(1 - fleet.harness.pool.windows.latest.balancedness)
-    assert "no window with the step times of all ranks yet" in shown.reason
+    assert "no window has the step times of all ranks yet" in shown.reason
     assert f"at most {shown.share:.0%} of a step" in imbalance_text(shown)
 
 
@@ -132,7 +132,7 @@ def test_a_rollout_s_predicted_step_time_stands_beside_what_it_took(moving, skew
     assert plan.step_s_current == pytest.approx(before_s, rel=0.05)
     assert plan.step_s_proposed < 0.97 * plan.step_s_current
     assert plan.throughput_gain == pytest.approx(plan.step_s_current / plan.step_s_proposed - 1)
-    assert f"{plan.throughput_gain:.1%} of throughput" in plan.reason
+    assert f"raises throughput by {plan.throughput_gain:.1%}" in plan.reason
     outcome = next(one for one in decisions if one.kind == "outcome")
     assert outcome.accepted
     assert outcome.step_s_realised == pytest.approx(moving.step_s(skewed(2)), rel=0.05)

@@ -154,7 +154,7 @@ class GatewayCollector(Collector):
     def _balancedness(self) -> Metric:
         family = GaugeMetricFamily(
             "equipoise_gateway_request_balancedness",
-            "Mean / max burden of the ranks of a pool by requests.",
+            "Mean / max over a pool's ranks of the work that requests bring, by kind.",
             labels=("phase", "of"),
         )
         tables = {Phase.MIXED: self._ranks}

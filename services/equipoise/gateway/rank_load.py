@@ -23,7 +23,7 @@ ASSUMED_UNREAD_TOKENS = 128
 
 
 HALF_LIFE_S = 60.0
-"""Of what counts as lately, seconds."""
+"""Half-life of the sums that count what was sent lately, seconds."""
 
 
 class RankState(IntEnum):
@@ -80,7 +80,7 @@ class RankInfo:
     """Identifies its process, whose cache starts empty; empty if unknown."""
 
     latent_form: str = ""
-    """What its latents look like; empty if unknown."""
+    """Form of its latents; empty if unknown."""
 
     block_tokens: int = 0
     """Tokens per block of latents; 0 if unknown."""
@@ -213,7 +213,7 @@ class RankLoad:
     """Why it does not serve, if it does not."""
 
     latent_form: str = ""
-    """What its latents look like; empty if unknown."""
+    """Form of its latents; empty if unknown."""
 
     block_tokens: int = 0
     """Tokens per block of latents; 0 if unknown."""
@@ -222,7 +222,7 @@ class RankLoad:
     """Most tokens of prompt and output together; 0 if unknown."""
 
     resting_until_s: float = 0.0
-    """Not to be tried before, on the clock of `now`."""
+    """End of the rank's backoff, on the clock of `now`."""
 
     resting_reason: str = ""
     """Reason for the latest backoff."""
@@ -242,7 +242,7 @@ class RankLoad:
         if self.state is RankState.CLOSED:
             return "is leaving"
         if self.answers is None and self.state is RankState.DOUBTFUL:
-            return "has lost its contact to the balancer"
+            return "has lost contact with the balancer"
         return f"does not serve: {self.silence}" if self.answers is False else ""
 
     @property
@@ -292,7 +292,7 @@ class RankLoad:
             self.unread_tokens.foreign = ASSUMED_UNREAD_TOKENS * self.requests.foreign
 
     def book(self, booking: Booking, *, now: float) -> None:
-        """A request of ours is on its way to this rank."""
+        """Count a request that this gateway sends to the rank."""
         self.sent_tokens.add(booking.unread_tokens, now=now)
         self.sent_pairs.add(booking.unread_pairs, now=now)
         self.requests.add(1)
@@ -302,6 +302,6 @@ class RankLoad:
         self.unread_pairs.add(booking.unread_pairs)
 
     def note_read(self, booking: Booking) -> None:
-        """It has read the prompt of a request of ours, or the request has ended before that."""
+        """The rank has read the prompt of our request, or the request ended before that."""
         self.unread_tokens.add(-booking.unread_tokens)
         self.unread_pairs.add(-booking.unread_pairs)

@@ -1,4 +1,4 @@
-"""How evenly requests burden the ranks of a pool, in the word of the experts' load. Pure."""
+"""How evenly requests are spread over the ranks of a pool, as balancedness. Pure."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -7,7 +7,7 @@ from equipoise.gateway.rank_load import RankLoad, RankState
 
 
 class BurdenKind(StrEnum):
-    """What requests burden ranks with."""
+    """Kinds of work that requests bring to a rank."""
 
     TOKENS = "tokens"
     """Prompt tokens to read that this gateway sent, lately."""
@@ -23,7 +23,7 @@ class BurdenKind(StrEnum):
 
 
 def request_balancedness(ranks: Sequence[RankLoad], *, now: float) -> Mapping[BurdenKind, float]:
-    """Mean / max burden of the ranks that take requests, by kind; 1.0 without any."""
+    """Mean / max work over the ranks that take requests, by kind; 1.0 without any."""
     open_ranks = [rank for rank in ranks if rank.state is not RankState.CLOSED]
     return {
         BurdenKind.TOKENS: balancedness([rank.sent_tokens.at(now) for rank in open_ranks]),
@@ -34,6 +34,6 @@ def request_balancedness(ranks: Sequence[RankLoad], *, now: float) -> Mapping[Bu
 
 
 def balancedness(burdens: Sequence[float]) -> float:
-    """Compute mean / max, as `planning.balance` does of a layer; 1.0 without any burden."""
+    """Compute mean / max, as `planning.balance` does of a layer; 1.0 without any work."""
     highest = max(burdens, default=0)
     return sum(burdens) / len(burdens) / highest if highest > 0 else 1.0

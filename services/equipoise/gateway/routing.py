@@ -20,8 +20,8 @@ from equipoise.gateway.rank_load import Booking, RankLoad, RankState
 from equipoise.wire.block_keys import BlockKey
 
 ROOM_WEIGHT = 0.25
-"""Tokens to read that a token of the cache in use weighs, where a request needs both. A cached
-token costs each step some attention; reading a token costs the step of a whole one."""
+"""Weight of a token of the cache in use, in tokens to read, for requests that need both. A cached
+token costs every step some attention; a token to read costs one step all of a token's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,8 @@ def choose(
     return RankChoice(
         address=ranks[chosen].address,
         booking=costs[chosen].booking,
-        reason=f"{ranks[chosen].name} costs least of {len(usable)} of {len(ranks)} ranks: "
+        reason=f"{ranks[chosen].name} has the lowest cost of {len(usable)} usable ranks "
+        f"of {len(ranks)}: "
         f"{costs[chosen].reason}",
     )
 
@@ -174,9 +175,9 @@ class _Cost:
     def reason(self) -> str:
         """The parts of the cost."""
         return (
-            f"{self.waiting:.0f} tokens wait to be read, this prompt takes "
-            f"{self.reading - self.waiting:.0f}, {self.share:.0%} of its slots or cache in use "
-            "with it"
+            f"{self.waiting:.0f} tokens are queued to be read, this prompt adds "
+            f"{self.reading - self.waiting:.0f}, and with it {self.share:.0%} of the rank's slots "
+            "or cache are in use"
         )
 
 

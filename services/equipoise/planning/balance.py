@@ -66,7 +66,7 @@ def balancedness(rank_load: Load) -> float:
     """Compute mean / max rank load, averaged over the layers with traffic.
 
     1.0 is perfect balance, or no traffic. A step takes about 1 / balancedness times as long as it
-    would with even ranks.
+    would with evenly loaded ranks.
     """
     return mean_if_busy(balancedness_per_layer(rank_load), is_busy=rank_load.max(axis=1) > 0)
 

@@ -31,7 +31,7 @@ class MeasuredWave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveCost:
-    """What moves cost."""
+    """What moves cost a pool."""
 
     bandwidth_bytes_per_s: float
     """Bytes per second that a rank stages."""
@@ -68,11 +68,11 @@ class StepForecast:
 
     @property
     def text(self) -> str:
-        """The forecast for a reason."""
+        """The forecast, as a clause of a verdict's reason."""
         saved_ms, error_ms = 1e3 * (self.current_s - self.proposed_s), 1e3 * self.error_s
         return (
-            f"a step takes {saved_ms:.3g} ± {error_ms:.2g} of {1e3 * self.current_s:.3g} ms less, "
-            f"which is {self.throughput_gain:.1%} of throughput"
+            f"it shortens a step of {1e3 * self.current_s:.3g} ms by {saved_ms:.3g} "
+            f"± {error_ms:.2g} ms, which raises throughput by {self.throughput_gain:.1%}"
         )
 
 
@@ -95,7 +95,7 @@ class MeasuredCosts:
         if step is None or cost is None or not (cost.is_known and step.step_s > 0):
             return None
         freed = (on_window.busiest_before - on_window.busiest_after) / step.num_steps
-        # Experts are at most the whole of a step, whatever the fit says.
+        # Experts take at most the whole step, whatever the fit says.
         proposed_s = max(
             step.step_s - cost.per_assignment_s * freed,
             step.step_s * min(1.0, on_window.busiest_after / on_window.busiest_before),

@@ -157,10 +157,10 @@ class Policy:
     min_throughput_gain: Annotated[
         float, Range(0, 1), Key("judging.minThroughputGain", "share of throughput")
     ] = 0.0
-    """Share of throughput that a plan must gain on the latest window, by measured step times: 0.02
-    is 2 %. Until they are measured, the best case must gain it. It applies beside the minimum gain
-    in balancedness (set that to 0 to decide by throughput alone), and to requested plans, unless
-    forced."""
+    """Gain in throughput that a plan must have on the latest window, by measured step times: 0.02
+    is 2 %. Until enough is measured, an upper bound of the gain is compared. It applies in addition
+    to the minimum gain in balancedness (set that to 0 to decide by throughput alone), also to
+    requested plans unless they are forced."""
 
     cooldown_s: Annotated[float, Range(0, DAY_S), Key("judging.cooldown")] = 0.0
     """Time after a switch in which nothing is planned, unless traffic shifts."""

@@ -120,14 +120,14 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether the cost of an assignment stands out from its error."""
+        """Whether the cost of an assignment is significant: clearly above its standard error."""
         return self.per_assignment_s > _KNOWN_BY * self.per_assignment_error_s
 
     @property
     def reason(self) -> str:
         """Why the cost is known or not."""
         cost, error = self.per_assignment_s * 1e6, self.per_assignment_error_s * 1e6
-        known = "" if self.is_known else ", not known: loads have varied too little"
+        known = "" if self.is_known else ", too uncertain: loads have varied too little"
         return f"{self.num_windows} windows: {cost:.3g} ± {error:.2g} µs per assignment{known}"
 
     def step_s(self, *, max_rank_load: float, mean_rank_load: float) -> float:
@@ -143,15 +143,15 @@ class Imbalance:
     step_s: float
     """Duration of a step in seconds; 0 if unknown."""
     cost_s: float
-    """Seconds of it that even ranks would save; 0 if the duration is unknown."""
+    """Seconds of it that evenly loaded ranks would save; 0 if the duration is unknown."""
     error_s: float
-    """Standard error of `cost_s`; 0 for a best case."""
+    """Standard error of `cost_s`; 0 for an upper bound."""
     share: float
-    """Fraction of a step that even ranks would save."""
+    """Fraction of a step that evenly loaded ranks would save."""
     expert_share: float
-    """Fraction of a step with even ranks that they would spend in experts."""
+    """Fraction of a step of evenly loaded ranks that they would spend in experts."""
     is_measured: bool
-    """False for the best case, as if experts were the whole of a step."""
+    """False for an upper bound, as if a step consisted only of expert computation."""
     reason: str
     """What it is based on."""
 
@@ -159,7 +159,7 @@ class Imbalance:
 def imbalance(
     window: StepWindow | None, cost: StepCost | None, *, balancedness: float, num_windows: int
 ) -> Imbalance:
-    """Say what imbalance costs in a window, at best if the cost of an assignment is not known.
+    """Compute what imbalance costs in a window: an upper bound if an assignment's cost is unknown.
 
     `balancedness` is that of the window, for pools that do not report step times; `num_windows`
     are those collected so far.
@@ -176,10 +176,10 @@ def imbalance(
             share=share,
             expert_share=1.0,
             is_measured=False,
-            reason=f"the best case: {unknown_cost(cost, num_windows=num_windows)}",
+            reason=unknown_cost(cost, num_windows=num_windows),
         )
     excess = window.max_rank_load - window.mean_rank_load
-    # Experts are at most the whole of a step, whatever the fit says.
+    # Experts take at most the whole step, whatever the fit says.
     cost_s = min(cost.per_assignment_s * excess, step_s * (1.0 - balancedness))
     experts_s = cost.per_assignment_s * window.mean_rank_load
     return Imbalance(
@@ -196,12 +196,12 @@ def imbalance(
 def unknown_cost(cost: StepCost | None, *, num_windows: int) -> str:
     """Why the cost of an assignment is not known, or not applicable to the latest window."""
     if cost is not None and cost.is_known:
-        return "the latest window has too few steps to measure them"
+        return "the latest window has too few steps for a measurement"
     if cost is not None:
         return cost.reason
     if num_windows:
-        return f"step times of {num_windows} windows so far, and {MIN_WINDOWS} are needed"
-    return "no window with the step times of all ranks yet"
+        return f"{num_windows} windows with step times, but a measurement needs {MIN_WINDOWS}"
+    return "no window has the step times of all ranks yet"
 
 
 class StepCostFit:

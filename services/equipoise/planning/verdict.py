@@ -35,10 +35,10 @@ class Verdict:
     payback_s: float
     """Seconds until the gain has recovered `lost_s`; infinite without a gain."""
     step: StepForecast | None
-    """What becomes of a step's time; None if the pool has not measured enough."""
+    """Predicted change of the step time; None if the pool has not measured enough."""
     throughput_gain: float
-    """Fraction by which throughput grows: by `step`, else at best, as if experts were the whole of
-    a step."""
+    """Fraction by which throughput grows: by `step`, otherwise an upper bound, as if a step
+    consisted only of expert computation."""
     reshared: int = 0
     """Slots that keep their expert but serve another share."""
 
@@ -62,8 +62,8 @@ def judge(
 
     A plan is made for the average load. The window is more recent, so a plan that is worse on it is
     rejected however good it is on the average. The saving is what the pool's measured step times
-    predict. Without enough of them it is the best case, as if the experts of the busiest rank were
-    the whole step, and the reason says so.
+    predict. Without enough of them it is an upper bound, as if a step consisted only of the expert
+    computation of the busiest rank, and the reason says so.
 
     Args:
         current: the layout in use.
@@ -98,17 +98,18 @@ def judge(
         cost,
         accepted=True,
         reason=f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-        f"{after:.3f} (on the average from {on_average.before:.3f} to {on_average.after:.3f}): "
-        f"{_gain_text(cost, costs)}; it takes {cost.moves} moves of {cost.bytes / 2**20:.1f} MiB "
-        f"in total{shares}, which cost {cost.lost_s:.3g} s of serving and pay back after "
-        f"{cost.payback_s:.3g} s ({costs.move_cost(policy).reason}); {shift.reason}",
+        f"{after:.3f} (on the average load from {on_average.before:.3f} to "
+        f"{on_average.after:.3f}): {_gain_text(cost, costs)}; it takes {cost.moves} "
+        f"moves of {cost.bytes / 2**20:.1f} MiB in total{shares}, which cost "
+        f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s "
+        f"({costs.move_cost(policy).reason}); {shift.reason}",
     )
 
 
 def _gain_text(cost: Verdict, costs: MeasuredCosts) -> str:
     if cost.step is not None:
         return cost.step.text
-    return f"at most {cost.throughput_gain:.1%} of throughput (the best case: {costs.unknown})"
+    return f"it raises throughput by at most {cost.throughput_gain:.1%} ({costs.unknown})"
 
 
 def _cost(

@@ -17,8 +17,8 @@ from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.held import Contents, HeldExperts, SlotHash, SlotIndex
 
 MIN_PAUSE_S = 0.1
-"""Least time between two slots, which keeps small experts from taking the interpreter's time; also
-between two slots that peers suspect, who may be wrong."""
+"""Least time between two slots, so that small experts do not monopolize the interpreter; also
+between two slots that peers report, since peers may be wrong."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class Scrubber:
                 del self._suspects[layer, slot]
                 self._suspects_from_s = clock() + self._min_pause_s
                 _log.info(
-                    "a peer got wrong bytes of slot %d of layer %d, which holds the right ones: "
-                    "they were damaged on the way",
+                    "a peer received wrong bytes of slot %d of layer %d, but the slot is intact: "
+                    "they were damaged in transit",
                     *(slot, layer),
                 )
 

@@ -58,8 +58,8 @@ class ModelCore:
         checkpoint, operations = _opened(settings)
         if settings.pace_us_per_row and operations.device.type != "cpu":
             raise WorkerError(
-                f"pace_us_per_row works on CPUs only, and this worker uses {operations.device}: "
-                "leave it out, or choose --device cpu"
+                f"--pace-us-per-row works only on CPUs, but this worker uses {operations.device}: "
+                "remove it, or set --device cpu"
             )
         config = checkpoint.config
         if settings.context_length > config.max_position_embeddings:

@@ -154,9 +154,9 @@ class WorkerSettings:
     replaced."""
 
     pace_us_per_row: Annotated[float, Range(0, 1_000_000)] = 0.0
-    """For experiments on CPUs: microseconds that the experts of a layer take at least for each
-    assignment to this rank, which sleeps for the rest. Ranks that share cores then behave like
-    ranks with a GPU each. 0 turns it off."""
+    """For experiments on CPUs: minimum time in microseconds that the experts of a layer take per
+    assignment to this rank, which sleeps for the remainder. Ranks that share cores then behave like
+    ranks that have a GPU each. 0 turns it off."""
 
     explain: bool = False
     """Print the memory that these settings need, term by term, and exit: with status 1 if it is

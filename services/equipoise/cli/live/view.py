@@ -195,7 +195,7 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
 
 
 def imbalance_text(imbalance: status_pb2.ImbalanceStatus) -> str:
-    """What imbalance costs, measured or at best, and what that is based on."""
+    """What imbalance costs, measured or at most, and what that is based on."""
     at_most = "" if imbalance.is_measured else "at most "
     share = f"{imbalance.share:.0%}"
     if imbalance.step_s:

@@ -20,7 +20,7 @@ class CostSettings:
 
     expert_share: Annotated[float, Range(0, 1)] = 1.0
     """Share of a balanced step that is spent in experts: `expert_share` in the JSON of `equipoise
-    status`. By default experts are the whole of a step, which gives the most that imbalance can
+    status`. By default a step consists only of experts, which gives the most that imbalance can
     cost."""
 
     def __post_init__(self) -> None:
@@ -30,14 +30,14 @@ class CostSettings:
     def basis(self) -> str:
         """What the costs assume."""
         if self.expert_share == 1.0:
-            return "at most, as if experts were the whole of a step"
+            return "at most: as if a step consisted only of expert computation"
         return f"with {self.expert_share:.0%} of a balanced step in experts"
 
     def lost_gpus(self, balancedness: float, *, num_ranks: int) -> float:
-        """GPUs that even ranks would save at the same throughput.
+        """GPUs that evenly loaded ranks would save at the same throughput.
 
-        A step takes 1 - s + s / balancedness times as long as with even ranks, where s is the share
-        of experts.
+        A step takes 1 - s + s / balancedness times as long as with evenly loaded ranks, where s is
+        the share of experts.
         """
         slowdown = 1.0 - self.expert_share + self.expert_share / balancedness
         return num_ranks * (1.0 - 1.0 / slowdown)
