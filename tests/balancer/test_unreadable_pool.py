@@ -298,7 +298,7 @@ async def test_a_pool_that_an_error_of_ours_keeps_from_being_read_ends_no_term(
     async with seated(store) as (seat, elector):
         led = await next_term(seat, elector)
         assert led.names() == ("good",)
-        assert "an error of ours: ZeroDivisionError" in led.unreadable["bad"]
+        assert "because of a bug in the balancer: ZeroDivisionError" in led.unreadable["bad"]
         failures = [one for one in caplog.records if one.exc_info]
         assert len(failures) == 1, "with its traceback, and once for this process"
         monkeypatch.undo()

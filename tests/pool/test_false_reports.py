@@ -221,7 +221,7 @@ def test_a_heartbeat_of_another_layout_under_the_number_is_named_until_it_is_rig
     fault = harness.pool.agreement.faults[0]
     assert fault == (
         f"rank 2 ({worker.hello.worker}) runs layout {wrong[:8].hex()} as generation "
-        f"{current.generation}, which is {current.digest()[:8].hex()}: restart it"
+        f"{current.generation}, whose layout is {current.digest()[:8].hex()}: restart it"
     )
     harness.run_traffic(skewed(1), seconds=2 * WINDOW_S)
     assert harness.sent_to("worker-0", Stage) == [], "nothing is planned meanwhile"

@@ -259,7 +259,7 @@ class Pools:
         return None
 
     async def _reread(self) -> None:
-        """Read unreadable pools again and again: a repair needs no restart."""
+        """Read unreadable pools again at intervals, so that a repair needs no restart."""
         while True:
             await asyncio.sleep(REREAD_S)
             for name in tuple(self.unreadable):

@@ -1,7 +1,7 @@
 """`UnreadablePools`: pools whose records in the store cannot be read, each with the reason.
 
-This balancer does not lead them, and their workers keep serving, until the records are repaired or
-deleted. The balancer changes nothing in them.
+This balancer does not lead them until their records are repaired or deleted; their workers keep
+serving. The balancer does not change the records.
 """
 
 import logging
@@ -43,13 +43,17 @@ class UnreadablePools:
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - a bug must not keep other pools from a leader
-            self._note(pool, f"pool {pool} cannot be used, by an error of ours: {error!r}", error)
+            self._note(
+                pool,
+                f"pool {pool} cannot be led because of a bug in the balancer: {error!r}",
+                error,
+            )
         else:
             if self._reasons.pop(pool, None) is not None:
                 _log.info("pool %s can be read again", pool, extra=about(pool=pool))
 
     def retain(self, pools: frozenset[str]) -> None:
-        """Drop all other pools: the store has them no more."""
+        """Drop all other pools: they are no longer in the store."""
         for pool in self._reasons.keys() - pools:
             del self._reasons[pool]
 

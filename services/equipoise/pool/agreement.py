@@ -133,7 +133,7 @@ class Agreement:
         if layout is not None and digest not in {b"", layout.digest()}:
             fault = (
                 f"rank {rank} ({member.name}) runs layout {digest_text(digest)} as generation "
-                f"{generation}, which is {digest_text(layout.digest())}: restart it"
+                f"{generation}, whose layout is {digest_text(layout.digest())}: restart it"
             )
             self._note_conflict(concern, fault)
             return False

@@ -114,8 +114,8 @@ class DecisionRecord:
     """Phase whose load it is about: prefill, decode or mixed; empty if it is about none."""
 
     throughput_gain: float = 0.0
-    """Fraction by which the plan raises throughput: measured, or at best if `step_s_proposed` is
-    0."""
+    """Fraction by which the plan raises throughput: measured, or an upper bound if
+    `step_s_proposed` is 0."""
 
     step_s_current: float = 0.0
     """Seconds of a step when the plan was judged; 0 if not measured."""
@@ -124,7 +124,7 @@ class DecisionRecord:
     """Seconds of a step that the plan predicts; 0 if too little was measured."""
 
     balancedness_realised: float = 0.0
-    """Of an outcome: as measured."""
+    """Of an outcome: balancedness as measured."""
 
     step_s_realised: float = 0.0
     """Of an outcome: seconds of a step as measured; 0 if not reported."""

@@ -62,7 +62,7 @@ class Windows:
         """What a step's time consists of, by the windows of this epoch; None after too few.
 
         It is learned again in each epoch, because ranks and their devices may be others, and so by
-        a new leader: that takes a few windows, in which verdicts assume the best case. A stored fit
+        a new leader: that takes a few windows, in which verdicts use an upper bound. A stored fit
         would have to be doubted for as long.
         """
         return self._step_times.cost()

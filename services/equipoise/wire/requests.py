@@ -175,7 +175,7 @@ def _unreached(message: pb.GroupLost, *, hello: Hello) -> tuple[str, ...]:
     if len(workers) > checks.MAX_RANKS or hello.worker in workers:
         raise InvalidMessageError(
             "group_lost_unreached",
-            f"group_lost: the {len(workers)} workers of unreached must be at most "
+            f"group_lost: unreached lists {len(workers)} workers, but must be at most "
             f"{checks.MAX_RANKS} peers, without {hello.worker} itself",
         )
     return tuple(checks.name("group_lost", "unreached", worker) for worker in workers)

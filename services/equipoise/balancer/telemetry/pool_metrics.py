@@ -31,7 +31,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pool_health": (("pool", "health"), "1 for the pool's current health, else 0."),
     "pool_unreadable": (
         _P,
-        "1 while the pool's records in the store cannot be read, so that nothing leads it, else 0.",
+        "1 while this balancer cannot read the pool's records, and so cannot lead it, else 0.",
     ),
     "ranks": (
         ("pool", "state"),
@@ -66,11 +66,11 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "step_seconds": (_P, "Mean duration of a step in the latest window, if workers report it."),
     "imbalance_seconds": (
         ("pool", "basis"),
-        "Time per step that even ranks would save in the latest window: measured or best_case.",
+        "Time per step that imbalance costs: measured, or best_case (an upper bound).",
     ),
     "imbalance_ratio": (
         ("pool", "basis"),
-        "Share of a step that even ranks would save in the latest window: measured or best_case.",
+        "Fraction of a step that imbalance costs: measured, or best_case (an upper bound).",
     ),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
     "expected_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
