@@ -108,7 +108,7 @@ async def test_a_slot_that_a_peer_suspects_is_verified_at_once(rank_of_one, capl
     with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
         await asyncio.wait_for(task, 30)
     assert scrubber.num_verified == 1
-    assert "slot 0 of layer 0, which holds the right ones" in caplog.text
+    assert "slot 0 of layer 0, but the slot is intact" in caplog.text
 
 
 async def test_peers_that_suspect_slots_without_end_keep_no_other_slot_from_its_turn(rank_of_one):
