@@ -35,9 +35,10 @@ HELLO_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 1.0
 """Seconds that the last messages of a stream may take to be sent."""
 
-_PASSING = {UNREADABLE, NAME_TAKEN, POOL_UNREADABLE}
-"""Rejections that a retry may overcome: the network corrupted a message, the stream of a worker
-that restarted is not closed yet, or the records of its pool are to be repaired."""
+_PASSING = {UNREADABLE, "hello_missing", NAME_TAKEN, POOL_UNREADABLE}
+"""Rejections that a retry may overcome: the network corrupted, lost or delayed a message, the
+stream of a worker that restarted is not closed yet, or the records of its pool are to be
+repaired."""
 
 _ENDING = {UNREADABLE: "damaged message", UNKNOWN_LAYOUT: "its layout is unknown"}
 """Rejections that end a stream, and the reason for its end."""
