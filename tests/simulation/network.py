@@ -147,7 +147,7 @@ class _Pipe:
         return not is_doubled
 
     def _arrive(self, item: Any) -> None:
-        if self.closed:
+        if self.closed and item is not _BROKEN:  # A reset arrives even if the other end is gone.
             return
         if self._queue or self._network.stops(self._source.name, self._target.name):
             self._queue.append(item)

@@ -23,7 +23,7 @@ def _first_to_report_blamed() -> list[tuple[Any, str, Any]]:
             self._enders = dict(list(self._enders.items())[:1])
         return judge(self, **about)
 
-    return [(Interruptions, "judge", hasty)]
+    return [(Interruptions, "judge", hasty), (Reachability, "blame", always(Blame()))]
 
 
 def _unmade_generation_believed() -> list[tuple[Any, str, Any]]:

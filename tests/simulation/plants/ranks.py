@@ -79,7 +79,7 @@ def _without_running() -> list[tuple[Any, str, Any]]:
     return [(Worker, "hello", lambda self: replace(hello(self), running=None))]
 
 
-async def _verified(_self: Any, _payload: Any, _move: Any) -> None:
+async def _verified(_self: Any, *_args: Any) -> None:
     pass
 
 
