@@ -95,7 +95,7 @@ class LeaderWatch:
         terms = {
             by
             for by, epoch, workers in self._accepted
-            if (epoch, workers) == (members.epoch, members.workers)
+            if epoch == members.epoch and set(members.workers) <= set(workers)  # Some may be gone.
         }
         return term in terms if pool.roster.opened_here else bool(terms)
 

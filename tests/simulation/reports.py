@@ -88,7 +88,8 @@ class FalseReports:
 
     def watch(self) -> None:
         """False losses do not interrupt ranks for ever; false generations and steps are named."""
-        if "generation" in self._liars:
+        # One that also ends its groups is a rank for moments only.
+        if "generation" in self._liars and "loss" not in self._liars:
             self._check_named(self._liars["generation"], "a generation that its pool does not run")
         if "step" in self._liars:
             self._have_it_switch()
