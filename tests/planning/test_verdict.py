@@ -211,7 +211,7 @@ def test_a_measured_cost_gives_the_gain_in_milliseconds_and_throughput():
     assert verdict.payback_s == pytest.approx(0.25 / 0.2)
 
 
-def test_too_little_evidence_gives_the_best_case_and_says_so():
+def test_too_little_evidence_gives_an_upper_bound_and_says_so():
     for costs in (MeasuredCosts(), dataclasses.replace(MEASURED, step_cost=None)):
         verdict = verdict_on(costs=costs)
         assert verdict.step is None
@@ -252,14 +252,14 @@ def test_the_least_gain_may_be_given_as_throughput(least, accepted):
         )
 
 
-def test_before_steps_are_measured_the_best_case_must_reach_the_least_throughput():
+def test_before_steps_are_measured_the_upper_bound_must_reach_the_least_throughput():
     enough = dataclasses.replace(POLICY, min_throughput_gain=0.79)
     assert verdict_on(policy=enough).accepted
     more = dataclasses.replace(POLICY, min_throughput_gain=0.81)
     assert "it raises throughput by at most 80.0% (" in verdict_on(policy=more).reason
 
 
-def test_a_window_with_too_few_steps_gives_the_best_case_for_that_reason():
+def test_a_window_with_too_few_steps_gives_an_upper_bound_for_that_reason():
     verdict = verdict_on(costs=dataclasses.replace(MEASURED, step=None))
     assert verdict.step is None
     assert (

@@ -63,7 +63,7 @@ def test_traffic_that_never_changes_shows_the_cost_by_comparing_ranks(fleet, ske
     assert as_json(shown)["is_measured"] is True
 
 
-def test_too_few_windows_give_the_best_case_and_say_so(fleet, skewed):
+def test_too_few_windows_give_an_upper_bound_and_say_so(fleet, skewed):
     fleet.run(skewed(1), seconds=6)
     shown = imbalance_of(fleet)
     assert not shown.is_measured

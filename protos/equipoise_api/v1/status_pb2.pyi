@@ -693,13 +693,13 @@ class ImbalanceStatus(_message.Message):
     step_s: _builtins.float
     """Mean duration of a step, seconds; 0 if workers do not report it."""
     cost_s: _builtins.float
-    """Seconds of it that even ranks would save; 0 if workers do not report step times."""
+    """Seconds of it that evenly loaded ranks would save; 0 if workers do not report step times."""
     error_s: _builtins.float
-    """Standard error of these seconds; 0 for a best case."""
+    """Standard error of these seconds; 0 for an upper bound."""
     share: _builtins.float
-    """Fraction of a step that even ranks would save, 0 to 1."""
+    """Fraction of a step that evenly loaded ranks would save, 0 to 1."""
     is_measured: _builtins.bool
-    """False if the fraction is the best case, as if experts were the whole of a step."""
+    """False if the fraction is an upper bound, as if a step consisted only of expert computation."""
     reason: _builtins.str
     """What the fraction is based on, human-readable."""
     num_windows: _builtins.int
@@ -716,7 +716,7 @@ class ImbalanceStatus(_message.Message):
     """
     per_row_error_s: _builtins.float
     expert_share: _builtins.float
-    """Fraction of a step with even ranks that they would spend in experts, 0 to 1."""
+    """Fraction of a step of evenly loaded ranks that they would spend in experts, 0 to 1."""
     def __init__(
         self,
         *,

@@ -66,11 +66,11 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "step_seconds": (_P, "Mean duration of a step in the latest window, if workers report it."),
     "imbalance_seconds": (
         ("pool", "basis"),
-        "Time per step that imbalance costs: measured, or best_case (an upper bound).",
+        "Time per step that imbalance costs: `measured` or an `upper_bound`.",
     ),
     "imbalance_ratio": (
         ("pool", "basis"),
-        "Fraction of a step that imbalance costs: measured, or best_case (an upper bound).",
+        "Fraction of a step that imbalance costs: `measured` or an `upper_bound`.",
     ),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
     "expected_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
@@ -225,7 +225,7 @@ class PoolMetrics:
         imbalance = pool.windows.imbalance
         if imbalance is None:
             return
-        basis = "measured" if imbalance.is_measured else "best_case"
+        basis = "measured" if imbalance.is_measured else "upper_bound"
         self._gauge("imbalance_ratio", pool, imbalance.share, basis)
         if imbalance.step_s:
             self._gauge("step_seconds", pool, imbalance.step_s)
