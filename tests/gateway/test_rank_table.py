@@ -138,14 +138,14 @@ async def test_work_sent_to_ranks_is_remembered_for_a_while(ranks, clock):
             "tokens": 0.5, "attention": 0.5, "latents": 0.5, "requests": 0.5,
         }  # fmt: skip
     measured = request_balancedness(ranks.loads(), now=clock())
-    assert measured == {"tokens": 0.5, "attention": 0.5, "latents": 1.0, "requests": 1.0}
+    assert measured == {"tokens": 0.5, "attention": 0.5}, "no work is no balance"
     clock.now_s += 60
     await place(ranks)
     # Half as much as now, on the other rank: 1.5 of 2 x 1.
     assert request_balancedness(ranks.loads(), now=clock())["tokens"] == pytest.approx(0.75)
 
 
-@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=9))
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=9).filter(any))
 def test_balancedness_is_what_it_is_of_experts(burdens):
     assert balancedness(burdens) == pytest.approx(layer_balancedness(np.array([burdens], float)))
 

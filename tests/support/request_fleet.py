@@ -205,7 +205,7 @@ class _Play:
         pairs = [[rank.pairs_of_window.get(w, 0) for rank in self.ranks] for w in windows]
         self.waits.sort()
         return Outcome(
-            attention=_mean([balancedness(one) for one in pairs]),
+            attention=_mean([balancedness(one) for one in pairs if any(one)]),
             latents=_mean(self.samples["latents"]),
             requests=_mean(self.samples["requests"]),
             mean_wait_s=_mean(self.waits),
@@ -222,8 +222,12 @@ class _Play:
             view[n].note_report(info)
 
     def sample(self, _now_s):
-        self.samples["latents"].append(balancedness([rank.latents for rank in self.ranks]))
-        self.samples["requests"].append(balancedness([rank.active for rank in self.ranks]))
+        for kind, burdens in (
+            ("latents", [rank.latents for rank in self.ranks]),
+            ("requests", [rank.active for rank in self.ranks]),
+        ):
+            if any(burdens):
+                self.samples[kind].append(balancedness(burdens))
 
     def arrive(self, now_s, arrival):
         gateway = self.dice.randrange(len(self.views))

@@ -23,17 +23,17 @@ class BurdenKind(StrEnum):
 
 
 def request_balancedness(ranks: Sequence[RankLoad], *, now: float) -> Mapping[BurdenKind, float]:
-    """Mean / max work over the ranks that take requests, by kind; 1.0 without any."""
+    """Mean / max work over the ranks that take requests, by kind; without kinds that none has."""
     open_ranks = [rank for rank in ranks if rank.state is not RankState.CLOSED]
-    return {
-        BurdenKind.TOKENS: balancedness([rank.sent_tokens.at(now) for rank in open_ranks]),
-        BurdenKind.ATTENTION: balancedness([rank.sent_pairs.at(now) for rank in open_ranks]),
-        BurdenKind.LATENTS: balancedness([rank.latents.total for rank in open_ranks]),
-        BurdenKind.REQUESTS: balancedness([rank.requests.total for rank in open_ranks]),
+    burdens: Mapping[BurdenKind, Sequence[float]] = {
+        BurdenKind.TOKENS: [rank.sent_tokens.at(now) for rank in open_ranks],
+        BurdenKind.ATTENTION: [rank.sent_pairs.at(now) for rank in open_ranks],
+        BurdenKind.LATENTS: [rank.latents.total for rank in open_ranks],
+        BurdenKind.REQUESTS: [rank.requests.total for rank in open_ranks],
     }
+    return {kind: balancedness(burden) for kind, burden in burdens.items() if any(burden)}
 
 
 def balancedness(burdens: Sequence[float]) -> float:
-    """Compute mean / max, as `planning.balance` does of a layer; 1.0 without any work."""
-    highest = max(burdens, default=0)
-    return sum(burdens) / len(burdens) / highest if highest > 0 else 1.0
+    """Compute mean / max, as `planning.balance` does of a layer; some burden is above 0."""
+    return sum(burdens) / len(burdens) / max(burdens)

@@ -125,9 +125,8 @@ def choose(
     return RankChoice(
         address=ranks[chosen].address,
         booking=costs[chosen].booking,
-        reason=f"{ranks[chosen].name} has the lowest cost of {len(usable)} usable ranks "
-        f"of {len(ranks)}: "
-        f"{costs[chosen].reason}",
+        reason=f"{ranks[chosen].name} has the lowest cost of {len(usable)} usable ranks of "
+        f"{len(ranks)}: {costs[chosen].reason}",
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -74,13 +75,7 @@ async def serve(
         worker_name=settings.tls_worker_name,
         balancer_name=settings.tls_balancer_name,
     )
-    try:
-        listener = open_listener(settings.listen)
-    except OSError as error:
-        raise GatewayError(
-            f"cannot listen on {settings.listen}: {error.strerror}; choose another address with "
-            "--listen"
-        ) from error
+    listener = _listener(settings.listen)
     table = partial(
         RankTable,
         max_queued=settings.max_queued_requests,
@@ -141,6 +136,15 @@ async def serve(
         for task in (stopped, *watching):
             task.cancel()
         await asyncio.gather(stopped, *watching, return_exceptions=True)
+
+
+def _listener(listen: str) -> socket.socket:
+    try:
+        return open_listener(listen)
+    except OSError as error:
+        raise GatewayError(
+            f"cannot listen on {listen}: {error.strerror}; choose another address with --listen"
+        ) from error
 
 
 class _Model:
