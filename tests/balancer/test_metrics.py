@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
+from equipoise.planning.counters import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import MAX_KINDS
@@ -121,6 +122,26 @@ def test_a_rank_that_stays_away_is_missing_from_the_intended_number(make_harness
     assert value_of(families, "equipoise_pool_health", pool="tiny", health="degraded") == 1
 
 
+def fill_all_slots(harness, *, minutes):
+    """A rank reports each minute that it decodes 4 of 4 requests."""
+    report = harness.ranks[0].report()
+    stats = replace(report.stats, max_requests=4, cache_tokens=100)
+    report = replace(report, load=replace(report.load, phase=Phase.DECODE), stats=stats)
+    for _ in range(minutes):
+        harness.now += 60.0
+        harness.pool.windows.accept(report, harness.pool.layouts.current, now=harness.now)
+
+
+def test_the_ranks_advised_are_a_metric_once_they_are_known(serving_harness):
+    harness = serving_harness
+    fill_all_slots(harness, minutes=5)
+    families = families_of(harness.pool, now=harness.now)
+    assert not families["equipoise_advised_ranks"].samples
+    fill_all_slots(harness, minutes=1)
+    families = families_of(harness.pool, now=harness.now)
+    assert value_of(families, "equipoise_advised_ranks", pool="tiny") == 5
+
+
 def test_a_held_pool_and_a_rejected_policy_are_metrics(serving_harness):
     harness = serving_harness
     harness.pool.journal.hold = Hold(
@@ -216,6 +237,7 @@ async def test_the_running_balancer_exports_exactly_the_documented_metrics(
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
     TimedFleet(harness).run(skewed(1), seconds=50)
+    fill_all_slots(harness, minutes=6)
     harness.pool.counters.rejections.count("report_shape", "worker worker-0: ...")
     metrics = {**ours(families), **ours(families_of(harness.pool, now=harness.now))}
     assert metrics == documented("Balancer") | documented("Every process")

@@ -516,6 +516,7 @@ class PoolStatus(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     IMBALANCE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -607,6 +608,12 @@ class PoolStatus(_message.Message):
     def imbalance(self) -> Global___ImbalanceStatus:
         """What imbalance costs in the latest window; absent without traffic."""
 
+    @_builtins.property
+    def advice(self) -> Global___AdviceStatus:
+        """How many ranks the measured traffic asks for; absent in mixed pools, and in the first minute of
+        an epoch.
+        """
+
     def __init__(
         self,
         *,
@@ -640,11 +647,14 @@ class PoolStatus(_message.Message):
         quarantined: _abc.Iterable[Global___QuarantineStatus] | None = ...,
         phase: _builtins.str = ...,
         imbalance: Global___ImbalanceStatus | None = ...,
+        advice: Global___AdviceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__advice: _TypeAlias = _typing.Literal["advice"]  # noqa: Y015
+    _WhichOneofArgType__advice: _TypeAlias = _typing.Literal["_advice", b"_advice"]  # noqa: Y015
     _WhichOneofReturnType__hold: _TypeAlias = _typing.Literal["hold"]  # noqa: Y015
     _WhichOneofArgType__hold: _TypeAlias = _typing.Literal["_hold", b"_hold"]  # noqa: Y015
     _WhichOneofReturnType__imbalance: _TypeAlias = _typing.Literal["imbalance"]  # noqa: Y015
@@ -655,6 +665,8 @@ class PoolStatus(_message.Message):
     _WhichOneofArgType__rollout: _TypeAlias = _typing.Literal["_rollout", b"_rollout"]  # noqa: Y015
     _WhichOneofReturnType__shares: _TypeAlias = _typing.Literal["shares"]  # noqa: Y015
     _WhichOneofArgType__shares: _TypeAlias = _typing.Literal["_shares", b"_shares"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__advice) -> _WhichOneofReturnType__advice | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hold) -> _WhichOneofReturnType__hold | None: ...
     @_typing.overload
@@ -667,6 +679,38 @@ class PoolStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class AdviceStatus(_message.Message):
+    """AdviceStatus is how many ranks the traffic of a prefill or decode pool asks for. Nothing follows
+    it by itself.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    NEEDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ranks: _builtins.int
+    """Ranks, so that each is loaded to 80 to 90 per cent; 0 if unknown."""
+    needed: _builtins.float
+    """Ranks that the load of the latest 5 minutes would fill completely; 0 if unknown."""
+    reason: _builtins.str
+    """Why, human-readable."""
+    def __init__(
+        self,
+        *,
+        ranks: _builtins.int = ...,
+        needed: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["needed", b"needed", "ranks", b"ranks", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdviceStatus: _TypeAlias = AdviceStatus  # noqa: Y015
 
 @_typing.final
 class ImbalanceStatus(_message.Message):

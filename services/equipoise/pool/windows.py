@@ -1,4 +1,4 @@
-"""`Windows`: a pool's closed windows, its loads of this epoch, and its slow ranks."""
+"""`Windows`: a pool's closed windows, its loads and demand of this epoch, and its slow ranks."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,12 @@ import numpy as np
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
+from equipoise.planning.ratio import RanksAdvice
 from equipoise.planning.slowness import RankPace, SlowRank, find_slow
 from equipoise.planning.step_cost import Imbalance, StepCost, StepCostFit, imbalance
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.counters import Counters
+from equipoise.pool.demand import Demand
 from equipoise.pool.loads import ClosedWindow, PoolLoads, drop_old_tables
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import SLOW, AverageRecord
@@ -34,6 +36,7 @@ class Windows:
         self._tally = counters.tally
         self.loads: PoolLoads | None = None
         """Loads of the epoch; None until all its ranks serve."""
+        self._demand: Demand | None = None
         self._closed: deque[ClosedWindow] = deque(maxlen=MAX_WINDOWS)
         self.num_closed = 0
         """Windows closed since this balancer leads."""
@@ -85,6 +88,14 @@ class Windows:
             num_windows=self.num_step_windows,
         )
 
+    @property
+    def advice(self) -> RanksAdvice | None:
+        """How many ranks the traffic of this epoch asks for; None while nothing is known.
+
+        An epoch and a new leader measure again: how fast a rank reads depends on the group.
+        """
+        return None if self._demand is None else self._demand.advice
+
     def adopt_policy(self, *, now: float) -> None:
         """The policy has changed; averages and the open window stay."""
         if self.loads is not None:
@@ -95,7 +106,7 @@ class Windows:
         self._step_times.clear()
         if self.loads is not None:
             self._averages = self.loads.records(now=now)
-        self.loads = None
+        self.loads = self._demand = None
         self._paces.clear()
         self.slow = {}
 
@@ -112,6 +123,7 @@ class Windows:
             counted_from=counted_from,
             now=now,
         )
+        self._demand = Demand(now=now)
 
     def accept(self, report: Report, layout: Layout, *, now: float) -> None:
         """Count a report; `layout` is that of its generation, or the newest one known.
@@ -120,8 +132,9 @@ class Windows:
             InvalidReportError: the report cannot be used; nothing of it is counted.
         """
         # Before all ranks serve nothing is lost: counters are cumulative.
-        if self.loads is not None:
+        if self.loads is not None and self._demand is not None:
             self.loads.accept(report, layout, now=now)
+            self._demand.accept(report, layout, now=now)
 
     def close_due(self, *, generation: int, now: float) -> ClosedWindow | None:
         """Close the open window if it is due."""

@@ -80,6 +80,8 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
     imbalance = _imbalance_status(pool)
     if imbalance is not None:
         status.imbalance.CopyFrom(imbalance)
+    if pool.windows.advice is not None:
+        status.advice.CopyFrom(pb.AdviceStatus(**fields_of(pool.windows.advice)))
     rollout = _rollout_status(pool, now=now)
     if rollout is not None:
         status.rollout.CopyFrom(rollout)

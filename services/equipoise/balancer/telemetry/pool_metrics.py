@@ -38,6 +38,10 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         "Ranks of the current epoch by state: serving, loading, silent or gone.",
     ),
     "intended_ranks": (_P, "Ranks that the pool is meant to have, by its workers' --num-ranks."),
+    "advised_ranks": (
+        _P,
+        "Ranks that the traffic of a prefill or decode pool asks for, once it is measured.",
+    ),
     "idle_ranks": (_P, "Ranks whose engine takes no forward passes."),
     "engine_info": (
         ("pool", "engine"),
@@ -202,6 +206,9 @@ class PoolMetrics:
         self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
         self._gauge("intended_ranks", pool, pool.roster.intended_ranks)
         self._gauge("idle_ranks", pool, sum(member.idle for member in seated))
+        advice = pool.windows.advice
+        if advice is not None and advice.ranks:
+            self._gauge("advised_ranks", pool, advice.ranks)
         for engine in sorted(engines):
             self._gauge("engine_info", pool, 1, engine)
 

@@ -80,6 +80,7 @@ export class View {
       ...(pool.imbalance ? [costOf(pool.imbalance)] : []),
       ["busiest rank", busiest ? busiest.toFixed(2) : "no data", busiest ? " × mean" : ""],
       ...engines.map((engine) => ["engine", engine, ""]),
+      ...(pool.advice?.ranks ? [["ranks advised", pool.advice.ranks, ` · load of ${pool.advice.needed.toFixed(1)}`, "", pool.advice.reason]] : []),
       ["ranks", pool.num_ranks, [pool.phase, pool.model && `${pool.model.num_layers} layers`].filter(Boolean).map((one) => ` · ${one}`).join("")],
       ["generation", pool.generation, ` · epoch ${pool.epoch}`],
       ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],

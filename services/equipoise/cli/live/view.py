@@ -288,7 +288,7 @@ def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
 def _progress(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, rollouts so far, gain: a row each, if any."""
+    """Rollout, decisions, switches, rollouts so far, gain, advice: a row each, if any."""
     table = _rows()
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_text(status.rollout))
@@ -303,6 +303,8 @@ def _progress(
         )
     if status.gains:
         table.add_row("gain", _gain_text(status.gains[0]))
+    if status.HasField("advice"):
+        table.add_row("advice", _advice_text(status.advice, num_ranks=len(status.ranks)))
     return table
 
 
@@ -354,6 +356,15 @@ def _gain_text(expected: status_pb2.GainStatus) -> Text:
         f"generation {expected.generation} is expected to gain {expected.gain_expected:.3f} over "
         f"generation {expected.before_generation}; to be checked on the next windows"
     )
+
+
+def _advice_text(advice: status_pb2.AdviceStatus, *, num_ranks: int) -> Text:
+    if not advice.ranks:
+        return Text(f"no number of ranks yet: {advice.reason}", style="dim")
+    if advice.ranks == num_ranks:
+        return Text(f"{num_ranks} ranks, as now: {advice.reason}")
+    text = f"{advice.ranks} ranks instead of {num_ranks}: {advice.reason}"
+    return Text(text, style="yellow" if advice.ranks > num_ranks else "")
 
 
 def _switch_text(switch: status_pb2.SwitchStatus) -> str:
