@@ -217,6 +217,17 @@ def test_pools_show_their_phases_and_which_prefill_pool_has_no_partner():
     assert "prefill pool q" not in shown
 
 
+def test_pools_show_the_ranks_that_their_traffic_asks_for():
+    pools = [
+        pb.PoolSummary(pool="p", ranks_serving=4, num_ranks=4, advised_ranks=37),
+        pb.PoolSummary(pool="d", ranks_serving=6, num_ranks=6),
+    ]
+    header, first, second = printed(pools_view(pools)).splitlines()
+    assert header.split()[3:5] == ["ranks", "advised"]
+    assert first.split()[3:5] == ["4/4", "37"]
+    assert second.split()[3:5] == ["6/6", "-"]
+
+
 def test_the_status_line_has_the_essentials():
     status = a_pool()
     assert status_line(status) == (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from equipoise.balancer.service.status import pool_status
+from equipoise.balancer.service.status import pool_status, pool_summary
 from equipoise.cli.live.view import pool_view
 from equipoise.planning.counters import Phase
 from equipoise.planning.errors import InvalidReportError
@@ -73,6 +73,7 @@ def test_a_decode_pool_whose_cache_is_full_asks_for_more_ranks(decode):
     )
     assert f"advice  5 ranks instead of 4: {advice.reason}" in decode.text()
     assert as_json(decode.status())["advice"]["ranks"] == 5
+    assert pool_summary(decode.harness.pool).advised_ranks == 5
 
 
 def test_requests_that_wait_count_as_demand(decode):

@@ -1200,6 +1200,7 @@ class PoolSummary(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     LATENT_FORMS_FIELD_NUMBER: _builtins.int
     UNREADABLE_FIELD_NUMBER: _builtins.int
+    ADVISED_RANKS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     generation: _builtins.int
@@ -1215,6 +1216,8 @@ class PoolSummary(_message.Message):
     """Why the balancer cannot read the pool's records, and the remedy; then it knows nothing else of
     the pool, whose ranks may serve. Empty if it can.
     """
+    advised_ranks: _builtins.int
+    """Ranks that the measured traffic asks for, as in AdviceStatus; 0 if unknown."""
     @_builtins.property
     def latent_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Latent forms of the ranks, as in Hello, without duplicates; one if all ranks agree."""
@@ -1231,10 +1234,11 @@ class PoolSummary(_message.Message):
         phase: _builtins.str = ...,
         latent_forms: _abc.Iterable[_builtins.str] | None = ...,
         unreadable: _builtins.str = ...,
+        advised_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balancedness", b"balancedness", "generation", b"generation", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving", "unreadable", b"unreadable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advised_ranks", b"advised_ranks", "balancedness", b"balancedness", "generation", b"generation", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving", "unreadable", b"unreadable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

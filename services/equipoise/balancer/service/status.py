@@ -111,7 +111,7 @@ def pool_summaries(pools: PoolViews) -> list[pb.PoolSummary]:
 
 def pool_summary(pool: Pool) -> pb.PoolSummary:
     """A summary of one pool."""
-    latest = pool.windows.latest
+    latest, advice = pool.windows.latest, pool.windows.advice
     return pb.PoolSummary(
         pool=pool.name,
         health=_HEALTH[pool.diagnosis().health],
@@ -124,6 +124,7 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
         balancedness=math.nan if latest is None else measured(latest.balancedness, latest),
         phase=pool.roster.phase or "",
         latent_forms=sorted({one.hello.latent_form for one in pool.roster.seated()} - {""}),
+        advised_ranks=0 if advice is None else advice.ranks,
     )
 
 

@@ -105,7 +105,7 @@ class _AboveRanks:
 def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
     """Several pools, one row each, and which of them cannot exchange latents."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("pool", "phase", "health", "ranks", "generation", "balancedness"):
+    for name in ("pool", "phase", "health", "ranks", "advised", "generation", "balancedness"):
         table.add_column(name, justify="left" if name in {"pool", "phase", "health"} else "right")
     for pool in pools:
         table.add_row(
@@ -113,6 +113,7 @@ def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
             pool.phase or "-",
             Text(health_name(pool.health), style=_health_style(pool.health)),
             f"{pool.ranks_serving}/{pool.num_ranks}",
+            str(pool.advised_ranks or "-"),
             str(pool.generation),
             balance_text(pool.balancedness, digits=2),
         )
