@@ -90,6 +90,18 @@ def test_values_and_schema_have_the_same_names():
     assert _names(yaml.safe_load(VALUES), SCHEMA) == []
 
 
+def test_the_policy_of_a_phase_is_accepted():
+    pools = {"readers": {"phase": "prefill", "planning": {"algorithm": "hierarchical"}}}
+    (policy,) = [
+        one["data"]["policy.yaml"]
+        for one in render({"policy": {"pools": pools}})
+        if one["kind"] == "ConfigMap" and "policy.yaml" in one["data"]
+    ]
+    assert yaml.safe_load(policy)["pools"] == pools
+    with pytest.raises(RenderError, match="/policy/pools/readers/phase"):
+        render({"policy": {"pools": {"readers": {"phase": "reading"}}}})
+
+
 def test_the_policy_in_the_schema_is_the_published_one():
     spec = importlib.util.spec_from_file_location("embed", ROOT / "helm" / "embed_policy.py")
     embed = importlib.util.module_from_spec(spec)
