@@ -7,6 +7,10 @@ import pytest
 import yaml
 
 from equipoise.cli.explain import run
+from equipoise.planning.counters import Phase
+from equipoise.planning.policy import Policy
+from equipoise.planning.units import UNITS, UnitName
+from equipoise.policy.book import PolicyBook
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.presets import DEEPSEEK_V3
 from tests.support.helm_chart import CHART, ROOT, RenderError, containers, render
@@ -130,11 +134,59 @@ def test_values_that_need_too_much_memory_are_rejected_as_the_worker_would(
         assert f"{term['name']} {term['num_bytes'] / GIB:.1f} GiB" in message
 
 
+def script(name):
+    """A script of helm/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "helm" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_sizes_of_models_are_those_of_the_plan():
-    spec = importlib.util.spec_from_file_location("sizes", ROOT / "helm" / "model_sizes.py")
-    sizes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sizes)
+    sizes = script("model_sizes")
     assert sizes.FILE.read_text() == sizes.written(), "python helm/model_sizes.py"
+
+
+def test_the_values_of_units_are_those_of_planning():
+    units = script("unit_values")
+    for file, text in units.written().items():
+        assert file.read_text() == text, "python helm/unit_values.py"
+        assert file in READY
+
+
+@pytest.mark.parametrize("name", [UnitName.PREFILL_EP32, UnitName.DECODE_EP144])
+def test_a_release_of_a_unit_has_its_ranks_slots_and_algorithm(name):
+    values = yaml.safe_load((CHART / f"values-deepseek-v3-{name}.yaml").read_text())
+    flags, unit = flags_of(values), UNITS[name]
+    assert (int(flags["num-ranks"]), int(flags["slots-per-rank"])) == (
+        unit.num_ranks,
+        unit.slots_per_rank,
+    )
+    phase = name.partition("-")[0]
+    assert flags["phase"] == phase
+
+
+def test_the_releases_of_both_units_share_a_balancer_with_the_policy_of_both():
+    readers, writers = (
+        yaml.safe_load((CHART / f"values-deepseek-v3-{name}.yaml").read_text())
+        for name in (UnitName.PREFILL_EP32, UnitName.DECODE_EP144)
+    )
+    (policy,) = [
+        one["data"]["policy.yaml"]
+        for one in render(readers)
+        if one["kind"] == "ConfigMap" and "policy.yaml" in one["data"]
+    ]
+    book = PolicyBook(Policy())
+    assert book.offer(policy, source="policy.yaml", now=0.0), book.latest_rejection
+    for values, name in ((readers, UnitName.PREFILL_EP32), (writers, UnitName.DECODE_EP144)):
+        found = book.of(values["pool"], Phase(values["phase"])).values
+        unit = UNITS[name]
+        assert (found.algorithm, found.interval_s) == (unit.algorithm, unit.interval_s)
+    assert not any(
+        one["kind"] == "ConfigMap" and "policy.yaml" in one["data"] for one in render(writers)
+    )
+    assert (readers["peerPools"], writers["peerPools"]) == ([writers["pool"]], [readers["pool"]])
+    assert writers["prefillPool"] == readers["pool"]
 
 
 def test_a_gpu_switches_to_fp8_and_nothing_else_does():
