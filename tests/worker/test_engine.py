@@ -1,12 +1,14 @@
 """The step loop of a single rank makes the tokens of a solo run, whatever else happens."""
 
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from equipoise.planning.ratio import RankUse, use_between
 from equipoise.rank.errors import GroupError
 from equipoise.rank.header import HEADER_WIDTH, StepHeader
 from equipoise.wire.inference_messages import Blame, FinishReason
@@ -232,3 +234,40 @@ def test_a_report_shows_what_is_unread_and_what_reading_costs(rank_of_one):
     after = engine.progress().stats
     assert (after.pending_prompt_tokens, after.pending_prompt_pairs) == (0, 0)
     assert 0 < costs.num_steps < after.steps, "only steps that read prompts count"
+
+
+def test_reports_show_that_a_rank_with_prompts_is_busy(rank_of_one):
+    """A rank processes as many tokens as its unread prompts lose: advice relies on it."""
+    core, held = rank_of_one()
+    leave, seen = leave_when_done(len(PROMPTS)), []
+
+    def then(engine, result):
+        seen.append(engine.progress().stats)
+        leave(engine, result)
+
+    engine = engine_of(core, held, Client(then))
+    for key in range(len(PROMPTS)):
+        engine.submit(request(key, max_tokens=1))
+    seen.append(engine.progress().stats)
+    engine.run()
+    uses = [
+        use_between(
+            *(
+                RankUse(
+                    time_s=time_s,
+                    boot_id="a",
+                    processed=stats.tokens_processed,
+                    cached=stats.prefix_tokens_found,
+                    unread=stats.pending_prompt_tokens,
+                    slots=0.0,
+                    cache=0.0,
+                )
+                for time_s, stats in enumerate(pair)
+            )
+        )
+        for pair in pairwise(seen)
+    ]
+    assert [one.tokens for one in uses] == [-one.unread_growth for one in uses]
+    assert sum(one.tokens for one in uses) == sum(map(len, PROMPTS))
+    busy = [one for one in uses if one.full_s]
+    assert len(busy) == len([one for one in uses if one.tokens]) - 1, "all but the last step"
