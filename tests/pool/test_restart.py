@@ -155,6 +155,24 @@ async def test_staging_that_was_cut_short_is_aborted(serving_harness, skewed, re
     assert harness.pool.layouts.committed.generation == 3, "2 was used and is not used again"
 
 
+async def test_a_layout_proposed_for_other_ranks_is_not_resumed(
+    serving_harness, make_harness, restart
+):
+    # The balancer was cut off while it opened an epoch of more ranks, which never served.
+    larger = make_harness(num_ranks=8)
+    larger.assemble()
+    more = larger.ranks[0].layout
+    layout = more.with_placement(more.expert_of_slot, generation=2)
+    serving_harness.writes.append(WriteProposed(layout=layout))
+    harness = await restart(serving_harness)
+    assert harness.pool.layouts.proposed.num_ranks == 8
+    reconnect(harness)
+    assert harness.pool.diagnosis().health is Health.SERVING
+    assert harness.pool.layouts.committed.generation == 1
+    assert harness.pool.rollouts.latest is None
+    assert harness.pool.rollouts.moves == 0, "as status and metrics show them"
+
+
 async def test_a_generation_that_all_have_staged_continues(serving_harness, skewed, restart):
     serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
     harness = await restart(serving_harness)

@@ -316,6 +316,8 @@ class Agreement:
             # The store has no record of these ranks; what they agree on is adopted as it is.
             self.must_reconcile = len(set(generations.values())) != 1
             return () if self.must_reconcile else self._record_found()
+        if proposed is not None and not self._fits(proposed):
+            proposed = None  # For the ranks of another epoch, which never served.
         if self._verification.table is None:
             return ()
         result = reconcile(
