@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.planning.units import UNITS, Unit, UnitName
+from equipoise.planning.units import NUM_EXPERTS, UNITS, Unit, UnitName
 from equipoise_model.latent_cache import BLOCK_TOKENS, blocks_for
 from equipoise_model.memory import GIB, RankSizes, plan_memory
 from equipoise_model.presets import DEEPSEEK_V3
@@ -50,11 +50,12 @@ def _values(name: UnitName, release: _Release) -> str:
     return f"""\
 # DeepSeek-V3 or R1 in FP8, unit {name} on {unit.num_ranks} H100, {unit.num_nodes} machines of 8: \
 `equipoise worker --explain` shows {needed} of {GPU_GIB} GiB per GPU.
+{_SHARED if unit.routes_shared_expert else ""}\
 # Change checkpoint.path, the claim and the network. Written by helm/unit_values.py.
 {release.head}worker:
   replicas: {unit.num_ranks}
-  slotsPerRank: {unit.slots_per_rank} # {unit.num_redundant} redundant slots per layer
-  numExperts: {unit.num_experts}
+  slotsPerRank: {unit.slots_per_rank} # {unit.num_slots - NUM_EXPERTS} redundant slots per layer
+  numExperts: {NUM_EXPERTS}
   gpu: {{count: 1, memoryGiB: {GPU_GIB}}}
   rdma: {{resourceName: rdma/ib}}
   checkpoint:
@@ -104,6 +105,25 @@ def _policy(name: UnitName) -> str:
     )
 
 
+_SHARED = """\
+# Every GPU has the shared expert in addition to its slot: no worker runs it as a routed one yet.
+"""
+
+# DeepSeek's decode: 128 requests of 4,989 tokens on average.
+_DECODE = _Release(
+    head="""\
+pool: writers
+phase: decode
+peerPools: [readers]
+prefillPool: readers
+balancer: {enabled: false, externalAddress: "readers-equipoise-balancer.moe.svc:7070"}
+""",
+    cache_tokens=128 * 4_989,
+    max_requests=128,
+    max_step_tokens=128,
+    host_gib=(16, 32),
+)
+
 _RELEASES: Mapping[UnitName, _Release] = {
     UnitName.PREFILL_EP32: _Release(
         head=f"""\
@@ -125,20 +145,8 @@ policy: # of both pools: the other release uses this one's balancer
         max_step_tokens=1024,
         host_gib=(32, 64),
     ),
-    # DeepSeek's decode: 128 requests of 4,989 tokens on average.
-    UnitName.DECODE_EP144: _Release(
-        head="""\
-pool: writers
-phase: decode
-peerPools: [readers]
-prefillPool: readers
-balancer: {enabled: false, externalAddress: "readers-equipoise-balancer.moe.svc:7070"}
-""",
-        cache_tokens=128 * 4_989,
-        max_requests=128,
-        max_step_tokens=128,
-        host_gib=(16, 32),
-    ),
+    UnitName.DECODE_EP144: _DECODE,
+    UnitName.DECODE_EP320: _DECODE,
 }
 
 

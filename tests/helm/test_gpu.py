@@ -154,8 +154,8 @@ def test_the_values_of_units_are_those_of_planning():
         assert file in READY
 
 
-@pytest.mark.parametrize("name", [UnitName.PREFILL_EP32, UnitName.DECODE_EP144])
-def test_a_release_of_a_unit_has_its_ranks_slots_and_algorithm(name):
+@pytest.mark.parametrize("name", UnitName)
+def test_a_release_of_a_unit_has_its_ranks_and_slots(name):
     values = yaml.safe_load((CHART / f"values-deepseek-v3-{name}.yaml").read_text())
     flags, unit = flags_of(values), UNITS[name]
     assert (int(flags["num-ranks"]), int(flags["slots-per-rank"])) == (
@@ -166,10 +166,11 @@ def test_a_release_of_a_unit_has_its_ranks_slots_and_algorithm(name):
     assert flags["phase"] == phase
 
 
-def test_the_releases_of_both_units_share_a_balancer_with_the_policy_of_both():
+@pytest.mark.parametrize("decode", [UnitName.DECODE_EP144, UnitName.DECODE_EP320])
+def test_the_releases_of_two_units_share_a_balancer_with_the_policy_of_both(decode):
     readers, writers = (
         yaml.safe_load((CHART / f"values-deepseek-v3-{name}.yaml").read_text())
-        for name in (UnitName.PREFILL_EP32, UnitName.DECODE_EP144)
+        for name in (UnitName.PREFILL_EP32, decode)
     )
     (policy,) = [
         one["data"]["policy.yaml"]
@@ -178,7 +179,7 @@ def test_the_releases_of_both_units_share_a_balancer_with_the_policy_of_both():
     ]
     book = PolicyBook(Policy())
     assert book.offer(policy, source="policy.yaml", now=0.0), book.latest_rejection
-    for values, name in ((readers, UnitName.PREFILL_EP32), (writers, UnitName.DECODE_EP144)):
+    for values, name in ((readers, UnitName.PREFILL_EP32), (writers, decode)):
         found = book.of(values["pool"], Phase(values["phase"])).values
         unit = UNITS[name]
         assert (found.algorithm, found.interval_s) == (unit.algorithm, unit.interval_s)
@@ -187,6 +188,18 @@ def test_the_releases_of_both_units_share_a_balancer_with_the_policy_of_both():
     )
     assert (readers["peerPools"], writers["peerPools"]) == ([writers["pool"]], [readers["pool"]])
     assert writers["prefillPool"] == readers["pool"]
+
+
+@pytest.mark.parametrize("name", UnitName)
+def test_the_experts_of_a_unit_take_the_bytes_in_the_docs(name, explained):
+    values = yaml.safe_load((CHART / f"values-deepseek-v3-{name}.yaml").read_text())
+    _, plan = explained(values)
+    (experts,) = [term["num_bytes"] for term in plan["terms"] if term["name"] == "experts"]
+    (row,) = [
+        line for line in (ROOT / "docs/planning.md").read_text().splitlines()
+        if line.startswith(f"| `{name}`")
+    ]  # fmt: skip
+    assert f"| {experts / 1e9:.1f} GB" in row
 
 
 def test_a_gpu_switches_to_fp8_and_nothing_else_does():
