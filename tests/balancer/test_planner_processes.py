@@ -19,6 +19,7 @@ from equipoise.planning.load import Shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
+from tests.support.forked_commands import forked_planners
 
 WAIT_S = 60.0
 
@@ -41,7 +42,14 @@ def request_of_four_ranks():
 
 
 @pytest.fixture
-def children():
+def forked():
+    """Fork the processes that plan, for most tests: executing one takes two seconds of CPU."""
+    with forked_planners():
+        yield
+
+
+@pytest.fixture
+def children(forked):
     """List the processes that a test started, including ended ones that were not waited for."""
     before = set(all_children())
     return lambda: [pid for pid in all_children() if pid not in before]
@@ -77,16 +85,21 @@ def all_children():
     return sorted(map(int, " ".join(lists).split()))
 
 
-async def test_a_process_plans_as_this_one_would(planner, request_of_four_ranks, children):
+async def test_a_process_plans_as_this_one_would(request_of_four_ranks):
     expected = propose(request_of_four_ranks)
-    made = await made_by(planner, request_of_four_ranks)
+    async with PlannerProcesses() as planner:
+        made = await made_by(planner, request_of_four_ranks)
     assert made.request is request_of_four_ranks
     assert made.verdict == expected.verdict
     assert made.verdict.accepted
     np.testing.assert_array_equal(made.plan.expert_of_slot, expected.plan.expert_of_slot)
     assert [wave.digest for wave in made.waves] == [wave.digest for wave in expected.waves]
+
+
+async def test_a_process_that_is_idle_is_used_again(planner, request_of_four_ranks, children):
+    await made_by(planner, request_of_four_ranks)
     await made_by(planner, request_of_four_ranks, pool="another")
-    assert len(children()) == 1, "one that is idle is used again"
+    assert len(children()) == 1
 
 
 async def test_what_the_planner_raises_is_raised_here_and_harms_no_other_plan(
@@ -281,10 +294,11 @@ async def test_one_that_is_not_ready_in_time_is_ended(
     assert (await made_by(planner, request_of_four_ranks)).verdict.accepted
 
 
-async def test_one_that_cannot_start_is_reported(planner, monkeypatch, capfd):
+async def test_one_that_cannot_start_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(process_module, "PROGRAM", "equipoise.balancer.no_planner")
-    with pytest.raises(PlannerDiedError, match="exited with status 1"):
-        await planner.start()
+    async with PlannerProcesses() as planner:
+        with pytest.raises(PlannerDiedError, match="exited with status 1"):
+            await planner.start()
     assert "no_planner" in capfd.readouterr().err
 
 

@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import os
+import signal
 
+import psutil
 import pytest
 
-from equipoise.cli.demo.fleet import Fleet, FleetError
-from tests.support.forked_commands import ForkedFleet
+from equipoise.balancer.planner.__main__ import NICENESS
+from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
+from tests.support.forked_commands import ForkedFleet, is_planner
 
 pytestmark = pytest.mark.e2e
 
@@ -42,6 +46,23 @@ async def seen_in(fleet_class, folder):
         with pytest.raises(FleetError) as end:
             await fleet.watch()
     return json.loads(log.read_text().splitlines()[0]), str(end.value)
+
+
+async def test_a_forked_balancer_plans_in_forked_processes(tmp_path):
+    address = free_address("127.0.0.1:0")
+    async with ForkedFleet(tmp_path) as fleet, asyncio.timeout(120.0):
+        store = tmp_path / "state.sqlite"
+        await fleet.start("balancer", ["balancer", f"--listen={address}", f"--store={store}"])
+        await fleet.until_serving("balancer", address, timeout_s=120.0)
+        balancer = psutil.Process(fleet.pid("balancer"))
+        while not (planners := [one for one in balancer.children() if is_planner(one)]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        (planner,) = planners
+        while planner.nice() != balancer.nice() + NICENESS:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert os.getpgid(planner.pid) == planner.pid
+        assert await fleet.stop("balancer", with_signal=signal.SIGKILL) == -signal.SIGKILL
+        await asyncio.to_thread(planner.wait, 60.0)
 
 
 async def test_a_forked_process_sees_what_an_executed_one_sees(tmp_path, monkeypatch):

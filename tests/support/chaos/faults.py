@@ -11,12 +11,12 @@ import grpc
 import psutil
 import redis.asyncio
 
-from equipoise.balancer.planner.process import PROGRAM
 from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
 from tests.support.chaos.arena import WORKERS, Arena
 from tests.support.chaos.plan import Fault, Kind
+from tests.support.forked_commands import is_planner
 
 _HOUR_S = 3600
 _LIMIT_BOUND_S = 60.0
@@ -83,7 +83,7 @@ async def _planners(arena: Arena) -> list[psutil.Process]:
     """The processes in which the leader plans now; it may be gone meanwhile."""
     with suppress(psutil.NoSuchProcess):
         children = psutil.Process(arena.fleet.pid(await arena.leader())).children(recursive=True)
-        return [child for child in children if PROGRAM in child.cmdline()]
+        return [child for child in children if is_planner(child)]
     return []
 
 

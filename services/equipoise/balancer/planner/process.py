@@ -30,6 +30,21 @@ _BUFFER_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
 
+def execute(connection: int) -> "subprocess.Popen[bytes]":
+    """Start a process that plans for the other end of `connection`, a file descriptor.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    return subprocess.Popen(
+        # -P: nothing is imported from the folder where the balancer was started.
+        [sys.executable, "-P", "-m", PROGRAM, str(connection)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[connection],
+        process_group=0,  # Ctrl-C in a terminal is for the balancer, which ends this one.
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanningJob:
     """A requested plan; `begins` is called when a process starts it."""
@@ -63,14 +78,7 @@ class PlannerProcess:
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as opened:
             opened.push(ours)
-            # -P: nothing is imported from the folder where the balancer was started.
-            command = [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C in a terminal is for the balancer, which ends this one.
-            )
+            self._process = execute(theirs.fileno())
             opened.pop_all()
         self._early: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
