@@ -138,7 +138,7 @@ fuzz: $(STAMP)  ## Send every field of every message at its limits, then a milli
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 
 simulate: $(STAMP)  ## Play 10,000 schedules of faults on a simulated fleet (ARGS="--hours 8"; --help lists all)
-	PYTHONPATH=. $(BIN)/python -m tests.simulation $(or $(ARGS),--schedules 10000)
+	PYTHONHASHSEED=0 PYTHONPATH=. $(BIN)/python -m tests.simulation $(or $(ARGS),--schedules 10000)
 
 model-check: $(STAMP)  ## Explore the models of leases, epochs and rollouts further than the tests do
 	EQUIPOISE_MODEL_STATES=2000000 EQUIPOISE_MODEL_DEPTH=4 $(BIN)/python -m pytest -o timeout=0 tests/model_checking $(ARGS)

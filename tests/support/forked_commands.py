@@ -249,12 +249,12 @@ def _run(command):
     if command is None:
         return
     if command[0] == "-m":
-        module, *arguments = command[1:]
-        if module == planner_process.PROGRAM:
-            module = _PLANNER
+        name, *arguments = command[1:]
+        if name == planner_process.PROGRAM:
             _prctl(_PR_SET_NAME, _PLANNER_NAME.encode())
-        sys.argv = [sys.modules[module].__file__, *arguments]
-        sys.modules[module].main()
+        module = sys.modules.get(f"{name}.__main__") or sys.modules[name]
+        sys.argv = [module.__file__, *arguments]
+        sys.exit(module.main())
     else:
         sys.argv = [*command]
         runpy.run_path(command[0], run_name="__main__")
