@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from equipoise.cli.demo.traffic import Prompt
+from equipoise_api.v1 import status_pb2 as pb
+from tests.support.chaos.arena import unused
 from tests.support.chaos.checks import CHECKS, NEXT_TOKEN_BOUND_S, violations
 from tests.support.chaos.clients import Clients
 from tests.support.chaos.history import Answer, History, StepSeen
@@ -24,8 +26,9 @@ def well() -> History:
             StepSeen(1, 5, 2, "worker-1"),
             StepSeen(1, 6, 3, "worker-0"),
             StepSeen(2, 1, 2, "worker-0"),  # Another epoch counts its steps from 0.
+            StepSeen(1, 6, 1, "worker-2", "writers"),  # And another pool its generations.
         ],
-        layouts={2: {11}, 3: {12}},
+        layouts={("default", 2): {11}, ("default", 3): {12}, ("writers", 2): {12}},
     )
 
 
@@ -42,7 +45,7 @@ PLANTED = {
         StepSeen(1, 6, 2, "worker-1")
     ),
     "a generation went back": lambda history: history.steps.append(StepSeen(1, 7, 2, "worker-0")),
-    "a generation was reused": lambda history: history.layouts[3].add(13),
+    "a generation was reused": lambda history: history.layouts["default", 3].add(13),
     "a wait beyond its bound": lambda history: history.overdue.append("not whole within 60 s"),
     "an expert without a verified copy": lambda history: history.unverified.append("expert 3"),
     "a process died by itself": lambda history: history.died.append("worker-1 ended"),
@@ -71,6 +74,38 @@ def test_a_client_that_waited_too_long_was_not_served_in_time():
     history = well()
     history.answers.append(replace(WHOLE, longest_wait_s=NEXT_TOKEN_BOUND_S + 1))
     assert [violation.what for violation in violations(history)] == ["a wait beyond its bound"]
+
+
+def test_a_held_block_is_in_use_and_a_cached_one_is_not():
+    idle, held = pb.RankStatus(cache_tokens=640), pb.RankStatus(cache_tokens_used=16)
+    assert unused(pb.PoolStatus(ranks=[idle]))
+    assert not unused(pb.PoolStatus(ranks=[idle, held]))
+    assert not unused(pb.PoolStatus(ranks=[idle, pb.RankStatus(queued_requests=1)]))
+
+
+async def test_clients_rest_once_their_requests_have_ended(monkeypatch):
+    history, asked, answered = History(), asyncio.Event(), asyncio.Event()
+    clients = Clients("nowhere", answers={PROMPT: ()}, history=history)
+
+    async def ask(http, prompt):
+        asked.set()
+        await answered.wait()
+        await asyncio.sleep(0.01)
+        return WHOLE
+
+    monkeypatch.setattr(clients, "_ask", ask)
+    running = asyncio.create_task(clients.run(1))
+    await asked.wait()
+    asyncio.get_running_loop().call_later(0.2, answered.set)
+    async with clients.resting():
+        assert answered.is_set()
+        asked.clear()
+        await asyncio.sleep(0.3)
+        assert not asked.is_set()
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_clients_that_receive_tokens_slowly_are_waited_for():

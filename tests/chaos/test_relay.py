@@ -35,6 +35,14 @@ class OneRank(worker_pb2_grpc.ExpertTransferServicer, worker_pb2_grpc.InferenceS
         yield worker_pb2.GenerateResponse(tokens=[5], generation=3, step=9, epoch=2)
 
 
+class Latents(worker_pb2_grpc.LatentTransferServicer):
+    """Has two blocks."""
+
+    async def Fetch(self, request, context):  # noqa: N802
+        for index in range(2):
+            yield worker_pb2.LatentTransferFetchResponse(index=index, data=b"\0" * 64, checksum=7)
+
+
 @pytest.fixture
 async def relayed():
     """A relay, a channel to it, and what it observed."""
@@ -43,6 +51,7 @@ async def relayed():
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(Echo(), server)
     worker_pb2_grpc.add_ExpertTransferServicer_to_server(rank, server)
     worker_pb2_grpc.add_InferenceServicer_to_server(rank, server)
+    worker_pb2_grpc.add_LatentTransferServicer_to_server(Latents(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     observed = []
@@ -139,6 +148,51 @@ async def test_one_bit_of_an_expert_is_flipped_and_rejections_pass(relayed):
         _ = [piece async for piece in stub.Fetch(worker_pb2.FetchRequest(expert=1))]
     assert rejection.value.code() is grpc.StatusCode.NOT_FOUND
     assert rejection.value.details() == "not here"
+
+
+async def latents(channel):
+    stub = worker_pb2_grpc.LatentTransferStub(channel)
+    return [one async for one in stub.Fetch(worker_pb2.LatentTransferFetchRequest())]
+
+
+async def test_latents_pass_and_are_counted(relayed):
+    relay, channel, _ = relayed
+    relay.weather.corrupted = 1.0  # Of experts only.
+    assert [(one.index, one.data, one.checksum) for one in await latents(channel)] == [
+        (0, b"\0" * 64, 7),
+        (1, b"\0" * 64, 7),
+    ]
+    assert (relay.num_latents, relay.num_fetching) == (2, 0)
+
+
+async def test_one_bit_of_latents_is_flipped(relayed):
+    relay, channel, _ = relayed
+    relay.weather.latents_corrupted = 1.0
+    found = await latents(channel)
+    assert [(one.index, one.checksum) for one in found] == [(0, 7), (1, 7)]
+    assert [sum(byte.bit_count() for byte in one.data) for one in found] == [1, 1]
+
+
+async def test_a_fetch_of_latents_is_cut(relayed):
+    relay, channel, _ = relayed
+    relay.weather.latents_cut = 1.0
+    with pytest.raises(grpc.aio.AioRpcError) as cut:
+        await latents(channel)
+    assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert relay.num_latents == 0
+
+
+async def test_latents_stall_until_the_fault_ends(relayed):
+    relay, channel, _ = relayed
+    relay.weather.latents_stalled = True
+    fetching = asyncio.create_task(latents(channel))
+    async with asyncio.timeout(WAIT_S):
+        while not relay.num_fetching:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert relay.num_latents == 0
+    relay.clear()
+    assert len(await fetching) == 2
+    assert relay.num_fetching == 0
 
 
 async def test_tokens_are_recorded_with_their_step(relayed):

@@ -47,7 +47,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=20, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first; the next has one more")
     parser.add_argument(
-        "--ground", type=Ground, choices=list(Ground), help="redis or sqlite; both in turn if not"
+        "--ground", type=Ground, choices=list(Ground), help="(default: all, in turn)"
     )
     parser.add_argument("--folder", type=Path, help="where processes write (default: a new one)")
     parser.add_argument("--json", type=Path, help="file for the results, as they come")
@@ -118,9 +118,10 @@ def _shares(options: argparse.Namespace) -> dict[Ground, list[int]]:
     if options.ground:
         return {options.ground: list(seeds)}
     # One in four on SQLite: it has fewer ways to fail.
+    grounds = (Ground.SQLITE, Ground.REDIS, Ground.POOLS, Ground.REDIS)
     return {
-        Ground.REDIS: [seed for seed in seeds if seed % 4],
-        Ground.SQLITE: [seed for seed in seeds if not seed % 4],
+        ground: [seed for seed in seeds if grounds[seed % len(grounds)] is ground]
+        for ground in Ground
     }
 
 
@@ -134,6 +135,7 @@ def _line(result: Result) -> str:
         f"{outcome} seed {result.run.seed} {result.run.ground}: {faults}; "
         f"{result.num_answers} answers, {result.num_rejected} turned away, longest pause "
         f"{result.longest_pause_s:.1f} s, {result.took_s:.0f} s"
+        + (f", {result.num_latents} messages of latents" if result.num_latents else "")
         + "".join(f", {name} after {took_s:.1f} s" for name, took_s in result.waits_s.items())
     )
 

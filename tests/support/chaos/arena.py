@@ -1,8 +1,8 @@
 """`Arena`: the whole fleet as processes on this machine, with a relay in front of each.
 
-Redis or a file, one or two balancers, four workers of the tiny model, a gateway. Workers and
-balancers are known to each other by 127.0.0.2 only, where the relays listen; what checks the fleet
-asks at 127.0.0.1, where the processes do.
+Redis or a file, one or two balancers, four workers of the tiny model in one or two pools, a
+gateway. Workers and balancers are known to each other by 127.0.0.2 only, where the relays listen;
+what checks the fleet asks at 127.0.0.1, where the processes do.
 """
 
 import asyncio
@@ -42,7 +42,22 @@ from tests.support.forked_commands import ForkedFleet
 from tests.support.redis_server import RedisServer
 
 WORKERS = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
+DEFAULT, READERS, WRITERS = "default", "readers", "writers"
+WORKERS_OF: Mapping[str, tuple[str, ...]] = {
+    DEFAULT: WORKERS,
+    READERS: WORKERS[:2],
+    WRITERS: WORKERS[2:],
+}
+"""The workers of each pool that an arena may have."""
+
 SLOTS_PER_RANK = 12
+SLOTS_PER_RANK_OF_TWO = 32
+"""Every expert, so that the other rank serves alone when one is gone."""
+
+CACHE_TOKENS = 640
+"""Of a rank in one of two pools: few, so that most prompts have to be handed over again."""
+
+HOLD_S = 5.0
 NUM_CLIENTS = 6
 START_BOUND_S = 180.0
 ORDER_BOUND_S = 30.0
@@ -68,6 +83,7 @@ class Arena:
         self.ground = ground
         self.history = History()
         self.fleet = ForkedFleet(folder)
+        self.pools = (READERS, WRITERS) if ground is Ground.POOLS else (DEFAULT,)
         self.redis = RedisServer(folder / "redis") if ground is Ground.REDIS else None
         self.balancers = ("balancer-0", "balancer-1") if self.redis else ("balancer-0",)
         self.clock_file = folder / "clock"
@@ -137,64 +153,78 @@ class Arena:
     async def leader(self) -> str:
         """The balancer that leads as it says itself; the first one if none does."""
         for name in self.balancers:
-            if await self._status(name) is not None:
+            if await self._status(name, self.pools[0]) is not None:
                 return name
         return self.balancers[0]
 
-    async def status(self) -> pb.PoolStatus | None:
-        """Return the pool's status from the leader; None without a leader or a pool."""
-        for name in self.balancers:
-            if (status := await self._status(name)) is not None:
-                return status
-        return None
+    def pool_of(self, worker: str) -> str:
+        """The pool of a worker."""
+        return next(pool for pool in self.pools if worker in WORKERS_OF[pool])
 
-    async def until(self, condition: Condition, *, bound_s: float) -> pb.PoolStatus:
-        """The first status of a leader for which the condition holds.
+    @property
+    def num_latents(self) -> int:
+        """Messages with latents that ranks have fetched from each other."""
+        return sum(relay.num_latents for relay in self.relays.values())
+
+    async def statuses(self) -> list[pb.PoolStatus]:
+        """Return each pool's status from the leader; none without a leader or one of the pools."""
+        for name in self.balancers:
+            found = [await self._status(name, pool) for pool in self.pools]
+            if all(status is not None for status in found):
+                return [status for status in found if status is not None]
+        return []
+
+    async def until(self, condition: Condition, *, bound_s: float) -> list[pb.PoolStatus]:
+        """The first statuses of a leader for which the condition holds in every pool.
 
         Raises:
             TimeoutError: there was none within the bound; says what there was.
             FleetError: a process ended by itself.
         """
         deadline_s = time.monotonic() + bound_s
-        status = None
+        found: list[pb.PoolStatus] = []
         while time.monotonic() < deadline_s:
-            status = await self.status()
-            if status is not None and condition(status):
-                return status
+            found = await self.statuses()
+            if found and all(condition(status) for status in found):
+                return found
             self.check_alive()
             await asyncio.sleep(_POLL_S)
-        raise TimeoutError(_describe(status))
+        raise TimeoutError(_describe(found))
 
     def check_alive(self) -> None:
         """Raise FleetError if a process exited unexpectedly."""
         self.fleet.check()
 
-    async def note_layout(self) -> None:
-        """Tell the history which layout is committed."""
-        response = await self._committed()
-        layout = response.layout
-        digest = hash((layout.expert_of_slot, layout.share_of_slot))
-        self.history.layouts.setdefault(layout.generation, set()).add(digest)
+    async def note_layouts(self) -> None:
+        """Tell the history which layouts are committed."""
+        for pool in self.pools:
+            layout = (await self._committed(pool)).layout
+            digest = hash((layout.expert_of_slot, layout.share_of_slot))
+            self.history.layouts.setdefault((pool, layout.generation), set()).add(digest)
 
     async def verify_experts(self) -> None:
-        """Fetch what every slot of the committed layout holds, and yield what is wrong.
+        """Fetch what every slot of the committed layouts holds, and note what is wrong.
 
-        The pool is paused meanwhile: it would balance faster than a busy machine checks.
+        A pool is paused meanwhile: it would balance faster than a busy machine checks.
         """
-        await self._order("Pause", admin_pb2.PauseRequest(reason="experts are looked at"))
-        try:
-            await self._verify()
-        finally:
-            await self._order("Resume", admin_pb2.ResumeRequest(reason="experts were looked at"))
-
-    async def _verify(self) -> None:
-        for _ in range(_MAX_VERIFICATIONS):
-            status = await self.until(whole, bound_s=START_BOUND_S)
+        for pool in self.pools:
+            pause = admin_pb2.PauseRequest(pool=pool, reason="experts are looked at")
+            await self._order("Pause", pause)
             try:
-                layout = (await self._committed()).layout
+                await self._verify(pool)
+            finally:
+                resume = admin_pb2.ResumeRequest(pool=pool, reason="experts were looked at")
+                await self._order("Resume", resume)
+
+    async def _verify(self, pool: str) -> None:
+        for _ in range(_MAX_VERIFICATIONS):
+            found = await self.until(whole, bound_s=START_BOUND_S)
+            status = next(one for one in found if one.pool == pool)
+            try:
+                layout = (await self._committed(pool)).layout
                 unverified = [one async for one in self._unverified(layout, status)]
                 await self.until(whole, bound_s=START_BOUND_S)
-                stayed = (await self._committed()).layout.generation == layout.generation
+                stayed = (await self._committed(pool)).layout.generation == layout.generation
             except grpc.aio.AioRpcError:
                 continue  # Another balancer leads by now.
             if stayed:
@@ -244,13 +274,13 @@ class Arena:
                     return
                 await asyncio.sleep(_POLL_S)
 
-    async def _committed(self) -> pb.GetLayoutResponse:
+    async def _committed(self, pool: str) -> pb.GetLayoutResponse:
         stub = status_pb2_grpc.StatusStub(self._channels[await self.leader()])
-        return await stub.GetLayout(pb.GetLayoutRequest(), timeout=5.0)
+        return await stub.GetLayout(pb.GetLayoutRequest(pool=pool), timeout=5.0)
 
-    async def _status(self, name: str) -> pb.PoolStatus | None:
+    async def _status(self, name: str, pool: str) -> pb.PoolStatus | None:
         stub = status_pb2_grpc.StatusStub(self._channels[name])
-        call = stub.GetStatus(pb.GetStatusRequest(), timeout=2.0)
+        call = stub.GetStatus(pb.GetStatusRequest(pool=pool), timeout=2.0)
         with suppress(grpc.aio.AioRpcError):
             response = await call
             # A follower answers too, and says who leads.
@@ -261,9 +291,8 @@ class Arena:
     def _observer(self, name: str) -> Callable[[worker_pb2.GenerateResponse], None]:
         def observe(response: worker_pb2.GenerateResponse) -> None:
             if response.tokens:
-                self.history.steps.append(
-                    StepSeen(response.epoch, response.step, response.generation, name)
-                )
+                at = response.epoch, response.step, response.generation
+                self.history.steps.append(StepSeen(*at, name, self.pool_of(name)))
 
         return observe
 
@@ -278,12 +307,26 @@ class Arena:
         if name in WORKERS:
             return [
                 "worker", f"--listen={self._near(name)}", f"--advertise-host={_FAR}",
-                f"--balancer={addresses}", f"--worker={name}", f"--num-ranks={NUM_WORKERS}",
-                f"--slots-per-rank={SLOTS_PER_RANK}",
+                f"--balancer={addresses}", f"--worker={name}",
                 f"--rendezvous-port={self._ports[_rendezvous(name)]}",
-                f"--node=node-{int(name[-1]) // 2}",
+                f"--node=node-{int(name[-1]) // 2}", *self._pool_arguments(name),
             ]  # fmt: skip
-        return ["gateway", f"--listen={self._near(name)}", f"--balancer={addresses}"]
+        pools = (
+            () if self.pools == (DEFAULT,) else (f"--pool={WRITERS}", f"--prefill-pool={READERS}")
+        )
+        return ["gateway", f"--listen={self._near(name)}", f"--balancer={addresses}", *pools]
+
+    def _pool_arguments(self, worker: str) -> list[str]:
+        """A worker's pool and its size."""
+        pool = self.pool_of(worker)
+        if pool == DEFAULT:
+            return [f"--num-ranks={NUM_WORKERS}", f"--slots-per-rank={SLOTS_PER_RANK}"]
+        phase, peer = ("prefill", WRITERS) if pool == READERS else ("decode", READERS)
+        return [
+            f"--pool={pool}", f"--phase={phase}", f"--peer-pools={peer}",
+            f"--num-ranks={len(WORKERS_OF[pool])}", f"--slots-per-rank={SLOTS_PER_RANK_OF_TWO}",
+            f"--cache-tokens={CACHE_TOKENS}", f"--hold-s={HOLD_S:g}",
+        ]  # fmt: skip
 
     def _near(self, name: str) -> str:
         return f"{_NEAR}:{self._ports[name]}"
@@ -293,11 +336,19 @@ class Arena:
 
 
 def whole(status: pb.PoolStatus) -> bool:
-    """All workers are ranks that serve, and nothing is rolled out."""
+    """All workers of a pool are ranks that serve, and nothing is rolled out."""
     return (
         status.health == pb.POOL_HEALTH_SERVING
-        and {rank.worker for rank in status.ranks} == set(WORKERS)
+        and {rank.worker for rank in status.ranks} == set(WORKERS_OF[status.pool])
         and not status.HasField("rollout")
+    )
+
+
+def unused(status: pb.PoolStatus) -> bool:
+    """No rank of a pool has a request, or a block of its cache in use."""
+    return not any(
+        rank.active_requests or rank.queued_requests or rank.cache_tokens_used
+        for rank in status.ranks
     )
 
 
@@ -330,15 +381,19 @@ def _checksums() -> dict[tuple[int, int], bytes]:
     }
 
 
-def _describe(status: pb.PoolStatus | None) -> str:
-    if status is None:
-        return "no balancer led, or it knew no pool"
-    ranks = ", ".join(f"{rank.worker} {rank.state}" for rank in status.ranks)
+def _describe(statuses: Sequence[pb.PoolStatus]) -> str:
+    return "; ".join(map(_described, statuses)) or "no balancer led, or it lacked a pool"
+
+
+def _described(status: pb.PoolStatus) -> str:
+    ranks = ", ".join(
+        f"{rank.worker} {rank.state} ({rank.cache_tokens_used} tokens)" for rank in status.ranks
+    )
     rollout = f", rollout {status.rollout.state}" if status.HasField("rollout") else ""
     return (
-        f"health {pb.PoolHealth.Name(status.health)} ({status.health_reason}), epoch "
-        f"{status.epoch}, generation {status.generation}{rollout}, ranks: {ranks}"
+        f"pool {status.pool}: health {pb.PoolHealth.Name(status.health)} ({status.health_reason}), "
+        f"epoch {status.epoch}, generation {status.generation}{rollout}, ranks: {ranks}"
     )
 
 
-__all__ = ["WORKERS", "Arena", "FleetError", "whole"]
+__all__ = ["WORKERS", "Arena", "FleetError", "unused", "whole"]

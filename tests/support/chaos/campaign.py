@@ -12,7 +12,7 @@ from equipoise.cli.demo.traffic import Prompt, prompts_of
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_model.train.data import heldout_prompts
-from tests.support.chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, whole
+from tests.support.chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, unused, whole
 from tests.support.chaos.checks import NEXT_TOKEN_BOUND_S, Violation, violations
 from tests.support.chaos.faults import suffer
 from tests.support.chaos.history import History
@@ -23,6 +23,9 @@ WHOLE_BOUND_S = 60.0
 
 BALANCED_BOUND_S = 60.0
 """The busiest rank carries at most `BALANCED` times the mean again this long after that."""
+
+UNUSED_BOUND_S = 30.0
+"""No rank has a block of its cache in use, holds included, this long after the last request."""
 
 BALANCED = 1.3
 RUNS_PER_ARENA = 10
@@ -35,7 +38,8 @@ PROMPTS_PER_DOMAIN = 8
 class Result:
     """A run and what came of it; `longest_pause_s` is the longest time without any token.
 
-    `waits_s` is how long each condition took to recover after the faults.
+    `waits_s` is how long each condition took to recover after the faults. `num_latents` are
+    messages with latents that ranks fetched from each other.
     """
 
     run: Run
@@ -45,6 +49,7 @@ class Result:
     longest_pause_s: float
     took_s: float
     waits_s: Mapping[str, float] = field(default_factory=dict)
+    num_latents: int = 0
 
 
 def undisturbed_answers() -> dict[Prompt, tuple[int, ...]]:
@@ -86,7 +91,7 @@ async def results(
 async def perform(arena: Arena, run: Run) -> Result:
     """Perform a run on a healthy fleet."""
     history = arena.history = arena.clients.history = History()
-    began_s = time.monotonic()
+    began_s, latents_before = time.monotonic(), arena.num_latents
     arena.clients.shift_to(run.domain)
     noting = asyncio.create_task(_note_layouts(arena))
     try:
@@ -110,6 +115,7 @@ async def perform(arena: Arena, run: Run) -> Result:
         ),
         took_s=time.monotonic() - began_s,
         waits_s=dict(history.waits),
+        num_latents=arena.num_latents - latents_before,
     )
 
 
@@ -122,15 +128,20 @@ async def _recovered(arena: Arena) -> None:
     """Wait for everything that must be well again, each with its bound."""
     if not await _within(arena, "whole again", whole, bound_s=WHOLE_BOUND_S):
         return
-    last_window = (await arena.until(lambda _: True, bound_s=10.0)).windows_closed
+    found = await arena.until(lambda _: True, bound_s=10.0)
+    last_window = {status.pool: status.windows_closed for status in found}
+    was_balanced: set[str] = set()
 
     def balanced(status: pb.PoolStatus) -> bool:
-        return (
-            status.windows_closed > last_window
-            and bool(status.windows)
+        """Pools need not be balanced in the same window."""
+        if (
+            status.windows_closed > last_window[status.pool]
+            and status.windows
             and 0 < status.windows[-1].max_over_mean <= BALANCED
             and whole(status)
-        )
+        ):
+            was_balanced.add(status.pool)
+        return status.pool in was_balanced
 
     if not await _within(arena, "balanced again", balanced, bound_s=BALANCED_BOUND_S):
         return
@@ -145,6 +156,9 @@ async def _recovered(arena: Arena) -> None:
         await arena.verify_experts()
     except TimeoutError as error:
         arena.history.overdue.append(f"experts could not be looked at: {error}")
+        return
+    async with arena.clients.resting():
+        await _within(arena, "unused", unused, bound_s=UNUSED_BOUND_S)
 
 
 async def _within(arena: Arena, name: str, condition: Condition, *, bound_s: float) -> bool:
@@ -159,10 +173,10 @@ async def _within(arena: Arena, name: str, condition: Condition, *, bound_s: flo
 
 
 async def _note_layouts(arena: Arena) -> None:
-    """See which layout each generation is, as long as the run lasts."""
+    """See which layout each generation of a pool is, as long as the run lasts."""
     while True:
         try:
-            await arena.note_layout()
+            await arena.note_layouts()
         except Exception:  # noqa: BLE001 - there is no leader now, or nothing is committed
             await asyncio.sleep(0.2)
         await asyncio.sleep(0.2)

@@ -59,32 +59,36 @@ def requests_lost(history: History) -> Iterator[str]:
 
 def two_generations_in_a_step(history: History) -> Iterator[str]:
     """All ranks of an epoch use one generation in a step."""
-    by_step: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+    by_step: dict[tuple[str, int, int], dict[int, str]] = defaultdict(dict)
     for seen in history.steps:
-        by_step[seen.epoch, seen.step].setdefault(seen.generation, seen.worker)
-    for (epoch, step), workers in by_step.items():
+        by_step[seen.pool, seen.epoch, seen.step].setdefault(seen.generation, seen.worker)
+    for (pool, epoch, step), workers in by_step.items():
         if len(workers) > 1:
-            yield f"epoch {epoch}, step {step} ran in generations {dict(sorted(workers.items()))}"
+            yield (
+                f"pool {pool}, epoch {epoch}, step {step} ran in generations "
+                f"{dict(sorted(workers.items()))}"
+            )
 
 
 def generations_go_back(history: History) -> Iterator[str]:
     """Within an epoch a later step never has a lower generation."""
-    latest: dict[int, tuple[int, int]] = {}
+    latest: dict[tuple[str, int], tuple[int, int]] = {}
     for seen in sorted(history.steps):
-        step, generation = latest.get(seen.epoch, (0, 0))
+        epoch = seen.pool, seen.epoch
+        step, generation = latest.get(epoch, (0, 0))
         if seen.step > step and seen.generation < generation:
             yield (
-                f"epoch {seen.epoch}: step {step} ran in generation {generation}, step {seen.step} "
-                f"in {seen.generation}"
+                f"pool {seen.pool}, epoch {seen.epoch}: step {step} ran in generation "
+                f"{generation}, step {seen.step} in {seen.generation}"
             )
-        latest[seen.epoch] = (seen.step, max(generation, seen.generation))
+        latest[epoch] = (seen.step, max(generation, seen.generation))
 
 
 def generations_reused(history: History) -> Iterator[str]:
     """A generation is one layout for ever."""
-    for generation, layouts in history.layouts.items():
+    for (pool, generation), layouts in history.layouts.items():
         if len(layouts) > 1:
-            yield f"generation {generation} was {len(layouts)} layouts"
+            yield f"generation {generation} of pool {pool} was {len(layouts)} layouts"
 
 
 def waits_beyond_bounds(history: History) -> Iterator[str]:

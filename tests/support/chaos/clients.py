@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import httpx2
 
@@ -24,6 +25,9 @@ class Clients:
     ) -> None:
         self.history = history
         self.num_whole = 0
+        self._num_asking = 0
+        self._may_ask = asyncio.Event()
+        self._may_ask.set()
         self._gateway = gateway
         self._answers = answers
         self._of_domain = {
@@ -47,6 +51,17 @@ class Clients:
             for _ in range(num_clients):
                 clients.create_task(self._ask_on(http))
 
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Send no requests in the block, which begins when the open ones have ended."""
+        self._may_ask.clear()
+        try:
+            while self._num_asking:  # noqa: ASYNC110 - polled as `until_whole` polls
+                await asyncio.sleep(_POLL_S)
+            yield
+        finally:
+            self._may_ask.set()
+
     async def until_whole(self, more: int, *, timeout_s: float) -> None:
         """Wait until that many more requests have ended.
 
@@ -62,7 +77,12 @@ class Clients:
 
     async def _ask_on(self, http: httpx2.AsyncClient) -> None:
         while True:
-            answer = await self._ask(http, next(self._of_domain[self._domain]))
+            await self._may_ask.wait()
+            self._num_asking += 1
+            try:
+                answer = await self._ask(http, next(self._of_domain[self._domain]))
+            finally:
+                self._num_asking -= 1
             self.history.answers.append(answer)
             if answer.rejection or answer.breakage:
                 await asyncio.sleep(0.2)

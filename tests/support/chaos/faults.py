@@ -14,7 +14,7 @@ import redis.asyncio
 from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
-from tests.support.chaos.arena import WORKERS, Arena
+from tests.support.chaos.arena import READERS, WORKERS, WORKERS_OF, Arena
 from tests.support.chaos.plan import Fault, Kind
 from tests.support.forked_commands import is_planner
 
@@ -120,7 +120,7 @@ def _weather(**changes: float) -> Callable[[Arena, Fault], Awaitable[None]]:
 
 
 def _transfers(**changes: float) -> Callable[[Arena, Fault], Awaitable[None]]:
-    """Bad weather on what peers pull from all workers."""
+    """Bad weather on experts or latents that ranks fetch from all workers."""
 
     async def suffered(arena: Arena, fault: Fault) -> None:
         relays = [arena.relays[name] for name in WORKERS]
@@ -137,11 +137,30 @@ def _transfers(**changes: float) -> Callable[[Arena, Fault], Awaitable[None]]:
     return suffered
 
 
+async def _fetch_killed(arena: Arena, fault: Fault) -> None:
+    """A rank of either pool dies while latents are on their way, if any are in time."""
+    relays = [arena.relays[name] for name in WORKERS_OF[READERS]]
+    for relay in relays:
+        relay.weather.latents_stalled = True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(fault.lasts_s):
+            while not any(relay.num_fetching for relay in relays):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    name = WORKERS[fault.victim]
+    if arena.running(name):
+        await arena.fleet.stop(name, with_signal=signal.SIGKILL)
+    for relay in relays:
+        relay.weather.latents_stalled = False
+    await asyncio.sleep(fault.lasts_s)
+    if not arena.running(name):
+        await arena.start(name)
+
+
 async def _stranger(arena: Arena, fault: Fault) -> None:
     """A process of another release claims to be one of the workers, or a new one."""
     rng = random.Random(fault.draw)
     hello = worker_link_pb2.Hello(
-        pool="default",
+        pool=arena.pool_of(WORKERS[fault.victim]),
         worker=rng.choice([WORKERS[fault.victim], "worker-9"]),
         boot_id="stranger",
         node="elsewhere",
@@ -283,4 +302,8 @@ SUFFER: dict[Kind, Callable[[Arena, Fault], Awaitable[None]]] = {
     Kind.REDIS_FULL: _redis_full,
     Kind.REDIS_EMPTIED: _redis_emptied,
     Kind.DISK_FULL: _disk_full,
+    Kind.LATENTS_CORRUPTED: _transfers(latents_corrupted=0.5),
+    Kind.LATENTS_STALL: _transfers(latents_stalled=True),
+    Kind.LATENTS_CUT: _transfers(latents_cut=0.5),
+    Kind.FETCH_KILLED: _fetch_killed,
 }

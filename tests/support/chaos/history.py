@@ -11,6 +11,7 @@ class StepSeen(NamedTuple):
     step: int
     generation: int
     worker: str
+    pool: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class History:
     answers: list[Answer] = field(default_factory=list)
     steps: list[StepSeen] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
-    layouts: dict[int, set[int]] = field(default_factory=dict)
-    """Hashes of the layouts that were seen under each committed generation."""
+    layouts: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    """Hashes of the layouts that were seen under each committed generation of a pool."""
     waits: dict[str, float] = field(default_factory=dict)
     """How long each condition took to hold again after the faults, seconds."""
     overdue: list[str] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """The faults of a run: drawn from a seed, replayable, data only."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,12 +10,14 @@ DOMAINS = ("code", "arithmetic", "english")
 
 
 class Ground(StrEnum):
-    """The two ways to run a control plane; each has faults that the other cannot have."""
+    """The ways to run a fleet; each has faults that the others cannot have."""
 
     REDIS = "redis"
     """Two balancers, one of them the leader, with state in Redis."""
     SQLITE = "sqlite"
     """One balancer and its state in a file."""
+    POOLS = "pools"
+    """The same with two pools: two workers read prompts, two generate."""
 
 
 class Kind(StrEnum):
@@ -45,16 +48,27 @@ class Kind(StrEnum):
     REDIS_FULL = "Redis full"
     REDIS_EMPTIED = "Redis restarted empty"
     DISK_FULL = "disk full"
+    LATENTS_CORRUPTED = "latent bytes corrupted"
+    LATENTS_STALL = "latents stall"
+    LATENTS_CUT = "fetches of latents cut"
+    FETCH_KILLED = "worker killed during a fetch of latents"
 
 
-_ONLY_REDIS = {
-    Kind.FOLLOWER_KILLED,
-    Kind.REDIS_KILLED,
-    Kind.REDIS_HANGS,
-    Kind.REDIS_FULL,
-    Kind.REDIS_EMPTIED,
+_ONLY: Mapping[Ground, frozenset[Kind]] = {
+    Ground.REDIS: frozenset(
+        {
+            Kind.FOLLOWER_KILLED,
+            Kind.REDIS_KILLED,
+            Kind.REDIS_HANGS,
+            Kind.REDIS_FULL,
+            Kind.REDIS_EMPTIED,
+        }
+    ),
+    Ground.SQLITE: frozenset({Kind.DISK_FULL}),
+    Ground.POOLS: frozenset(
+        {Kind.LATENTS_CORRUPTED, Kind.LATENTS_STALL, Kind.LATENTS_CUT, Kind.FETCH_KILLED}
+    ),
 }
-_ONLY_SQLITE = {Kind.DISK_FULL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,5 +131,5 @@ def plan_run(seed: int, *, ground: Ground, without: frozenset[Kind] = frozenset(
 
 def kinds_of(ground: Ground) -> tuple[Kind, ...]:
     """The kinds that a ground can have, in their order."""
-    foreign = _ONLY_SQLITE if ground is Ground.REDIS else _ONLY_REDIS
+    foreign = frozenset().union(*(kinds for other, kinds in _ONLY.items() if other is not ground))
     return tuple(kind for kind in Kind if kind not in foreign)

@@ -21,6 +21,7 @@ from equipoise_api.v1 import worker_link_pb2, worker_pb2
 _CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
 _GENERATE = "/equipoise_api.v1.Inference/Generate"
 _FETCH = "/equipoise_api.v1.ExpertTransfer/Fetch"
+_LATENTS = "/equipoise_api.v1.LatentTransfer/Fetch"
 
 PROMPT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -38,7 +39,7 @@ class Weather:
     """Faults of a link's messages; probabilities are per message and direction.
 
     `parted` holds back everything until it is over, as a network does whose packets are lost and
-    sent again. Corruption of experts is of each piece of one.
+    sent again. Corruption of experts is of each piece of one, and so are faults of latents.
     """
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -50,6 +51,9 @@ class Weather:
     delay_s: float = 0.0
     corrupted: float = 0.0
     stalled: bool = False
+    latents_corrupted: float = 0.0
+    latents_stalled: bool = False
+    latents_cut: float = 0.0
 
     def disturb(self, message: bytes, *, garbling: bool) -> list[bytes]:
         """What becomes of a message by itself: nothing, another, itself, or itself twice."""
@@ -67,6 +71,10 @@ class Relay:
         self.listen = listen
         self.weather = Weather()
         self.weather_of: dict[str, Weather] = {}
+        self.num_fetching = 0
+        """Fetches of latents that run."""
+        self.num_latents = 0
+        """Messages with latents that have passed."""
         self._target = target
         self._observer = observer
         self._calls: dict[asyncio.Task[Any], str] = {}
@@ -99,6 +107,7 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None
         self._calls[task] = ""
+        self.num_fetching += method == _LATENTS
         sender = asyncio.create_task(self._send(method, requests, call, task))
         try:
             await self._answer(method, call, context, task)
@@ -108,6 +117,7 @@ class Relay:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
         finally:
             del self._calls[task]
+            self.num_fetching -= method == _LATENTS
             sender.cancel()
             call.cancel()
             with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
@@ -133,6 +143,8 @@ class Relay:
                 self._observer(worker_pb2.GenerateResponse.FromString(message))
             if method == _FETCH:
                 message = await self._transferred(message)  # noqa: PLW2901
+            if method == _LATENTS:
+                message = await self._fetched(message, context)  # noqa: PLW2901
             await context.write(message)
         if (code := await call.code()) is not grpc.StatusCode.OK:
             await context.abort(code, await call.details(), await call.trailing_metadata() or ())
@@ -184,10 +196,27 @@ class Relay:
         if self.weather.rng.random() >= self.weather.corrupted:
             return message
         piece = worker_pb2.FetchResponse.FromString(message)
-        data = bytearray(piece.data)
-        if data:
-            data[self.weather.rng.randrange(len(data))] ^= 1 << self.weather.rng.randrange(8)
-        return worker_pb2.FetchResponse(data=bytes(data)).SerializeToString()
+        piece.data = self._with_a_flipped_bit(piece.data)
+        return piece.SerializeToString()
+
+    async def _fetched(self, message: bytes, context: Any) -> bytes:
+        """What becomes of a message with latents."""
+        while self.weather.latents_stalled:  # noqa: ASYNC110 - the weather is plain data
+            await asyncio.sleep(_POLL_S)
+        if self.weather.rng.random() < self.weather.latents_cut:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the fetch was cut")
+        self.num_latents += 1
+        if self.weather.rng.random() >= self.weather.latents_corrupted:
+            return message
+        piece = worker_pb2.LatentTransferFetchResponse.FromString(message)
+        piece.data = self._with_a_flipped_bit(piece.data)
+        return piece.SerializeToString()
+
+    def _with_a_flipped_bit(self, data: bytes) -> bytes:
+        changed, rng = bytearray(data), self.weather.rng
+        if changed:
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return bytes(changed)
 
 
 @asynccontextmanager

@@ -138,9 +138,9 @@ async def _soak(options: argparse.Namespace, console: Console) -> int:
             if options.json:
                 record = {"totals": totals, "samples": [asdict(one) for one in samples]}
                 options.json.write_text(json.dumps(record))
-        status = await arena.status()
+        statuses = await arena.statuses()
     console.print(totals)
-    if status is not None:
+    for status in statuses:
         console.print(f"epoch {status.epoch}, generation {status.generation}")
     try:
         judged = list(growths(samples))
