@@ -62,18 +62,42 @@ def test_a_store_that_lost_its_last_writes_lost_the_hold_with_them(known):
     assert lost.added_to(stored).audit == tuple(known.audit)
 
 
-def test_a_lost_hold_is_restored_although_a_record_was_written_since(known, request_write):
+def test_a_lost_record_whose_number_was_taken_is_restored_under_the_next(known, request_write):
     # The store lost the pause, and gives its number to the next request, which changes no hold.
     latest = replace(AN_ORDER, sequence=3, what="rebalance", time_unix_s=200.0)
+    (pause, *_) = known.audit
     known.note_audit(request_write(latest))
     stored = replace(
         memory(1, 2, hold=Hold(), last_decision=known.last_decision),
         audit=(latest, *orders(1, 2)),
     )
     lost = known.forgotten_by(stored)
-    assert (lost.audit, lost.hold) == ((), PAUSED)
-    assert lost.added_to(stored).hold is PAUSED
-    assert known.forgotten_by(lost.added_to(stored)) is None
+    assert (lost.audit, lost.hold) == ((replace(pause, sequence=4),), PAUSED)
+    restored = lost.added_to(stored)
+    assert [record.sequence for record in restored.audit] == [4, 3, 2, 1]
+    assert restored.hold is PAUSED
+    assert known.forgotten_by(restored) is None, "the same record, whatever its number"
+    assert known.note_stored(restored)
+    assert tuple(known.audit) == restored.audit
+
+
+def test_all_lost_records_are_restored_in_their_order(known, request_write):
+    latest = replace(AN_ORDER, sequence=2, what="rebalance", time_unix_s=200.0)
+    known.note_audit(request_write(latest))
+    stored = memory(1, hold=Hold(), last_decision=known.last_decision)
+    lost = known.forgotten_by(replace(stored, audit=(latest, *stored.audit)))
+    assert [(one.sequence, one.time_unix_s) for one in lost.audit] == [(3, 102.0), (4, 103.0)]
+
+
+def test_a_record_that_the_store_dropped_for_newer_ones_is_not_lost(request_write):
+    # The store has one that this balancer does not know: its confirmation came too late.
+    book = PolicyBook(Policy())
+    known = Journal(PoolPolicy("p", book, recorded=""), memory(*range(1, 17)))
+    latest = replace(AN_ORDER, sequence=18, what="rebalance", time_unix_s=200.0)
+    known.note_audit(request_write(latest))
+    stored = replace(memory(*range(4, 18)), audit=(latest, *orders(*range(3, 18))))
+    assert known.audit[-1].sequence < stored.audit[-1].sequence
+    assert known.forgotten_by(stored) is None
 
 
 def test_a_store_that_is_ahead_lost_nothing(known):

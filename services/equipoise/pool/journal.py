@@ -1,7 +1,7 @@
 """`Journal`: what the store has recorded of a pool, and what it has yet to record."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from equipoise.planning.policy import StoreDown
@@ -109,14 +109,11 @@ class Journal:
         recorded counts: neither clocks nor numbers of two balancers say whose hold is newer.
         Epochs and generations are never reused, so the highest count either way.
 
-        A record written after the loss may have the number of a lost one. That one is not written
-        back, but its hold is.
+        A record written after the loss may have the number of a lost one, so records are compared
+        by their contents.
         """
-        audit: tuple[AuditRecord, ...] = ()
-        is_ours = not stored.audit or stored.audit[0] in self._audit
-        if is_ours:
-            highest = stored.audit[0].sequence if stored.audit else 0
-            audit = tuple(one for one in reversed(self._audit) if one.sequence > highest)
+        is_ours = not stored.audit or _is_among(stored.audit[0], self._audit)
+        audit = self._lost_audit(stored.audit) if is_ours else ()
         decision = self.last_decision
         if decision is not None and not _is_decision_lost(decision, stored.last_decision):
             decision = None
@@ -133,6 +130,16 @@ class Journal:
         )
         return lost if lost.kinds else None
 
+    def _lost_audit(self, stored: Sequence[AuditRecord]) -> tuple[AuditRecord, ...]:
+        """Records that are not `stored`, oldest first; taken numbers are replaced by the next."""
+        oldest, number = (stored[-1].sequence, stored[0].sequence) if stored else (0, 0)
+        lost = []
+        for one in reversed(self._audit):
+            if one.sequence >= oldest and not _is_among(one, stored):
+                number = max(number + 1, one.sequence)
+                lost.append(replace(one, sequence=number))
+        return tuple(lost)
+
     def _differs(self, hold: Hold) -> bool:
         ours = self.hold
         return (hold.reason, hold.pinned_generation) != (ours.reason, ours.pinned_generation)
@@ -142,7 +149,9 @@ class Journal:
         if not self._audit or not stored.audit or stored.hold.reason == self.hold.reason:
             return ""
         has_overlap = stored.audit[-1].sequence <= self._audit[0].sequence
-        is_one_history = self._audit[0] in stored.audit or stored.audit[0] in self._audit
+        is_one_history = _is_among(self._audit[0], stored.audit) or _is_among(
+            stored.audit[0], self._audit
+        )
         return self.hold.reason if has_overlap and not is_one_history else ""
 
     def late_decisions(self) -> Chain:
@@ -152,6 +161,11 @@ class Journal:
         late = tuple(WriteDecision(record=record) for record in self._late)
         self._late.clear()
         return late
+
+
+def _is_among(record: AuditRecord, records: Iterable[AuditRecord]) -> bool:
+    """Whether one of `records` is about the same request, whatever its number."""
+    return any(replace(one, sequence=record.sequence) == record for one in records)
 
 
 def _is_decision_lost(known: DecisionRecord, stored: DecisionRecord | None) -> bool:

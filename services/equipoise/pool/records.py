@@ -287,7 +287,10 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForgottenRecords:
-    """What a balancer still knows of a pool whose store has lost it. Records keep their numbers."""
+    """What a balancer still knows of a pool whose store has lost it.
+
+    A record keeps its number, unless another one has been recorded under it since.
+    """
 
     audit: tuple[AuditRecord, ...] = ()
     """Audit records, oldest first."""
