@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import MAX_KINDS

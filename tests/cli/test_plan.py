@@ -252,26 +252,28 @@ def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys, arguments)
 
 
 def test_the_tools_need_no_torch_safetensors_or_matplotlib():
-    reject = """
+    commands = [
+        ["plan", *POOL],
+        ["replay", *POOL],
+        ["whatif", "--loads", LOADS, "--ranks", "4"],
+    ]
+    program = f"""
 import sys
 for name in ("torch", "safetensors", "matplotlib"):
     sys.modules[name] = None
 from equipoise.cli.main import main
-main()
+for command in {commands}:
+    sys.argv = ["equipoise", *command]
+    try:
+        main()
+    except SystemExit as ended:
+        print("status", ended.code)
 """
-    for command in (
-        ["plan", *POOL],
-        ["replay", *POOL],
-        ["whatif", "--loads", LOADS, "--ranks", "4"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", reject, *command],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines().count("status 0") == len(commands)
 
 
 def test_a_plan_is_the_same_every_time():

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from equipoise.cli.explain import run
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.units import UNITS, UnitName
 from equipoise.policy.book import PolicyBook

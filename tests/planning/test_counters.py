@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.planning.counters import LoadCounters, LoadReport, Phase
+from equipoise.planning.counters import LoadCounters, LoadReport
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
+from equipoise.planning.phase import Phase
 
 # Two layers, three experts, two ranks of two slots: rank 0 holds 0 and 1, rank 1 holds 2 and 0.
 LAYOUT = Layout(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.ratio import MINUTES, RankUse, Use, advise, use_between
 
 DAY_S = 86_400

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.phase import Phase
 from equipoise.planning.steps import MAX_BUSY_RATIO, MAX_DELAY_S, MAX_STEPS_PER_S, StepCounters
 
 FALSE_STEPS = 500_000

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.errors import PolicyError
 from equipoise.policy.reading import MAX_BYTES, read_policy

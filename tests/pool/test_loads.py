@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.loads import PoolLoads

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError

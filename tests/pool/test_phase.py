@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summary
-from equipoise.planning.counters import Phase
 from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.phase import Phase
 from equipoise.pool.records import DecisionKind, PoolMemory
 
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"

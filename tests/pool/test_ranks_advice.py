@@ -9,8 +9,8 @@ from rich.console import Console
 
 from equipoise.balancer.service.status import pool_status, pool_summary
 from equipoise.cli.live.view import pool_view
-from equipoise.planning.counters import Phase
 from equipoise.planning.errors import InvalidReportError
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import GroupLost
 from equipoise.wire.plain import as_json

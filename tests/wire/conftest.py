@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.balancer_messages import (
     Abort,

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.rank.agent import Outbox
 from equipoise.rank.waits import Waits

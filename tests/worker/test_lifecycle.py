@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from equipoise.planning.counters import Phase
 from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.phase import Phase
 from equipoise.rank.errors import WorkerError
 from equipoise.rank.held import HeldExperts
 from equipoise.wire.balancer_messages import Rejection

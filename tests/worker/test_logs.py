@@ -3,7 +3,7 @@
 import json
 import logging
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.telemetry.logs import LogFormat
 from equipoise.worker import __main__ as worker_main
 from equipoise.worker.settings import WorkerSettings

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.wire.messages import Wait
 from equipoise.worker.blocks import BlockPool

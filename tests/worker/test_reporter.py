@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.rank.engine import EngineProgress
 from equipoise.rank.reporter import FINAL_REPORTS, Reporter
 from equipoise.rank.waits import Waits

@@ -5,7 +5,6 @@ needs no torch. Only settings, which import nothing heavy, are imported here.
 """
 
 import sys
-from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
@@ -96,6 +95,8 @@ bench = typer.Typer(
 
 def _show_version(requested: bool) -> None:
     if requested:
+        from importlib.metadata import version
+
         print(f"equipoise {version('equipoise')}")
         raise typer.Exit
 

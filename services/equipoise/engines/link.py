@@ -19,9 +19,9 @@ from torch import Tensor
 
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, Mode
-from equipoise.planning.counters import Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import checksums_digest
+from equipoise.planning.phase import Phase
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.engine import used_and_staged
 from equipoise.rank.errors import DamagedSlotError, NotHeldError, TransferError

@@ -17,7 +17,7 @@ from equipoise.gateway.errors import RequestError
 from equipoise.gateway.handoff import Direct
 from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.request_balance import request_balancedness
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.inference_messages import GeneratedTokens
 

@@ -6,7 +6,6 @@ together.
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 
@@ -14,17 +13,10 @@ from equipoise.planning.arrays import AssignmentCounts
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import LoadDelta
+from equipoise.planning.phase import Phase
 
 MAX_ASSIGNMENTS_PER_STEP = 2**24
 """More than a slot can receive in a step: 1,024 ranks x 16,384 tokens."""
-
-
-class Phase(StrEnum):
-    """Phase of inference; prefill and decode load experts differently."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 
 MINUTES = 5
 """Minutes that must agree before the advice changes."""

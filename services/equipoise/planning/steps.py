@@ -8,9 +8,10 @@ repeated or false.
 import numpy as np
 
 from equipoise.planning.arrays import Indices, Load
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.load import common_steps
+from equipoise.planning.phase import Phase
 from equipoise.planning.slowness import MIN_STEPS, RankPace
 from equipoise.planning.step_cost import StepWindow, compare_ranks
 

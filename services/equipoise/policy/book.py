@@ -6,7 +6,7 @@ Pools read it at every tick. A rejected policy changes nothing: the last valid o
 import logging
 from dataclasses import dataclass
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import digest
 from equipoise.policy.errors import PolicyError

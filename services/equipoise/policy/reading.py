@@ -9,8 +9,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from equipoise.planning.counters import Phase
 from equipoise.planning.errors import InvalidPolicyError
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.document import BalancePolicy, PoolOverride, Section
 from equipoise.policy.errors import PolicyError, PolicyFault

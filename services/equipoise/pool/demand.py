@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from equipoise.planning.counters import Phase
 from equipoise.planning.layout import Layout
+from equipoise.planning.phase import Phase
 from equipoise.planning.ratio import MAX_MINUTES, RanksAdvice, RankUse, Use, advise, use_between
 from equipoise.wire.messages import RankStats, Report
 

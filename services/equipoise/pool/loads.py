@@ -7,7 +7,7 @@ import numpy as np
 
 from equipoise.planning.arrays import Bools, Indices, Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
-from equipoise.planning.counters import LoadCounters, Phase
+from equipoise.planning.counters import LoadCounters
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import (
@@ -18,6 +18,7 @@ from equipoise.planning.load import (
     common_steps,
     detect_shift,
 )
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, realised_shares
 from equipoise.planning.slowness import RankPace

@@ -6,8 +6,8 @@ It neither sends nor stores. `planning/membership.py` decides when ranks are ass
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from equipoise.planning.counters import Phase
 from equipoise.planning.membership import EpochCandidate, MemberState
+from equipoise.planning.phase import Phase
 from equipoise.planning.resumption import GroupChoice, RunningClaim
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape, check_slots

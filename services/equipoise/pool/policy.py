@@ -1,6 +1,6 @@
 """`PoolPolicy`: the policy in force for one pool."""
 
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.policy.digest import changes

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
+from equipoise.planning.phase import Phase
 from equipoise.rank.engine import EngineProgress, SwitchingEngine
 from equipoise.rank.waits import Waits
 from equipoise.wire.balancer_messages import JoinEpoch

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from equipoise.telemetry.logs import is_worth_logging
-from equipoise.trust.errors import InvalidTokenError, RejectedCallerError
+from equipoise.trust.errors import InvalidTokenError
 from equipoise.trust.identity import Caller, Role, certified
 from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import AcceptedKeys
@@ -27,6 +27,14 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _SCHEME = "bearer "
 
 _log = logging.getLogger(__name__)
+
+
+class RejectedCallerError(Exception):
+    """The caller may not do this; `code` is UNAUTHENTICATED or PERMISSION_DENIED."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs only are generic

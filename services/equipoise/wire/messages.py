@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from equipoise.planning.arrays import Checksums, ExpertTable
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import Layout
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 
 PROTOCOL_VERSION = 3

@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import numpy as np
 
-from equipoise.planning.counters import LoadReport, Phase
+from equipoise.planning.counters import LoadReport
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError

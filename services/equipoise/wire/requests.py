@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from equipoise.planning.arrays import ExpertTable
-from equipoise.planning.counters import Phase
 from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks, layouts
 from equipoise.wire.errors import InvalidMessageError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges

@@ -11,7 +11,7 @@ from equipoise.cli.policy.settings import (
     PolicyShowSettings,
     PolicyValidateSettings,
 )
-from equipoise.planning.counters import Phase
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.policy.digest import changes, digest
 from equipoise.policy.errors import PolicyError

@@ -16,9 +16,9 @@ from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
 from equipoise.cli.policy.files import policies_by_pool, read_file
 from equipoise.cli.policy.settings import PolicyPreviewSettings
 from equipoise.planning.arrays import Load
-from equipoise.planning.counters import Phase
 from equipoise.planning.layout import Layout
 from equipoise.planning.load import assignments_per_layer, detect_shift
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
