@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 CUDA = torch.device("cuda", 0)
 
@@ -56,17 +55,19 @@ class _Functions(TorchFunctionMode):
     """Runs what gets or makes tensors of the device on their numbers."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        kwargs.pop("pin_memory", None)  # Pinning needs a driver.
         if name == "__get__" and func.__self__.__name__ in _VIEWS:
             name = "view"
-        flat, _ = tree_flatten((args, kwargs))
-        there = [one for one in flat if isinstance(one, OnDevice)]
+        kwargs = kwargs or {}
+        if name in _ABOUT_IT:
+            return func(*args, **kwargs)
         if name == "to":
             return _moved(*args, **kwargs)
+        kwargs.pop("pin_memory", None)  # Pinning needs a driver.
+        flat = list(_leaves((args, kwargs)))
+        there = [one for one in flat if isinstance(one, OnDevice)]
         makes = _is_cuda(kwargs.get("device"))
-        if name in _ABOUT_IT or not (there or makes):
+        if not (there or makes):
             return func(*args, **kwargs)
         if there and name not in _MAY_MIX:
             _check_all_there(name, flat)
@@ -83,8 +84,30 @@ def _check_all_there(name, values):
             raise DeviceMixError(f"{name} got tensors of the host and of the device")
 
 
+def _leaves(value):
+    """What is in nested tuples, lists and dicts. (torch's trees take most of a test's time.)"""
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _mapped(change, value):
+    """`value` with `change` applied to each of its leaves."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _mapped(change, one) for key, one in value.items()}
+    # A `torch.Size` has no tensors; what torch returns with names is built from a sequence, too.
+    if isinstance(value, tuple | list) and kind is not torch.Size:
+        return kind([_mapped(change, one) for one in value])
+    return change(value)
+
+
 def _numbers(values):
-    return tree_map(lambda one: one.numbers if isinstance(one, OnDevice) else one, values)
+    return _mapped(lambda one: one.numbers if isinstance(one, OnDevice) else one, values)
 
 
 def _wrapped(result, of_numbers):
@@ -95,7 +118,7 @@ def _wrapped(result, of_numbers):
             return value
         return of_numbers[id(value)] if id(value) in of_numbers else OnDevice(value)
 
-    return tree_map(wrap, result)
+    return _mapped(wrap, result)
 
 
 def _moved(tensor, *targets, device=None, dtype=None, non_blocking=False):

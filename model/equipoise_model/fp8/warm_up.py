@@ -54,7 +54,8 @@ def warm_up(model: Fp8Transformer, cache: LatentCache, *, max_rows: int) -> None
         for num_rows in reversed(warm_up_sizes(max_rows)):
             _run(model, cache, _placement(model), num_rows=num_rows, exchange=exchange)
         for placement in _replicated(model):
-            _run(model, cache, placement, num_rows=1, exchange=exchange)
+            # Tables of blocks are read by other kernels.
+            _run(model, cache, placement, num_rows=1, exchange=exchange, widths=(1,))
     _run_prompt(model, cache, num_rows=max_rows)
 
 
@@ -65,13 +66,15 @@ def _run(
     *,
     num_rows: int,
     exchange: SlotExchange | None,
+    widths: tuple[int | None, ...] = (1, None),
 ) -> None:
-    """Run steps over short and long tables, as eager steps and as captured ones."""
+    """Run steps over tables of these widths, None for all, as eager steps and as captured ones."""
     device = model.embed_tokens.weight.device
     placement = placement.to(device)
     rows = StepRows.padding(num_rows, cache=cache, device=device)
     num_valid = torch.ones(1, dtype=torch.int32, device=device)
-    for tables_TS in (rows.tables_TS[:, :1].contiguous(), rows.tables_TS):
+    for width in widths:
+        tables_TS = rows.tables_TS[:, :width].contiguous()
         for is_captured in (False, True):
             step = _step(placement, num_rows=num_rows, exchange=exchange, is_captured=is_captured)
             hidden_TD = model.forward(
