@@ -5,13 +5,11 @@ Parameters have Hugging Face's names, so that a checkpoint's names are module pa
 embedding, the norms and the head from here, in bfloat16.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise_kernels.plain.linear import linear, pad_rows
+from equipoise_kernels.plain.linear import by_row_blocks, linear
 from equipoise_kernels.plain.rms_norm import rms_norm
 
 
@@ -91,17 +89,3 @@ class SwiGLU(nn.Module):
         gate_TI = by_row_blocks(functional.silu, self.gate_proj(x_TD), row_block=self.row_block)
         y_TD: Tensor = self.down_proj(gate_TI * self.up_proj(x_TD))
         return y_TD
-
-
-def by_row_blocks(
-    function: Callable[[Tensor], Tensor], x_TD: Tensor, *, row_block: int | None
-) -> Tensor:
-    """Apply a function of rows to all of them, or to blocks of exactly `row_block` rows.
-
-    Vectorised code computes the elements after the last whole vector differently, with other
-    rounding. In blocks of one shape, the same code always computes an element.
-    """
-    if row_block is None or x_TD.shape[0] == 0:
-        return function(x_TD)
-    blocks = pad_rows(x_TD, row_block=row_block).split(row_block)
-    return torch.cat([function(block) for block in blocks])[: x_TD.shape[0]]

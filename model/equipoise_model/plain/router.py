@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise_kernels.plain.linear import linear
+from equipoise_kernels.plain.linear import by_row_blocks, linear
 from equipoise_kernels.plain.route import route
 from equipoise_model.config import ModelConfig
-from equipoise_model.plain.layers import by_row_blocks
 
 
 class Routing(NamedTuple):

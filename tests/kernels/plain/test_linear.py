@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from equipoise_kernels.plain.linear import linear, pad_rows
+from equipoise_kernels.plain.linear import by_row_blocks, linear, pad_rows
 
 ROW_BLOCK = 16
 
@@ -36,6 +36,20 @@ def test_gradients_flow_through_blocks_as_through_one_product():
         for block in (None, ROW_BLOCK)
     ]
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_blocks_all_have_one_shape_and_lose_no_row():
+    shapes = []
+
+    def double(block):
+        shapes.append(tuple(block.shape))
+        return 2 * block
+
+    for num_rows, num_blocks in ((37, 3), (16, 1), (5, 1)):
+        x, shapes[:] = torch.randn(num_rows, 48), ()
+        assert torch.equal(by_row_blocks(double, x, row_block=ROW_BLOCK), 2 * x)
+        assert shapes == [(ROW_BLOCK, 48)] * num_blocks
+    assert by_row_blocks(double, torch.randn(0, 48), row_block=ROW_BLOCK).shape == (0, 48)
 
 
 def test_padding_adds_zero_rows_up_to_a_full_block_only():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from equipoise_model.plain.layers import Embedding, SwiGLU, by_row_blocks
+from equipoise_model.plain.layers import Embedding, SwiGLU
 
 
 def random_network(*, row_block=None):
@@ -30,18 +30,6 @@ def test_a_row_has_the_same_bits_in_any_company():
     together = network(x)
     for num_rows in (1, 3, 16, 17, 31):
         assert torch.equal(network(x[60 - num_rows :]), together[60 - num_rows :])
-
-
-def test_blocks_all_have_one_shape_and_lose_no_row():
-    shapes = []
-
-    def double(block):
-        shapes.append(tuple(block.shape))
-        return 2 * block
-
-    assert torch.equal(by_row_blocks(double, rows(37), row_block=16), 2 * rows(37))
-    assert shapes == [(16, 48)] * 3
-    assert by_row_blocks(double, rows(0), row_block=16).shape == (0, 48)
 
 
 def test_an_embedding_looks_tokens_up():
