@@ -232,14 +232,15 @@ def run(core, requests, *, num_drafts=0, max_requests=32):
     return tokens, finish, engine.progress().stats
 
 
-def request_of(grammars, key, grammar, *, output=(), temperature=1.0):
+def request_of(grammars, key, grammar, *, output=()):
+    """Of each kind of grammar, every other request is sampled."""
     prompt = tuple(f"value {key} = ".encode())
     return Request(
         key=key,
         prompt=(*prompt, *output),
         max_tokens=MAX_TOKENS - len(output),
         stop_tokens=STOPS,
-        sampling=SamplingParams(temperature=temperature, seed=key),
+        sampling=SamplingParams(temperature=key // 2 % 2, seed=key),
         num_replayed=len(output),
         constraint=grammars.constraint(grammar, output=output, stop_tokens=STOPS),
     )
@@ -259,21 +260,12 @@ def drawn(seed, count):
             yield schema(wanted), lambda text, v=validator: v.is_valid(json.loads(text))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_match_and_are_the_same_alone_with_drafts_and_continued(
-    core, grammars, temperature
-):
+def test_outputs_match_and_are_the_same_alone_with_drafts_and_continued(core, grammars):
     cases = list(drawn(seed=3, count=8))
 
     def requests(outputs=None):
         return [
-            request_of(
-                grammars,
-                key,
-                grammar,
-                output=tuple(outputs[key]) if outputs else (),
-                temperature=temperature,
-            )
+            request_of(grammars, key, grammar, output=tuple(outputs[key]) if outputs else ())
             for key, (grammar, _) in enumerate(cases)
         ]
 
