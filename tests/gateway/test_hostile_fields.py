@@ -49,16 +49,22 @@ VALUES = (
     *("{}", '{"a": {}}', '{"type": "text"}', '{"include_usage": 7}', 500 * "[" + 500 * "]"),
 )
 MESSAGE = '{"role": "user", "content": "def f("}'
+# Other fields of the other two APIs are read by the same code as those of chats. These are too,
+# but a completion counts or answers them in another form.
+ANSWERED_OTHERWISE = {
+    *("max_tokens", "logprobs", "prompt_logprobs", "n", "stop", "stream", "stream_options"),
+    "return_token_ids",
+}
 PATHS = {
     "/v1/completions": (
         '"prompt": "def f(", "max_tokens": 2',
-        requests._OF_COMPLETIONS | {*requests._COMPLETIONS_UNSUPPORTED},
+        (requests._OF_COMPLETIONS | {*requests._COMPLETIONS_UNSUPPORTED}) - requests._OF_CHATS
+        | ANSWERED_OTHERWISE,
     ),
     "/v1/chat/completions": (
         f'"messages": [{MESSAGE}], "max_tokens": 2',
         requests._OF_CHATS | {*requests._CHATS_UNSUPPORTED},
     ),
-    # Other fields are read as those of chats.
     "/v1/responses": (
         '"input": "def f(", "max_output_tokens": 2',
         (requests._OF_RESPONSES | {*requests._RESPONSES_UNSUPPORTED}) - requests._OF_CHATS

@@ -3,15 +3,13 @@
 It is as strict as a GPU about everything that these programs do.
 """
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from equipoise.cli.main import main
 from equipoise.planning.layout import Layout
 from equipoise.rank.errors import WorkerError
 from equipoise.rank.stager import Stager
@@ -244,19 +242,15 @@ def test_a_worker_without_fp8_support_reports_the_reason(settings):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
-def test_a_worker_that_is_to_use_a_gpu_exits_without_one():
-    done = subprocess.run(
-        [sys.executable, "-m", "equipoise.cli.main", "worker", "--device=cuda", "--weights=fp8"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "device: there is no device cuda:0: this process sees 0 CUDA device(s)" in done.stderr
+def test_a_worker_that_is_to_use_a_gpu_exits_without_one(monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["equipoise", "worker", "--device=cuda", "--weights=fp8"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    error = capfd.readouterr().err
+    assert "device: there is no device cuda:0: this process sees 0 CUDA device(s)" in error
     is_cpu_build = torch.version.cuda is None
-    assert is_cpu_build == ("this PyTorch is a build without CUDA: install" in done.stderr)
+    assert is_cpu_build == ("this PyTorch is a build without CUDA: install" in error)
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
