@@ -88,6 +88,8 @@ class Fleet:
         self.workers = {}
         self.waiting_since = {}
         self.rejected = set()
+        self.silent = set()
+        """Names of workers whose messages wait, although their streams are open."""
         self.rejections = []
         """(worker, kind) of every Hello that was rejected."""
         self.harness = self._balancer(memory)
@@ -168,7 +170,7 @@ class Fleet:
                     worker.fail("a peer is gone", unreached=self.unreached_by(worker))
         if name in self.rejected:
             self._greet(worker)
-        if name in self.harness.disconnected:
+        if name in self.harness.disconnected | self.silent:
             return
         self.harness.say(worker, worker.heartbeat())
         answers, worker.answers = worker.answers, []

@@ -14,7 +14,8 @@ class MemberState(StrEnum):
     """State of a worker in its pool."""
 
     NEW = "new"
-    """Waits for a rank; it was never part of the current epoch."""
+    """Waits for a rank; it was never part of the current epoch, nor is any rank of the group that
+    it may still serve in."""
 
     SURVIVOR = "survivor"
     """Its group of the current epoch is over; it waits for a rank in the next."""

@@ -171,14 +171,16 @@ def _contradiction(claim: RunningClaim, ranks: Sequence[RunningClaim]) -> str:
             f"it runs generation {claim.generation} as layout {digest_text(claim.digest)}, but "
             f"other ranks as {digest_text(theirs)}: restart it"
         )
-    if claim.epoch == one.epoch:
+    is_apart = set(claim.workers).isdisjoint(one.workers)  # No rank would end its group.
+    if claim.epoch == one.epoch and not is_apart:
         return (
             f"it runs in epoch {claim.epoch} with other ranks than {len(ranks)} workers report: "
             "restart it"
         )
+    when = "the next" if is_apart else "once its group has ended"
     return (
         f"it runs in epoch {claim.epoch}, but {len(ranks)} of {len(one.workers)} ranks of epoch "
-        f"{one.epoch} are connected: it can join once its group has ended"
+        f"{one.epoch} are connected: it can join {when}"
     )
 
 

@@ -131,7 +131,8 @@ class Member:
         """Its group ended; it waits for a rank and keeps what its slots hold."""
         if self.lost_reason is None:
             self.since_s = now
-        self._wait_for_epoch(lost.reason, lost.expert_of_slot)
+        self.held = lost.expert_of_slot
+        self._wait_for_epoch(lost.reason)
 
     def reject_epoch(self, later_epoch: int) -> None:
         """It cannot join the current epoch, because it has taken up `later_epoch`."""
@@ -139,7 +140,7 @@ class Member:
 
     def note_claim(self, running: RunningState) -> None:
         """It reports to run in an epoch that this balancer did not open."""
-        self.claim = running
+        self.claim, self.held = running, _part(running.layout, running.rank)
 
     def resume_claim(self) -> None:
         """It counts as the rank that it reports to be."""
@@ -149,7 +150,7 @@ class Member:
     def give_up_claim(self, reason: str) -> None:
         """The group that it reports to run is not taken over: it needs another epoch."""
         assert self.claim is not None, "it claims to run"
-        self._wait_for_epoch(reason, _part(self.claim.layout, self.claim.rank))
+        self._wait_for_epoch(reason)
 
     def leave_out(self, reason: str) -> None:
         """It gets no rank for now, although it is connected."""
@@ -194,9 +195,8 @@ class Member:
         assert self.rank is not None, "only a rank has a part"
         self.held = None if layout is None else _part(layout, self.rank)
 
-    def _wait_for_epoch(self, reason: str, held: ExpertTable | None) -> None:
+    def _wait_for_epoch(self, reason: str) -> None:
         self.lost_reason, self.left_out, self.claim = reason, None, None
-        self.held = held
         self.serving = False
         self.staged_generation = 0
 

@@ -6,10 +6,11 @@ It neither sends nor stores. `planning/membership.py` decides when ranks are ass
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from equipoise.planning.membership import EpochCandidate, MemberState
+from equipoise.planning.membership import EpochCandidate
 from equipoise.planning.phase import Phase
 from equipoise.planning.resumption import GroupChoice, RunningClaim
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.pool.candidates import candidate
 from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape, check_slots
 from equipoise.pool.member import Member
 from equipoise.pool.records import EpochMembers
@@ -40,6 +41,8 @@ class Roster:
         """The Hello of a rank of the latest epoch that this balancer opened; None before that."""
         self._members: dict[str, Member] = {}
         self._seated: tuple[Member, ...] = ()
+        # Names of all workers of the epoch, connected or not.
+        self._workers: frozenset[str] = frozenset()
 
     def reserve_epoch(self, epoch: int) -> None:
         """A worker has taken up this epoch: later ones must be above it."""
@@ -98,22 +101,25 @@ class Roster:
         """Assign the ranks to `workers`; ranks of a node are contiguous, all sorted by name.
 
         Sorting gives a restarted fleet the ranks that it had, but `no_hosts` come last. Other
-        connected members lose their ranks, for the reason `left_out`, or may join later if that is
-        None; members that are gone are forgotten.
+        connected members lose their ranks, for the reason `left_out`. They may join later if that
+        is None, or if none of their group is among `workers`: nothing would end it. Members that
+        are gone are forgotten.
         """
         self.highest_epoch += 1
         self.epoch, self.opened_here = self.highest_epoch, True
         self._members = {name: one for name, one in self._members.items() if one.connected}
         chosen = [one for name, one in self._members.items() if name in workers]
+        is_group_over = any(member.rank is not None for member in chosen)
         for member in self._members.values():
             loses_rank = member.rank is not None and member.name not in workers
-            member.reopen(left_out=left_out if loses_rank else None)
+            member.reopen(left_out=left_out if loses_rank and is_group_over else None)
         ordered = sorted(chosen, key=lambda one: (one.name in no_hosts, one.hello.node, one.name))
         nodes = list(dict.fromkeys(member.hello.node for member in ordered))
         ordered.sort(key=lambda member: nodes.index(member.hello.node))
         for rank, member in enumerate(ordered):
             member.seat(rank, now=now)
         self.num_ranks, self.latest = len(ordered), ordered[0].hello
+        self._workers = frozenset(member.name for member in ordered)
         self._note_seats()
 
     def seated(self) -> tuple[Member, ...]:
@@ -137,8 +143,9 @@ class Roster:
         policy leaves out now, `quarantined` those that must not serve, both with the reason.
         """
         return [
-            _candidate(
+            candidate(
                 member,
+                is_apart=self._is_apart(member),
                 is_silent=member.name in silent,
                 excluded=excluded.get(member.name, ""),
                 quarantined=quarantined.get(member.name, ""),
@@ -181,6 +188,7 @@ class Roster:
             self._forget_seats()
             self.epoch, workers = choice.ranks[0].group
             self.num_ranks, self.opened_here = len(workers), False
+            self._workers = frozenset(workers)
         for worker, reason in choice.contradicting.items():
             self._members[worker].leave_out(reason)
         resumed = [self._members[one.worker] for one in choice.ranks if not one.is_rank]
@@ -308,12 +316,37 @@ class Roster:
             return
         elif known is not None and not known.serving and running.epoch < self.epoch:
             member.keep_seat(known, known.held)  # It has yet to take up the current epoch.
-        elif any(self._followers(excluding=member.name)) and (
-            running.epoch <= self.epoch or (known is not None and known.rank is not None)
-        ):
-            raise self._rejection(member, running)
         else:
             member.note_claim(running)
+            if any(self._followers(excluding=member.name)):
+                self._oppose(member, running, has_rank=known is not None and known.rank is not None)
+
+    def _oppose(self, member: Member, running: RunningState, *, has_rank: bool) -> None:
+        """A rank of the epoch opened here is connected: only a later epoch counts against it.
+
+        Raises:
+            RejectedWorkerError: the worker's group is about to end, or it has a rank already.
+        """
+        is_later = running.epoch > self.epoch
+        if has_rank or not (is_later or self._is_apart(member)):
+            raise self._rejection(member, running)
+        if not is_later:
+            self._leave_out(member, running)
+
+    def _leave_out(self, member: Member, running: RunningState) -> None:
+        """What a worker reports to run is not what the ranks do: it gets none for now."""
+        if self._is_apart(member):
+            what = f"it runs in epoch {running.epoch}, but the pool is in epoch {self.epoch}"
+            member.leave_out(f"{what}: it can join the next")
+        else:
+            member.leave_out(str(self._rejection(member, running)))
+
+    def _is_apart(self, member: Member) -> bool:
+        """Whether no rank of the epoch is in the group that a worker reports to run in.
+
+        A group ends once one of its ranks takes up another epoch: nothing would end this one.
+        """
+        return member.claim is not None and self._workers.isdisjoint(member.claim.workers)
 
     def _rejection(self, member: Member, running: RunningState) -> RejectedWorkerError:
         """Why a worker cannot be a rank of the epoch, which this balancer opened."""
@@ -342,8 +375,7 @@ class Roster:
         for member in self._members.values():
             is_over = member.claim is not None and member.claim.epoch <= self.epoch
             if member.claim is not None and member.is_claiming and is_over:
-                reason = str(self._rejection(member, member.claim))
-                member.leave_out(reason)
+                self._leave_out(member, member.claim)
 
     def _followers(self, *, excluding: str = "") -> Iterator[Member]:
         """Connected workers that are ranks of the epoch, in no order."""
@@ -363,38 +395,3 @@ class Roster:
 
 def _shape_of(hello: Hello) -> tuple[ModelShape, int, Phase]:
     return hello.model, hello.slots_per_rank, hello.phase
-
-
-def _candidate(
-    member: Member, *, is_silent: bool, excluded: str, quarantined: str
-) -> EpochCandidate:
-    state, reason = MemberState.NEW, ""
-    if not member.connected or is_silent:
-        state = MemberState.STUCK if member.rank is None else MemberState.MISSING
-        reason = member.gone_reason or "it is silent"
-    elif quarantined:
-        takes_part = member.rank is not None and member.lost_reason is None
-        state = MemberState.QUARANTINED if takes_part else MemberState.STUCK
-        reason = quarantined
-    elif excluded and member.rank is None:
-        state, reason = MemberState.STUCK, excluded
-    elif excluded and (member.later_epoch or member.lost_reason is not None):
-        state, reason = MemberState.MISSING, excluded
-    elif excluded and member.serving:
-        state, reason = MemberState.SLOW, excluded
-    elif member.lost_reason is not None:
-        state = MemberState.NEW if member.rank is None else MemberState.SURVIVOR
-        reason = member.lost_reason
-    elif member.left_out is not None:
-        state, reason = MemberState.STUCK, member.left_out
-    elif member.rank is not None and member.later_epoch:
-        state, reason = MemberState.AHEAD, f"it has already taken up epoch {member.later_epoch}"
-    elif member.rank is not None:
-        state = MemberState.SERVING if member.serving else MemberState.JOINING
-    return EpochCandidate(
-        name=member.name,
-        state=state,
-        since_s=member.since_s,
-        holds=member.lost_reason is not None,
-        reason=reason,
-    )
