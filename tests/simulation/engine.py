@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from equipoise.rank.engine import EngineProgress
 from equipoise.worker.engine import Engine
 from equipoise.worker.scheduler import SchedulerCounts
 from equipoise.worker.sequence import Unread
@@ -111,11 +112,20 @@ class SimEngine(Engine):
             self._leaving = since[1]
         return goes_on
 
+    def _header(self, plan: Any, staged: Any, *, leaving: bool) -> Any:
+        """The second pass needs none: it has every rank's."""
+        if self._gathered is not None:
+            return None
+        return super()._header(plan, staged, leaving=leaving)
+
+    def progress(self) -> EngineProgress:
+        self._loads = self._experts.loads()
+        return super().progress()
+
     def _step(self, plan: Any, headers: Any, *, began: float) -> tuple[Any, ...]:
         self._experts.serve()
         self._num_steps += 1
         self._busy_s += 0.01 * self._world.slowness.get(self._mesh.process.name, 1.0)
-        self._loads = self._experts.loads()
         if self._mesh.process.name in self._world.slowness:
             self._world.effects.add("slow_worker")
         self._world.observer.stepped(self)
@@ -137,6 +147,10 @@ class SimScheduler:
         return Unread(tokens=0, pairs=0)
 
     def plan(self, *, now: float) -> Any:
-        if not self._world.has_traffic:
-            self._world.effects.add("idle")
-        return SimpleNamespace(num_tokens=TOKENS if self._world.has_traffic else 0, chunks=())
+        if self._world.has_traffic:
+            return _PLAN
+        self._world.effects.add("idle")
+        return _NO_PLAN
+
+
+_PLAN, _NO_PLAN = (SimpleNamespace(num_tokens=tokens, chunks=()) for tokens in (TOKENS, 0))

@@ -147,6 +147,7 @@ class SimExperts:
         self._share_LS = layout.shares()[:, own] / WHOLE
         self._experts_LS = layout.expert_of_slot[:, own]
         self._load_LS = np.zeros(self._share_LS.shape)
+        self._traffic_LE: Any = None
 
     def loads(self) -> tuple[SlotLoad, ...]:
         load = self._load_LS.round().astype(np.int64)
@@ -163,8 +164,11 @@ class SimExperts:
     def serve(self) -> None:
         """Run one step's tokens of all ranks."""
         load_LE = self._core.world.traffic()
-        load_LS = load_LE[_LAYERS[: len(load_LE)], self._experts_LS]
-        self._load_LS = self._load_LS + load_LS * self._share_LS
+        if load_LE is not self._traffic_LE:
+            self._traffic_LE = load_LE
+            load_LS = load_LE[_LAYERS[: len(load_LE)], self._experts_LS]
+            self._step_LS = load_LS * self._share_LS
+        self._load_LS = self._load_LS + self._step_LS
 
     def close(self) -> None:
         pass

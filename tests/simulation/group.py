@@ -98,7 +98,7 @@ class Mesh:
         self.waited_s = 0.0
         self.peers_digest = 0
         self.peers: list[Mesh] = [self]
-        self.is_closed = False
+        self.is_closed = self._is_late = False
         self.step_timeout_s = 0.0
         self._round = 0
         self._headers: dict[int, dict[int, StepHeader]] = {}
@@ -132,15 +132,17 @@ class Mesh:
             if peer is not self:
                 when_s = network.loop.time() + network.delay_s()
                 peer.process.call_at(when_s, self._deliver, peer, number, header)
+        timer = network.loop.call_later(self.step_timeout_s, self._time_out)
         try:
-            async with asyncio.timeout(self.step_timeout_s):
-                while len(received) < self.num_ranks:
-                    if self._fault is not None:
-                        raise GroupError(f"a peer rank failed or hangs: {self._fault}")
-                    self._waiting = network.loop.create_future()
-                    await self._waiting
-        except TimeoutError:
-            raise StepTimeoutError("a peer rank failed or hangs: timed out") from None
+            while len(received) < self.num_ranks:
+                if self._fault is not None:
+                    raise GroupError(f"a peer rank failed or hangs: {self._fault}")
+                self._waiting = network.loop.create_future()
+                await self._waiting
+                if self._is_late:
+                    raise StepTimeoutError("a peer rank failed or hangs: timed out")
+        finally:
+            timer.cancel()
         del self._headers[number]
         headers = tuple(received[rank] for rank in range(self.num_ranks))
         self.rendezvous.on_exchange(self, headers)
@@ -170,6 +172,10 @@ class Mesh:
             return  # It will time out.
         peer._fault = peer._fault or fault
         peer._wake()
+
+    def _time_out(self) -> None:
+        self._is_late = True  # Even if a rank that was paused finds the other headers, too.
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():

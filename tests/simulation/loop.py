@@ -6,13 +6,13 @@ these were made, so a schedule is the same every time.
 """
 
 import asyncio
-import contextvars
 import heapq
 import inspect
 import itertools
 from asyncio import base_events, events
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 EPOCH_S = 4096.0
@@ -22,11 +22,11 @@ Times of a schedule have one exponent, so that the difference to a clock that st
 a wait of less than the smallest difference would never end.
 """
 
-_PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
+_PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 
 MAX_EVENTS_AT_ONCE = 20_000
 
-_NO_PROCESS = contextvars.Context()
+_NO_PROCESS = Context()
 
 _BUGS = (AttributeError, TypeError, NameError, AssertionError, LookupError)
 """What no task of the product ends with, unless it has a bug."""
@@ -51,25 +51,22 @@ class _Task(_Ordered, asyncio.Task):
     pass
 
 
-class _Handle:
-    """A callback to be run; asyncio's own class costs several times as much to make."""
+class _Handle(list[Any]):
+    """A callback to be run: `[when_s, order, callback or None, args, context]`.
 
-    __slots__ = ("args", "callback", "context", "is_cancelled", "when_s")
+    A list is made and compared without a Python frame, and a schedule has thousands of them.
+    """
 
-    def __init__(self, callback, args, context, when_s: float = 0.0) -> None:
-        self.callback, self.args = callback, args
-        self.context = contextvars.copy_context() if context is None else context
-        self.when_s = when_s
-        self.is_cancelled = False
+    __slots__ = ()
 
     def cancel(self) -> None:
-        self.is_cancelled = True
+        self[2] = self[3] = None
 
     def cancelled(self) -> bool:
-        return self.is_cancelled
+        return self[2] is None
 
     def when(self) -> float:
-        return self.when_s
+        return float(self[0])
 
 
 class Process:
@@ -82,7 +79,7 @@ class Process:
         self._loop = loop
         self._parked: list[_Handle] = []
         self._on_death: dict[Callable[[], None], None] = {}
-        self.context = contextvars.copy_context()
+        self.context = copy_context()
         self.context.run(_PROCESS.set, self)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -137,7 +134,7 @@ class SimLoop(base_events.BaseEventLoop):
         super().__init__()
         self._now_s = EPOCH_S
         self._order = itertools.count()
-        self._due: list[tuple[float, int, _Handle]] = []
+        self._due: list[_Handle] = []
         self._ready: deque[_Handle] = deque()
         self.serials = itertools.count()
         self.num_events = self._moved_events = 0
@@ -157,21 +154,24 @@ class SimLoop(base_events.BaseEventLoop):
 
     def create_task(self, coro, *, name=None, context=None):
         task = _Task(coro, loop=self, name=name, context=context)
+        task._serial = next(self.serials)
         # A dead process's tasks stay pending for ever; that is the point.
         task._log_destroy_pending = False
         task.add_done_callback(self._note_bug, context=_NO_PROCESS)
         return task
 
     def call_at(self, when, callback, *args, context=None):
-        timer = _Handle(callback, args, context, when)
-        heapq.heappush(self._due, (when, next(self._order), timer))
+        context = copy_context() if context is None else context
+        timer = _Handle((when, next(self._order), callback, args, context))
+        heapq.heappush(self._due, timer)
         return timer
 
     def call_later(self, delay, callback, *args, context=None):
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_soon(self, callback, *args, context=None):
-        handle = _Handle(callback, args, context)
+        context = copy_context() if context is None else context
+        handle = _Handle((0.0, 0, callback, args, context))
         self._ready.append(handle)
         return handle
 
@@ -206,19 +206,20 @@ class SimLoop(base_events.BaseEventLoop):
         ready = self._ready
         while ready or self._advance(until_s):
             handle = ready.popleft()
-            if handle.is_cancelled:
+            _, _, callback, args, context = handle
+            if callback is None:
                 continue
-            process = handle.context.get(_PROCESS)
+            process = context.get(_PROCESS)
             if process is not None and (process.paused or not process.alive):
                 process.keep(handle)
                 continue
             self.num_events += 1
             try:
-                handle.context.run(handle.callback, *handle.args)
+                context.run(callback, *args)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - as asyncio does
-                self.faults.append(f"{handle.callback!r}: {error!r}")
+                self.faults.append(f"{callback!r}: {error!r}")
             if self.num_events > self._moved_events + MAX_EVENTS_AT_ONCE:
                 self.faults.append(f"{MAX_EVENTS_AT_ONCE} events at one moment: something spins")
                 if ready:
@@ -227,15 +228,15 @@ class SimLoop(base_events.BaseEventLoop):
     def _advance(self, until_s: float) -> bool:
         """Let time pass until the next timer; returns whether one is due by `until_s`."""
         due = self._due
-        while due and due[0][2].is_cancelled:
+        while due and due[0][2] is None:
             heapq.heappop(due)
         if not due or due[0][0] > until_s:
             self._now_s = max(self._now_s, until_s)
             return False
-        when_s, _, handle = heapq.heappop(due)
-        if when_s > self._now_s:
-            self._now_s, self._moved_events = when_s, self.num_events
-        self._ready.append(handle)
+        timer = heapq.heappop(due)
+        if timer[0] > self._now_s:
+            self._now_s, self._moved_events = timer[0], self.num_events
+        self._ready.append(timer)
         return True
 
     def _note_bug(self, task: asyncio.Task[Any]) -> None:
@@ -254,6 +255,6 @@ def current_process() -> Process | None:
     return _PROCESS.get()
 
 
-def outside() -> contextvars.Context:
+def outside() -> Context:
     """A context that belongs to no process."""
-    return contextvars.Context()
+    return Context()

@@ -61,9 +61,10 @@ class Network:
 
     def stops(self, source: str, target: str) -> bool:
         """Whether a cut stops a message."""
-        is_cut = self.is_cut(source, target)
-        self.num_stopped[source, target] += is_cut
-        return is_cut
+        if not self._cuts or not self.is_cut(source, target):
+            return False
+        self.num_stopped[source, target] += 1
+        return True
 
     def hold(self, pipe: "_Pipe") -> None:
         if pipe not in self._held:

@@ -50,11 +50,6 @@ class Observer:
         self._world = world
         self.violation: ViolationError | None = None
         self.log: list[tuple[float, str]] = []
-        self._true = {
-            (layer, expert): expert_bytes(layer, expert)
-            for layer in range(world.shape.num_layers)
-            for expert in range(world.shape.num_experts)
-        }
         self._obeyed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._steps: dict[Any, tuple[bytes, str]] = {}
         self._used: dict[str, dict[int, tuple[bytes, Any]]] = {}
@@ -174,12 +169,13 @@ class Observer:
         worker = self._world.workers.get(engine._mesh.process.name)
         if worker is None or worker.core.checkpoint.damaged:
             return
-        rank = engine._held.rank
-        own = layout.expert_of_slot[:, layout.own_slots(rank)]
-        for layer, row in enumerate(own.tolist()):
+        for layer, wanted in enumerate(bytes_of(layout, engine._held.rank)):
             contents = worker.core.slots[layer].contents
-            for slot, expert in enumerate(row):
-                if contents[slot] != self._true[layer, expert]:
+            if contents == wanted:
+                continue
+            own = layout.expert_of_slot[layer, layout.own_slots(engine._held.rank)]
+            for slot, expert in enumerate(own.tolist()):
+                if contents[slot] != wanted[slot]:
                     if self._world.rot.explains(worker.process, layer, slot, contents[slot]):
                         continue
                     self.violate(
@@ -301,6 +297,13 @@ def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
     table[key] = value
     if len(table) > MAX_REMEMBERED:
         del table[next(iter(table))]
+
+
+@lru_cache(maxsize=256)
+def bytes_of(layout: Layout, rank: int) -> list[list[bytes]]:
+    """What the slots of a rank must hold, by layer."""
+    own = layout.expert_of_slot[:, layout.own_slots(rank)].tolist()
+    return [[expert_bytes(layer, expert) for expert in row] for layer, row in enumerate(own)]
 
 
 @lru_cache(maxsize=256)

@@ -71,8 +71,8 @@ def soak(seams: Seams, *, epochs: int, switches: int, terms: int, every: int) ->
                 terms=observer.num_terms,
                 virtual_s=world.elapsed_s,
                 resident_mib=_resident_mib(),
-                objects=len(gc.get_objects()),
-                tasks=len(asyncio.all_tasks(world.loop)),
+                objects=len(found := gc.get_objects()),
+                tasks=sum(isinstance(one, asyncio.Task) and not one.done() for one in found),
                 violation=str(observer.violation or ""),
             )
         if enough or observer.violation is not None:

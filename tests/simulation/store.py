@@ -111,15 +111,19 @@ class Client:
         self._server, self._link = server, link
 
     async def request(self, step: Callable[[], Any]) -> Any:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        is_late = False
 
         def deliver(result: Any, error: Exception | None) -> None:
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)
+            if not answer.done():
+                answer.set_result((result, error))
+
+        def expire() -> None:
+            nonlocal is_late
+            is_late = True  # Even if a process that was paused finds the answer, too.
+            deliver(None, None)
 
         def carry_out() -> None:
             result, fault = None, None
@@ -132,12 +136,17 @@ class Client:
                 fault = error
             self._link.answer(lambda: deliver(result, fault))
 
+        timer = loop.call_later(TIMEOUT_S, expire)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                self._link.carry(carry_out)
-                return await answer
-        except TimeoutError:
-            raise _timed_out() from None
+            self._link.carry(carry_out)
+            result, error = await answer
+        finally:
+            timer.cancel()
+        if is_late:
+            raise _timed_out()
+        if error is not None:
+            raise error
+        return result
 
 
 def _timed_out() -> StoreError:
