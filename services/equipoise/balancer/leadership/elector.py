@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+from equipoise.balancer.changed import Changed
 from equipoise.balancer.leadership.leader_state import (
     Action,
     Due,
@@ -78,7 +79,7 @@ class Elector:
         self._register = register
         self._clock = clock
         self._state = LeaderState(candidate=candidate, timing=timing)
-        self._changed = asyncio.Event()
+        self._changed = Changed()
         self._pending: Action = None
         self._looked = asyncio.Event()
         self._lease = Timeout(name="lease", timeout_s=timing.renew_deadline_s)
@@ -182,13 +183,13 @@ class Elector:
     async def _watch_deadline(self) -> None:
         """End a term whose lease expired, even while the register hangs."""
         while True:
-            changed, left_s = self._changed, None
+            left_s = None
             if self._state.role is LeaderRole.LEADING:
                 left_s = max(0.0, self._state.valid_until_s - self._clock())
             # Not wait_for: in Python 3.11 it can swallow a cancellation.
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    await changed.wait()
+                    await self._changed.wait()
             self._apply(Ticked())
 
     async def _resign(self) -> None:
@@ -204,8 +205,7 @@ class Elector:
             if before.has_run_out(now=now):
                 self._lease = self._lease.again(f"term {before.term} ended: it was not renewed")
             _report(before, self._state)
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+            self._changed.notify()
         return request
 
 

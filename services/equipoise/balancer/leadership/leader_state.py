@@ -197,7 +197,9 @@ def _ignore(state: LeaderState, _event: LeaseEvent, _now: float) -> tuple[Leader
 
 
 def _look(state: LeaderState, _event: Due, _now: float) -> tuple[LeaderState, Action]:
-    return replace(state, role=LeaderRole.FOLLOWING), ReadRegister()
+    if state.role is not LeaderRole.FOLLOWING:
+        state = replace(state, role=LeaderRole.FOLLOWING)
+    return state, ReadRegister()
 
 
 def _consider(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
