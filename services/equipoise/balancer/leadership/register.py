@@ -1,7 +1,7 @@
 """Where the lease is stored: one record, replaced by compare-and-set."""
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Protocol
 
 from equipoise.balancer.leadership.lease import LeaseRecord, LeaseTiming, Sighting
@@ -58,7 +58,8 @@ class SoleRegister:
 
 def record_to_text(record: LeaseRecord) -> str:
     """Format a record as one line, which is also its version in registers without versions."""
-    return json.dumps(asdict(record), sort_keys=True)
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return json.dumps(values, sort_keys=True)
 
 
 def record_from_text(text: str, *, where: str) -> LeaseRecord:
