@@ -140,8 +140,10 @@ class WorkerSlots:
         first = join_epoch.layout.own_slots(join_epoch.rank).start
         moves = {(move.layer, move.slot - first): move for move in join_epoch.moves}
         pulled = [index for index in missing if index in moves]
-        payloads = await bound.limit(self._pull([moves[index] for index in pulled], join_epoch))
-        by_index = dict(zip(pulled, payloads, strict=True))
+        by_index: dict[SlotIndex, Tensor] = {}
+        if pulled:
+            pulling = self._pull([moves[index] for index in pulled], join_epoch)
+            by_index = dict(zip(pulled, await bound.limit(pulling), strict=True))
         for (layer, slot), expert in missing.items():
             if (layer, slot) not in by_index:
                 read = self._parts.reader.read(layer, expert)
@@ -149,8 +151,6 @@ class WorkerSlots:
         return by_index
 
     async def _pull(self, moves: list[Move], join_epoch: JoinEpoch) -> tuple[Tensor, ...]:
-        if not moves:
-            return ()
         puller = self._parts.puller(join_epoch, held=self.held)
         try:
             return (await puller.pull(moves)).payloads
@@ -246,8 +246,9 @@ class _JoinBound:
                 await asyncio.wait({task}, timeout=_POLL_S)
             return task.result()
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
     def _check(self) -> None:
         epoch, timeout_s = self._join_epoch.epoch, self._join_epoch.join_timeout_s
