@@ -1,6 +1,7 @@
 """A balancer that is not ready answers questions, and takes no workers, until it is."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -82,6 +83,33 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
             said = await first_word_to(channel, worker)
             while not isinstance(said, JoinEpoch):
                 said = await first_word_to(channel, worker)
+
+
+async def test_a_balancer_that_does_not_lead_redirects_before_it_checks_a_hello(
+    store, worker_of, hello_of
+):
+    worker = worker_of(replace(hello_of(), highest_epoch=2**60))
+    compiled = asyncio.Event()
+    async with (
+        serving(
+            store,
+            credentials=Credentials(),
+            listen="127.0.0.1:0",
+            policies=PolicyBook(Policy()),
+            stop_grace_s=0.0,
+            warm_up=compiled.wait,
+        ) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        rejection = await first_word_to(channel, worker)
+        assert isinstance(rejection, Rejection)
+        assert rejection.not_leading
+        compiled.set()
+        await until_ready(channel)
+        async with asyncio.timeout(WAIT_S):
+            while (rejection := await first_word_to(channel, worker)).not_leading:
+                pass
+        assert "highest_epoch" in rejection.reason
 
 
 async def test_a_balancer_without_a_good_policy_does_not_guess_one(store, tmp_path, monkeypatch):

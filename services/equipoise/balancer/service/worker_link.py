@@ -77,12 +77,12 @@ class WorkerLinkService:
         try:
             caller = self._caller(context)
             hello = await self._introduced(request_iterator, caller)
-            runner = await self._admit(hello, mailbox, caller=caller)
+            runner = await self._admit(hello, mailbox, caller=caller) if hello else None
         except (InvalidMessageError, RejectedWorkerError) as error:
             fatal = error.kind not in _PASSING
             await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
             return
-        if runner is None:
+        if hello is None or runner is None:
             await context.write(_alone(self._redirection()))
             return
         reason = "its stream was cut"
@@ -91,19 +91,24 @@ class WorkerLinkService:
         finally:
             runner.leave(hello.worker, mailbox, reason=reason)
 
-    async def _introduced(self, requests: _Requests, caller: Caller) -> Hello:
+    async def _introduced(self, requests: _Requests, caller: Caller) -> Hello | None:
         """The first message. It is logged if it is rejected, and counted here only.
 
-        A count in a status would be state of a pool that the caller may not be in.
+        A count in a status would be state of a pool that the caller may not be in. Returns None if
+        this balancer does not lead: after a failover a whole fleet may ask it for the leader.
         """
         try:
-            hello = await _introduction(requests, caller)
+            message = await _first_message(requests, caller)
+            if self._seat.led is None:
+                return None
+            hello = from_worker(message, hello=None)
         except (InvalidMessageError, RejectedWorkerError) as error:
             self._rejected[error.kind] += 1
             count = self._rejected[error.kind]
             if is_worth_logging(count):  # A caller that retries must not flood the log.
                 _log.warning("rejected (%s, time %d): %s: %s", error.kind, count, caller, error)
             raise
+        assert isinstance(hello, Hello), "the first message is Hello or rejected"
         return hello
 
     async def _leading(self, hello: Hello, mailbox: Mailbox) -> Pools | None:
@@ -196,11 +201,11 @@ async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: 
     return reason
 
 
-async def _introduction(requests: _Requests, caller: Caller) -> Hello:
-    """Read the first message.
+async def _first_message(requests: _Requests, caller: Caller) -> pb.ConnectRequest:
+    """Read the first message, and check whose it is.
 
     Raises:
-        InvalidMessageError: it is late, missing or invalid.
+        InvalidMessageError: it is late, missing or damaged.
         RejectedWorkerError: the caller is another worker.
     """
     try:
@@ -214,9 +219,7 @@ async def _introduction(requests: _Requests, caller: Caller) -> Hello:
     if message.HasField("hello"):
         # A caller with another worker's name must not cost the conversion of a large message.
         _check_identity(caller, message.hello)
-    hello = from_worker(message, hello=None)
-    assert isinstance(hello, Hello), "the first message is Hello or rejected"
-    return hello
+    return message
 
 
 def _check_identity(caller: Caller, hello: pb.Hello) -> None:
