@@ -20,6 +20,8 @@ from equipoise.settings.errors import InvalidSettingsError
         ({"seconds_per_domain": float("nan")}, "seconds_per_domain"),
         ({"domains": ()}, "domains must be one or more"),
         ({"domains": ("poems",)}, "code, english, arithmetic"),
+        ({"disaggregated": True, "workers": 6}, r"workers \(6\) must be a multiple of 4"),
+        ({"disaggregated": True, "domains": ("code",)}, "begin and end with different kinds"),
     ],
 )
 def test_settings_outside_their_range_are_named_with_it(changes, words):

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from rich.console import Console
 
+from equipoise.cli.demo.arguments import balancer_arguments, domain_prompts, worker_arguments
 from equipoise.cli.demo.fleet import Fleet, FleetError, free_address
 from equipoise.cli.demo.result import (
     DemoResult,
@@ -33,12 +33,14 @@ from equipoise.cli.demo.result import (
 )
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.demo.summary import summary
-from equipoise.cli.demo.traffic import Completion, Prompt, Traffic, prompts_of
+from equipoise.cli.demo.traffic import Completion, Prompt, Traffic
+from equipoise.cli.demo.two_pools import TwoPoolsDemo
+from equipoise.cli.demo.two_pools_result import TwoPoolsResult
+from equipoise.cli.demo.two_pools_result import summary as two_pools_summary
 from equipoise.cli.demo.view import Mark, Scene, Screen, open_screen
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise_api.v1 import status_pb2
-from equipoise_model.train.data import Domain, heldout_prompts
 
 POOL = "demo"
 
@@ -46,11 +48,6 @@ _BALANCER_TIMEOUT_S = 120.0
 _POOL_TIMEOUT_S = 240.0
 _REFERENCE_BATCH = 16  # prompts; Ctrl-C takes effect between batches
 _PIPE_WIDTH = 120
-# Pulls compete with serving for a few cores. This is about two experts of the tiny model per rank
-# and step, and moves what a traffic shift needs within a second.
-_PULL_MIB_PER_S = 0.5
-# Windows of six seconds have few tokens, in bursts: smaller gains are mostly noise.
-_MIN_GAIN = 0.04
 _REFRESH_S = 0.5
 _RECENT_S = 4.0  # period of the live figures
 
@@ -71,7 +68,10 @@ def run(settings: DemoSettings) -> int:
         return 128 + signal.SIGTERM
     except BaseExceptionGroup as group:
         raise _first(group) from None
-    console.print(summary(result))
+    if isinstance(result, TwoPoolsResult):
+        console.print(two_pools_summary(result))
+    else:
+        console.print(summary(result))
     if settings.json is not None:
         settings.json.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     for fault in result.faults:
@@ -79,7 +79,7 @@ def run(settings: DemoSettings) -> int:
     return 1 if result.faults else 0
 
 
-async def _run(settings: DemoSettings, console: Console) -> DemoResult:
+async def _run(settings: DemoSettings, console: Console) -> DemoResult | TwoPoolsResult:
     task = asyncio.current_task()
     assert task is not None
     # Like Ctrl-C: by default SIGTERM would leave the terminal and the temporary folder as they are.
@@ -87,9 +87,11 @@ async def _run(settings: DemoSettings, console: Console) -> DemoResult:
     with tempfile.TemporaryDirectory(prefix="equipoise-demo-") as temporary:
         folder = settings.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        with open_screen(console, plain=settings.plain) as screen:
+        kind = TwoPoolsDemo if settings.disaggregated else Demo
+        plain = settings.plain or settings.disaggregated
+        with open_screen(console, plain=plain) as screen:
             async with Fleet(folder) as fleet:
-                return await Demo(
+                return await kind(
                     settings, fleet=fleet, screen=screen, state=Path(temporary) / "state.sqlite"
                 ).run()
 
@@ -104,7 +106,11 @@ class Demo:
         self._state = state
         self._fleet = fleet
         self._screen = screen
-        self._prompts = _prompts(settings)
+        answers = settings.min_output_tokens, settings.max_output_tokens
+        self._prompts = {
+            domain: domain_prompts(settings, domain, max_tokens=answers)
+            for domain in settings.domains
+        }
         self._references: dict[Prompt, tuple[int, ...]] = {}
         self._address = free_address(settings.listen)
         self._page = free_address(settings.web_listen)
@@ -141,14 +147,21 @@ class Demo:
         for rank in range(settings.workers):
             # Workers take longest to start, and retry until the balancer listens.
             await self._fleet.start(
-                f"worker-{rank}", _worker_arguments(settings, rank=rank, balancer=self._address)
+                f"worker-{rank}",
+                worker_arguments(
+                    settings,
+                    pool=POOL,
+                    worker=f"worker-{rank}",
+                    rank=rank,
+                    num_ranks=settings.workers,
+                    slots_per_rank=settings.slots_per_rank,
+                    balancer=self._address,
+                ),
             )
         self._activity = "starting the balancer"
         await self._fleet.start(
             "balancer",
-            _balancer_arguments(
-                settings, address=self._address, page=self._page, state=self._state
-            ),
+            balancer_arguments(settings, address=self._address, page=self._page, state=self._state),
         )
         await self._fleet.until_serving("balancer", self._address, timeout_s=_BALANCER_TIMEOUT_S)
         self._say(f"web page: http://{self._page}/")
@@ -303,54 +316,6 @@ class Demo:
 
     def _now(self) -> float:
         return self._began_s + time.monotonic() - self._began_monotonic_s
-
-
-def _prompts(settings: DemoSettings) -> dict[str, tuple[Prompt, ...]]:
-    """Prompts from held-out text, which the model was not trained on."""
-    return {
-        domain: prompts_of(
-            domain,
-            heldout_prompts(
-                cast("Domain", domain), num_prompts=settings.prompts_per_domain, seed=settings.seed
-            ),
-            max_tokens=(settings.min_output_tokens, settings.max_output_tokens),
-            seed=settings.seed,
-        )
-        for domain in settings.domains
-    }
-
-
-def _balancer_arguments(
-    settings: DemoSettings, *, address: str, page: str, state: Path
-) -> list[str]:
-    return [
-        "balancer",
-        f"--listen={address}",
-        f"--web-listen={page}",
-        f"--store={state}",
-        f"--interval-s={settings.interval_s}",
-        f"--report-interval-s={settings.interval_s / 10}",
-        # The latest window must outweigh older ones, or a shift is detected late.
-        f"--fast-half-life-s={settings.interval_s / 2}",
-        f"--min-gain={_MIN_GAIN}",
-    ]
-
-
-def _worker_arguments(settings: DemoSettings, *, rank: int, balancer: str) -> list[str]:
-    node = rank * settings.nodes // settings.workers
-    return [
-        "worker",
-        f"--balancer={balancer}",
-        f"--pool={POOL}",
-        f"--worker=worker-{rank}",
-        f"--node=node-{node}",
-        f"--checkpoint={settings.checkpoint}",
-        f"--num-ranks={settings.workers}",
-        f"--slots-per-rank={settings.slots_per_rank}",
-        "--batch-invariant",
-        "--device=cpu",  # The ranks share this machine, and NCCL needs one GPU per rank.
-        f"--pull-mib-per-s={_PULL_MIB_PER_S}",
-    ]
 
 
 def _check_files(settings: DemoSettings) -> None:

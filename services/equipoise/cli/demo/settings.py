@@ -57,6 +57,10 @@ class DemoSettings:
     web_listen: str = "127.0.0.1:7080"
     """host:port of the balancer's web page. If it is in use, a free port replaces it."""
 
+    disaggregated: bool = False
+    """Show a prefill and a decode pool behind a gateway instead: each has half of the workers, with
+    twice the slots. The first kind of text is mostly read, the last one mostly generated."""
+
     plain: bool = False
     """Print lines even on a terminal."""
 
@@ -75,6 +79,11 @@ class DemoSettings:
         check_ranges(self)
         if self.workers % self.nodes:
             raise InvalidSettingsError(f"nodes ({self.nodes}) must divide workers ({self.workers})")
+        if self.disaggregated and self.workers % (2 * self.nodes):
+            raise InvalidSettingsError(
+                f"disaggregated needs two pools of the same size on {self.nodes} nodes each: "
+                f"workers ({self.workers}) must be a multiple of {2 * self.nodes}"
+            )
         if self.max_output_tokens < self.min_output_tokens:
             raise InvalidSettingsError(
                 f"max_output_tokens ({self.max_output_tokens}) must be at least "
@@ -83,4 +92,9 @@ class DemoSettings:
         if not self.domains or not set(self.domains) <= set(DOMAINS):
             raise InvalidSettingsError(
                 f"domains must be one or more of {', '.join(DOMAINS)}, not {self.domains!r}"
+            )
+        if self.disaggregated and self.domains[0] == self.domains[-1]:
+            raise InvalidSettingsError(
+                f"disaggregated needs domains that begin and end with different kinds of text, "
+                f"not {self.domains!r}"
             )
