@@ -13,6 +13,7 @@ from equipoise.gateway.settings import GatewaySettings
 from tests.support.scripted_ranks import (
     BOUND_S,
     END_TOKEN,
+    TRUSTING_NOBODY,
     VOCAB_SIZE,
     FakeRank,
     Fleet,
@@ -69,7 +70,9 @@ def run_gateway(checkpoint):
         )
         try:
             base_url = f"http://{await asyncio.wait_for(address, BOUND_S)}"
-            async with httpx2.AsyncClient(base_url=base_url, timeout=BOUND_S) as client:
+            async with httpx2.AsyncClient(
+                base_url=base_url, timeout=BOUND_S, verify=TRUSTING_NOBODY
+            ) as client:
                 yield Gateway(client, stop, task)
         finally:
             stop.set()

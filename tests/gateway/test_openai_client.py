@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from equipoise_api.v1 import worker_pb2 as pb
-from tests.support.scripted_ranks import BOUND_S, Fault, undisturbed
+from tests.support.scripted_ranks import BOUND_S, TRUSTING_NOBODY, Fault, undisturbed
 
 PROMPT = "def balance("
 
@@ -23,7 +23,11 @@ def text_part(text):
 @pytest_asyncio.fixture
 async def client(gateway):
     async with openai.AsyncOpenAI(
-        base_url=f"{gateway.client.base_url}/v1", api_key="any", max_retries=0, timeout=BOUND_S
+        base_url=f"{gateway.client.base_url}/v1",
+        api_key="any",
+        max_retries=0,
+        timeout=BOUND_S,
+        http_client=openai.DefaultAsyncHttpxClient(verify=TRUSTING_NOBODY),
     ) as client:
         yield client
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.gateway.test_tool_calls import hermes
-from tests.support.scripted_ranks import BOUND_S, Fault, says, undisturbed
+from tests.support.scripted_ranks import BOUND_S, TRUSTING_NOBODY, Fault, says, undisturbed
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 WEATHER = {
@@ -36,7 +36,11 @@ async def client(run_gateway, fleet):
             reasoning_parser="deepseek_r1",
         ) as gateway,
         openai.AsyncOpenAI(
-            base_url=f"{gateway.client.base_url}/v1", api_key="any", max_retries=0, timeout=BOUND_S
+            base_url=f"{gateway.client.base_url}/v1",
+            api_key="any",
+            max_retries=0,
+            timeout=BOUND_S,
+            http_client=openai.DefaultAsyncHttpxClient(verify=TRUSTING_NOBODY),
         ) as client,
     ):
         yield client

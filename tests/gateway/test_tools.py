@@ -10,7 +10,7 @@ import pytest_asyncio
 from equipoise.gateway.tool_formats import FORMATS, ToolCallParser
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.gateway.test_tool_calls import deepseek, hermes
-from tests.support.scripted_ranks import BOUND_S, Fault, says
+from tests.support.scripted_ranks import BOUND_S, TRUSTING_NOBODY, Fault, says
 
 WEATHER = {
     "type": "function",
@@ -48,7 +48,11 @@ async def clients(run_gateway, fleet, **settings):
     async with (
         run_gateway(workers=tuple(fleet.addresses), context_length=4096, **settings) as gateway,
         openai.AsyncOpenAI(
-            base_url=f"{gateway.client.base_url}/v1", api_key="any", max_retries=0, timeout=BOUND_S
+            base_url=f"{gateway.client.base_url}/v1",
+            api_key="any",
+            max_retries=0,
+            timeout=BOUND_S,
+            http_client=openai.DefaultAsyncHttpxClient(verify=TRUSTING_NOBODY),
         ) as client,
     ):
         yield client

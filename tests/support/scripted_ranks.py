@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import ssl
 from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from equipoise_api.v1 import worker_pb2_grpc
 BOUND_S = 120.0
 VOCAB_SIZE = 272
 END_TOKEN = 257
+
+TRUSTING_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of plain HTTP, which read the certificates of all authorities otherwise: 40 ms."""
 
 
 def undisturbed(prompt, max_tokens, stop_tokens=()):
