@@ -164,8 +164,12 @@ def test_what_is_not_a_policy_is_rejected(text, why):
     assert why in "; ".join(map(str, faults_of("", head=text)))
 
 
+# By default two seconds of CPU go into finding out what UTF-8 can encode: all but surrogates.
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
 @budget(max_examples=50)
-@given(st.text(max_size=60) | st.sampled_from(["? ", "[[", "!!", "%", "a: &b"]))
+@given(ANY_TEXT | st.sampled_from(["? ", "[[", "!!", "%", "a: &b"]))
 def test_any_text_is_read_or_rejected(text):
     try:
         read_policy(HEAD + text, source="any")
