@@ -10,7 +10,7 @@ from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import moves_into
 from equipoise.planning.planner import plan
-from equipoise.planning.policy import Algorithm
+from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.topology import ModelShape, Topology
 
 MODEL = ModelShape(num_layers=3, num_experts=32, num_groups=4, expert_bytes=1)
@@ -134,3 +134,30 @@ def test_replicas_lie_on_different_nodes_where_that_costs_little():
         on_node = np.stack([np.bincount(half, minlength=64) for half in layer.reshape(2, -1)])
         assert (on_node.max(axis=0) <= -(-on_node.sum(axis=0) // 2)).all()
     assert made.balancedness > 0.995
+
+
+@pytest.mark.parametrize("weighted", list(Weighting))
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("layer", [[0, 1, 0, 0, 0, 1, 1], [0, 1, 0, 0, 0, 0, 0]])
+def test_twins_that_only_a_lost_larger_rank_allowed_are_undone(layer, algorithm, weighted):
+    """Two experts on ranks of 3, 2 and 2 slots; the first rank is lost."""
+    model = ModelShape(num_layers=2, num_experts=2, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 3, slots_per_rank=3, slots_of_rank=(3, 2, 2))
+    before = Layout(
+        generation=1,
+        num_experts=2,
+        num_ranks=3,
+        expert_of_slot=np.array([layer] * 2, dtype=np.int32),
+        slots_of_rank=(3, 2, 2),
+    )
+    made = plan(
+        np.array([[1.0, 1.0], [0.0, 0.0]]),
+        model=model,
+        topology=topology,
+        current=before,
+        algorithm=algorithm,
+        exclude_ranks=frozenset({0}),
+        weighted=weighted,
+    )
+    for row in made.expert_of_slot.reshape(2, 2, 2).tolist():
+        assert [sorted(own) for own in row] == [[0, 1], [0, 1]]

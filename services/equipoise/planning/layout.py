@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, ShareTable, Slots
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, ShareTable, Slots
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.shares import even_shares, fault_in_shares
 
@@ -243,19 +243,31 @@ def _check(layout: Layout) -> None:
     _check_no_needless_twins(layout)
 
 
-def _check_no_needless_twins(layout: Layout) -> None:
-    """Reject an expert twice on a rank, unless a rank has more slots than there are experts."""
-    allowed = -(-max(layout.slots_of_rank) // layout.num_experts)
-    num_keys = layout.num_ranks * layout.num_experts
-    first_keys = np.arange(0, num_keys, layout.num_experts)
+def needless_twins(
+    expert_of_slot: ExpertTable, *, num_experts: int, slots_of_rank: Sequence[int]
+) -> Indices:
+    """Find experts that a rank holds too often, as rows of (layer, rank, expert), [twins, 3].
+
+    A rank may hold an expert twice only if some rank has more slots than there are experts.
+    """
+    allowed = -(-max(slots_of_rank) // num_experts)
+    num_keys = len(slots_of_rank) * num_experts
+    first_keys = np.arange(0, num_keys, num_experts)
     if num_keys <= np.iinfo(np.int32).max:  # Narrow numbers sort faster.
         first_keys = first_keys.astype(np.int32)
-    held = np.repeat(first_keys, layout.slots_of_rank) + layout.expert_of_slot
+    held = np.repeat(first_keys, slots_of_rank) + expert_of_slot
     held.sort(axis=1)
-    twins = held[:, allowed:] == held[:, : layout.num_slots - allowed]
-    if twins.any():
-        layer, position = (int(index) for index in np.argwhere(twins)[0])
-        rank, expert = divmod(int(held[layer, position]), layout.num_experts)
+    layers, places = np.nonzero(held[:, allowed:] == held[:, : max(0, held.shape[1] - allowed)])
+    return np.stack((layers, *np.divmod(held[layers, places], num_experts)), axis=1)
+
+
+def _check_no_needless_twins(layout: Layout) -> None:
+    twins = needless_twins(
+        layout.expert_of_slot, num_experts=layout.num_experts, slots_of_rank=layout.slots_of_rank
+    )
+    if len(twins):
+        layer, rank, expert = twins[0].tolist()
+        allowed = -(-max(layout.slots_of_rank) // layout.num_experts)
         raise InvalidLayoutError(
             f"layer {layer}: rank {rank} holds expert {expert} more than {allowed} time(s): "
             "a second copy on the same rank adds no capacity"

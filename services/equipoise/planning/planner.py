@@ -88,7 +88,8 @@ def plan(
     """Place experts so that ranks carry even parts of a load.
 
     A layer keeps its current placement unless it gains something, so a layer without load never
-    moves and no plan is worse than the current layout.
+    moves and no plan is worse than the current layout. (Beside layers with uneven shares, even
+    splits are rounded to whole shares too: n replicas may then cost n / 32768 of balancedness.)
 
     Args:
         load: [layers, experts] in any unit.
@@ -162,14 +163,14 @@ def _plan_incrementally(task: _Task) -> Plan:
     problem, target, max_moves = task.problem, task.target, task.max_moves
     held = Placed(problem.held, problem.held_shares)
     before = balancedness(problem.rank_loads(*held))
-    if target is not None and before >= target and problem.is_covered.all():
+    if target is not None and before >= target and problem.is_valid.all():
         made = summary(problem, held, Algorithm.INCREMENTAL)
         return replace(
             made, reason=f"nothing to move: {before:.3f} has reached the target of {target:.3f}"
         )
     kept = _kept(problem, samples=task.samples)
     standing = problem.balancedness_of_layer(*kept)
-    if target is not None and problem.is_covered.all():
+    if target is not None and problem.is_valid.all():
         made = summary(problem, kept, Algorithm.INCREMENTAL)
         if made.balancedness >= target:
             return replace(
@@ -266,7 +267,7 @@ def _worth_changing(
         if num_kept:
             comparison = f"; {num_kept} layers keep their placement: {text}"
         changes &= beyond
-    return changes | ~problem.is_covered, comparison
+    return changes | ~problem.is_valid, comparison
 
 
 def _shares_text(problem: Problem, placed: Placed) -> str:

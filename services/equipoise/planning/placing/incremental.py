@@ -47,7 +47,7 @@ class Improvement:
     table: ExpertTable
     """int32 [layers, slots]."""
     steps: tuple[MoveStep, ...]
-    """Steps that restore experts without a replica, then the others, most gain per move first."""
+    """Steps that make the placement valid, then the others, most gain per move first."""
     curve: tuple[tuple[int, float], ...]
     """(moves, balancedness): the most balance for any number of moves, both increasing."""
 
@@ -71,7 +71,7 @@ def improve(
         layers: the layers to improve, bool [layers].
         fresh: a placement from scratch, int32 [layers, slots], for layers where it is more
             balanced by `least_gain` than small steps can reach.
-        standing: balancedness of covered layers with their shares, [layers]. Steps split experts
+        standing: balancedness of valid layers with their shares, [layers]. Steps split experts
             evenly, so those of a layer with shares must exceed it.
         least_gain: see `fresh`.
         target: stop when the mean balancedness over layers with traffic reaches it.
@@ -80,7 +80,7 @@ def improve(
     start = cover(problem)
     busy = problem.is_busy
     num_busy = max(int(busy.sum()), 1)
-    reached = np.where(problem.is_covered, standing, problem.balancedness_of_layer(start))
+    reached = np.where(problem.is_valid, standing, problem.balancedness_of_layer(start))
     paths = [
         _paths(problem, start, layer, reached=reached[layer], target=target)
         if layers[layer] and busy[layer]
@@ -157,8 +157,8 @@ def _reach(paths: list[list[LayerPath]], busy: Bools, target: float | None) -> b
 
 
 def _restoring(problem: Problem, start: ExpertTable) -> Iterator[MoveStep]:
-    """Yield the steps that restore experts without a replica, at any price."""
-    for layer in np.flatnonzero(~problem.is_covered).tolist():
+    """Yield the steps that restore lost experts and undo needless twins, at any price."""
+    for layer in np.flatnonzero(~problem.is_valid).tolist():
         changed = np.flatnonzero(problem.held[layer] != start[layer])
         yield MoveStep(
             layer=layer,

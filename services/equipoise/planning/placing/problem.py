@@ -8,7 +8,7 @@ import numpy as np
 from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, ShareTable
 from equipoise.planning.balance import balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, needless_twins
 from equipoise.planning.placing.tally import (
     count_replicas_of,
     split_by_group_and_node,
@@ -32,7 +32,8 @@ class Problem:
     model: ModelShape
     topology: Topology
     held: ExpertTable
-    """int32 [layers, slots]; experts may be missing, because ranks may have been lost."""
+    """int32 [layers, slots]; experts may be missing or needlessly twice on a rank, because ranks
+    may have been lost."""
     held_shares: ShareTable | None = None
     """Shares of the held placement, int32 [layers, slots]; None for even splits."""
     is_new: bool = False
@@ -115,10 +116,19 @@ class Problem:
         return count_replicas_of(table, self.model.num_experts)
 
     @cached_property
-    def is_covered(self) -> Bools:
-        """Layers in which the ranks hold every expert, [layers]."""
-        covered: Bools = np.all(self.replicas(self.held) > 0, axis=1)
-        return covered
+    def is_valid(self) -> Bools:
+        """Layers that the ranks could keep as they are, [layers].
+
+        Others lack an expert, or hold one needlessly twice: a larger rank that allowed it is lost.
+        """
+        valid: Bools = np.all(self.replicas(self.held) > 0, axis=1)
+        twins = needless_twins(
+            self.held,
+            num_experts=self.model.num_experts,
+            slots_of_rank=self.topology.slots_of_rank,
+        )
+        valid[twins[:, 0]] = False
+        return valid
 
     @cached_property
     def is_busy(self) -> Bools:
