@@ -108,6 +108,16 @@ def test_a_target_is_reached_with_fewer_moves_than_a_plan_from_scratch(code_layo
     assert 0 < target["moves"] < scratch["moves"]
 
 
+def test_from_a_current_layout_a_plan_is_incremental_unless_asked_otherwise(code_layout):
+    english = [*POOL, "--windows", "english", "--current", str(code_layout)]
+    made, scratch = planned(*english), planned(*english, "--algorithm", "global")
+    assert (made["algorithm"], scratch["algorithm"]) == ("incremental", "global")
+    assert made["balancedness"] >= scratch["balancedness"] - 0.002
+    assert made["moves"] < scratch["moves"]
+    local = planned(*english, "--locality", "0.3")
+    assert local["algorithm"] == "local"
+
+
 def test_max_moves_is_respected_and_the_curve_shows_the_gain(code_layout):
     english = [*POOL, "--windows", "english", "--current", str(code_layout)]
     limited = planned(*english, "--max-moves", "5")

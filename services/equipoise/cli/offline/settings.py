@@ -141,7 +141,8 @@ class PlanSettings:
     also sets --algorithm, and --shared-expert where the unit routes the shared expert."""
 
     algorithm: Algorithm = Algorithm.AUTO
-    """Planning algorithm. auto tries all that apply and keeps the best plan."""
+    """Planning algorithm. auto is incremental from a current layout, which is as balanced by fewer
+    moves; else it plans hierarchically and globally and keeps the more balanced plan."""
 
     locality: Annotated[float | None, Range(0, 1)] = None
     """How freely redundant slots may host experts of other nodes. 0 is hierarchical: each expert
@@ -183,8 +184,11 @@ class PlanSettings:
         if self.unit is not None:
             object.__setattr__(self, "pool", _pool_of(self.unit, self.pool))
             object.__setattr__(self, "source", _source_of(UNITS[self.unit], self.source))
-            if self.algorithm is Algorithm.AUTO and self.locality is None and not self._is_limited:
-                object.__setattr__(self, "algorithm", UNITS[self.unit].algorithm)
+        is_open = self.algorithm is Algorithm.AUTO and self.locality is None
+        if is_open and self.unit is not None and not self._is_limited:
+            object.__setattr__(self, "algorithm", UNITS[self.unit].algorithm)
+        elif is_open and self.pool.current is not None and self.shared_ranks is None:
+            object.__setattr__(self, "algorithm", Algorithm.INCREMENTAL)
         is_limited = self._is_limited
         self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
