@@ -91,3 +91,19 @@ def test_without_home_nodes_a_local_plan_is_global_and_gives_the_reason():
     assert made.algorithm is Algorithm.GLOBAL
     assert "not hierarchical: 1 groups do not divide evenly over 4 nodes" in made.reason
     assert made.off_node_share == 0.0
+
+
+def test_a_local_plan_returns_load_to_its_nodes_also_at_a_loss():
+    load = skewed_load(5)
+    free = plan(load, model=MODEL, topology=TOPOLOGY, algorithm=Algorithm.GLOBAL)
+    assert free.off_node_share > 0.4
+    current = Layout(generation=1, num_experts=64, num_ranks=16, expert_of_slot=free.expert_of_slot)
+    chosen = {"model": MODEL, "topology": TOPOLOGY, "locality": 0.1}
+    made = plan(load, current=current, **chosen)
+    assert made.returned_layers == 4
+    assert made.off_node_share <= 0.075
+    assert made.balancedness < free.balancedness
+    held = current.with_placement(made.expert_of_slot, generation=2)
+    drifted = load * np.random.default_rng(6).lognormal(sigma=0.02, size=load.shape)
+    again = plan(drifted, current=held, **chosen)
+    assert again.returned_layers == 0

@@ -265,3 +265,16 @@ def test_a_window_with_too_few_steps_gives_an_upper_bound_for_that_reason():
     assert (
         "by at most 80.0% (the latest window has too few steps for a measurement)" in verdict.reason
     )
+
+
+def test_a_plan_that_returns_groups_to_their_nodes_need_not_gain_anything():
+    worse = {"proposed": CURRENT.expert_of_slot, "returned_layers": 1}
+    verdict = verdict_on(current=CURRENT.with_placement(APART, generation=4), **worse)
+    assert verdict.accepted
+    assert verdict.balancedness_proposed < verdict.balancedness_current
+    assert "returns the expert groups of 1 layers to their nodes, as the policy asks" in (
+        verdict.reason
+    )
+    assert not verdict_on(**worse, policy=dataclasses.replace(POLICY, pause=True)).accepted
+    assert not verdict_on(**worse, window=HOT_PAIR / 1000).accepted
+    assert not verdict_on(**worse, last_switch_s=90.0).accepted

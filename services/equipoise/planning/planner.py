@@ -28,6 +28,11 @@ LOCALITY = 0.25
 it is enough for a balancedness of 0.97 or more."""
 
 
+LOCALITY_SLACK = 1.25
+"""Multiple of the load that `local` lets leave its node at which a layer is placed again: plans use
+all of what is allowed, and loads fluctuate."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """A valid placement, the balance it reaches on the load it is for, and its cost."""
@@ -55,6 +60,9 @@ class Plan:
     steps: tuple[MoveStep, ...] = ()
     """Steps of an incremental plan, most gain per move first. Any prefix is a valid layout worth
     having. Empty if the plan has shares, which fit the whole plan only."""
+    returned_layers: int = 0
+    """Layers whose expert groups return to their nodes, whatever balance that costs: `hierarchical`
+    and `local` ask for it."""
     curve: tuple[tuple[int, float], ...] = ()
     """(moves, balancedness) of an incremental plan: the most that any number of moves buys with
     even splits."""
@@ -90,6 +98,8 @@ def plan(
     A layer keeps its current placement unless it gains something, so a layer without load never
     moves and no plan is worse than the current layout. (Beside layers with uneven shares, even
     splits are rounded to whole shares too: n replicas may then cost n / 32768 of balancedness.)
+    `hierarchical` and `local` also change layers that spread expert groups over more nodes than
+    they allow, even at a loss.
 
     Args:
         load: [layers, experts] in any unit.
@@ -141,7 +151,9 @@ def plan(
 def _plan_both_ways(task: _Task) -> Plan:
     hierarchical, other = _plan_hierarchically(task), _plan_globally(task)
     loser, winner = sorted((other, hierarchical), key=lambda made: made.balancedness)
-    return replace(winner, reason=f"{winner.reason}; {loser.algorithm}: {loser.balancedness:.3f}")
+    # Either would do, so the winner is judged by its balance alone.
+    reason = f"{winner.reason}; {loser.algorithm}: {loser.balancedness:.3f}"
+    return replace(winner, reason=reason, returned_layers=0)
 
 
 def _plan_hierarchically(task: _Task) -> Plan:
@@ -228,19 +240,35 @@ def _from_scratch_where_needed(
 
 
 def _adopted(task: _Task, table: ExpertTable, algorithm: Algorithm) -> Plan:
-    """Take `table` in the layers that gain by it, and keep the others."""
+    """Take `table` in the layers that gain by it or stray now, and keep the others."""
     problem = task.problem
     kept = _kept(problem, samples=task.samples)
     fresh = weigh(problem, table, may_chain=algorithm is Algorithm.GLOBAL)
     changes, comparison = _worth_changing(problem, kept, fresh, samples=task.samples)
-    placed = mixed(problem, changes, kept, fresh)
+    returns = _strays(task, kept, algorithm) & ~_strays(task, fresh, algorithm)
+    placed = mixed(problem, changes | returns, kept, fresh)
     made = summary(problem, placed, algorithm)
     changed = int((placed.table != problem.held).any(axis=1).sum())
+    reason = f"{algorithm}: {made.balancedness:.3f} by changing {changed} of {len(table)} layers"
+    if returns.any():
+        reason += f", {returns.sum()} of them to return expert groups to their nodes"
     return replace(
         made,
-        reason=f"{algorithm}: {made.balancedness:.3f} by changing {changed} of {len(table)} layers"
-        f"{_shares_text(problem, placed)}{comparison}",
+        returned_layers=int(returns.sum()),
+        reason=reason + _shares_text(problem, placed) + comparison,
     )
+
+
+def _strays(task: _Task, placed: Placed, algorithm: Algorithm) -> Bools:
+    """Find layers that serve more load off its group's node than the algorithm allows, [layers]."""
+    problem = task.problem
+    locality = task.locality if algorithm is Algorithm.LOCAL else 0.0
+    if algorithm is Algorithm.GLOBAL or locality == 1.0:
+        return np.zeros_like(problem.is_busy)
+    if locality == 0.0:
+        return ~problem.is_hierarchical(placed.table)
+    allowed = locality * (1.0 - 1.0 / problem.num_nodes)
+    return problem.off_node_share_of_layer(*placed) > LOCALITY_SLACK * allowed
 
 
 def _kept(problem: Problem, *, samples: float | None) -> Placed:

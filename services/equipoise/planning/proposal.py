@@ -85,6 +85,7 @@ def propose(request: ProposalRequest) -> Proposal:
         on_average=on_average,
         on_window=on_window,
         algorithm=planned.algorithm,
+        returned_layers=planned.returned_layers,
         window=request.window,
         model=request.model,
         policy=policy,

@@ -50,6 +50,7 @@ def judge(
     on_average: Comparison,
     on_window: Comparison,
     algorithm: Algorithm,
+    returned_layers: int = 0,
     window: Load,
     model: ModelShape,
     policy: Policy,
@@ -71,6 +72,8 @@ def judge(
         on_average: both layouts compared on the load that the plan was made for.
         on_window: both layouts compared on the latest window.
         algorithm: the algorithm that made the plan.
+        returned_layers: layers whose expert groups the plan returns to their nodes. The policy asks
+            for that, so the plan need not gain anything.
         window: the load of the latest window, [layers, experts].
         model: the shape of the model.
         policy: thresholds, and costs that are not measured.
@@ -85,14 +88,27 @@ def judge(
         ("the policy pauses rebalancing" if policy.pause else None)
         or _too_few_assignments(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
-        or _balanced_enough(before, policy)
-        or _nothing_to_change(cost)
-        or _gains_too_little(before, after, policy)
-        or _gains_too_little_throughput(cost, policy, costs)
-        or _never_pays(cost, policy)
+        or (
+            None
+            if returned_layers
+            else _balanced_enough(before, policy)
+            or _nothing_to_change(cost)
+            or _gains_too_little(before, after, policy)
+            or _gains_too_little_throughput(cost, policy, costs)
+            or _never_pays(cost, policy)
+        )
     )
     if rejection is not None:
         return replace(cost, reason=rejection)
+    if returned_layers:
+        return replace(
+            cost,
+            accepted=True,
+            reason=f"{algorithm} plan returns the expert groups of {returned_layers} layers to "
+            f"their nodes, as the policy asks: balancedness on the latest window goes from "
+            f"{before:.3f} to {after:.3f}; it takes {cost.moves} moves of "
+            f"{cost.bytes / 2**20:.1f} MiB in total, which cost {cost.lost_s:.3g} s of serving",
+        )
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     return replace(
         cost,

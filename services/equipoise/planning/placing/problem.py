@@ -168,6 +168,21 @@ class Problem:
             return served
         return split_by_group_and_node(table, self.load, node_of_slot, self.model.num_groups)
 
+    def off_node_share_of_layer(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
+        """Compute the share of load served off the node that serves most of its group, [layers]."""
+        total = self.load.sum(axis=1)
+        at_home = self.load_of_group_on_node(table, shares).max(axis=2).sum(axis=1)
+        return np.where(total > 0, 1.0 - at_home / np.where(total > 0, total, 1.0), 0.0)
+
+    def is_hierarchical(self, table: ExpertTable) -> Bools:
+        """Find the layers that hold each expert group on one node only, [layers]."""
+        size = self.model.num_experts // self.model.num_groups
+        is_on_node = np.zeros((len(table), self.model.num_groups, self.num_nodes), dtype=np.bool_)
+        node_of_slot = self.node_of_rank[self.rank_of_slot]
+        is_on_node[np.arange(len(table))[:, None], table // size, node_of_slot] = True
+        kept: Bools = (is_on_node.sum(axis=2) == 1).all(axis=1)
+        return kept
+
     @property
     def has_equal_nodes(self) -> bool:
         """Whether nodes have equally many consecutive ranks, and all ranks equally many slots."""
