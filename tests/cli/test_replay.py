@@ -224,3 +224,23 @@ def test_without_matplotlib_a_picture_is_rejected_before_the_work(monkeypatch, c
     output = capsys.readouterr()
     assert "this needs equipoise[plots] (there is no matplotlib)" in output.err
     assert not output.out
+
+
+def test_steady_traffic_of_few_assignments_is_not_planned_for_again_and_again():
+    """144 ranks with two slots each: every new plan looks much better on its own sample."""
+    rng = np.random.default_rng(5)
+    shares = rng.lognormal(sigma=0.8, size=(6, 256))
+    shares /= shares.sum(axis=1, keepdims=True)
+    windows = rng.multinomial(10_000, shares, size=(20, 6)).astype(np.float64)
+    made = replay(
+        Recording(windows=windows, names=tuple(f"w{i}" for i in range(20))),
+        name="steady",
+        policy=Policy(),
+        model=ModelShape(num_layers=6, num_experts=256, num_groups=1, expert_bytes=10),
+        topology=Topology(node_of_rank=("n",) * 144, slots_per_rank=2),
+        start=contiguous_layout(num_layers=6, num_experts=256, num_ranks=144, slots_per_rank=2),
+        window_s=10.0,
+    )
+    num_slots = 6 * 288
+    assert num_slots / 2 < made.moves < 3 * num_slots
+    assert made.switches <= 6

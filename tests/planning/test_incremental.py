@@ -4,7 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.placing.from_scratch import place_globally
+from equipoise.planning.placing.incremental import improve
+from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.placing.search_state import SearchSpace
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
@@ -166,3 +169,26 @@ def test_between_equal_gains_the_move_with_a_source_on_its_node_is_made(hot_slot
     )  # fmt: skip
     path = relieve(start, np.array([4.0, 1, 1, 1, 1, 1, 1]), space, 3.1, np.inf)
     np.testing.assert_array_equal(path.steps[0], [near_slot, 0, -1, -1])
+
+
+def test_layers_that_may_change_do_not_make_up_for_those_that_may_not():
+    """Otherwise a target that is out of reach would have them placed from scratch."""
+    model = ModelShape(num_layers=4, num_experts=64, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 16, slots_per_rank=6)
+    start = contiguous_layout(num_layers=4, num_experts=64, num_ranks=16, slots_per_rank=6)
+    load = np.random.default_rng(3).lognormal(size=(4, 64))
+    problem = Problem.of(
+        load, model=model, topology=topology, current=start, ranks=tuple(range(16))
+    )
+    made = improve(
+        problem,
+        layers=np.array([True, True, False, False]),
+        fresh=place_globally(problem),
+        standing=problem.balancedness_of_layer(problem.held),
+        least_gain=LEAST_LAYER_GAIN,
+        target=0.9,
+    )
+    reached = problem.balancedness_of_layer(made.table)
+    np.testing.assert_array_equal(made.table[2:], problem.held[2:])
+    assert 0.9 <= reached[:2].mean() < 0.95
+    assert sum(step.moves for step in made.steps) == (made.table != problem.held).sum() < 100

@@ -96,6 +96,17 @@ def test_the_average_does_not_depend_on_how_time_is_cut_into_folds(steps_s):
     np.testing.assert_allclose(cut.per_second(), [[3.0, 1.0]], rtol=1e-9)
 
 
+@pytest.mark.parametrize(("num_seconds", "expected"), [(5, 5.0), (300, 2 * 10 / math.log(2))])
+def test_an_average_is_as_precise_as_so_many_assignments(num_seconds, expected):
+    """Each second brings one assignment, to one of two experts; every layer is a trial."""
+    rng = np.random.default_rng(3)
+    folded = LoadAverage.start(num_layers=4000, num_experts=2, half_life_s=10.0, now=0.0)
+    for second, experts in enumerate(rng.integers(0, 2, size=(num_seconds, 4000))):
+        folded = folded.fold(np.eye(2)[experts], now=second + 1.0)
+    assert folded.samples() == pytest.approx(expected, rel=0.06)
+    assert 0.25 / np.var(folded.per_second()[:, 0]) == pytest.approx(expected, rel=0.1)
+
+
 def test_old_load_is_forgotten():
     then = average().fold(np.array([[100.0, 0.0]]), now=10.0)
     later = then.fold(np.array([[0.0, 10_000.0]]), now=1010.0)

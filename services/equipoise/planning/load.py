@@ -233,6 +233,17 @@ class LoadAverage:
             return np.zeros_like(self.decayed_load)
         return self.decayed_load / self.decayed_duration_s
 
+    def samples(self) -> float:
+        """Return how many equally weighted assignments per layer estimate the load as precisely.
+
+        An assignment of weight w adds w to the sum and w^2 to its variance, so there are
+        (sum of w)^2 / (sum of w^2) of them (L. Kish, 1965). In a steady stream over which the
+        weight fell from 1 to k that is 2 / (1 + k) times the decayed sum: all assignments of a
+        young average, and those of 2.9 half-lives of an old one.
+        """
+        least_weight = max(0.0, 1.0 - self.decayed_duration_s * math.log(2.0) / self.half_life_s)
+        return assignments_per_layer(self.decayed_load) * 2.0 / (1.0 + least_weight)
+
     def variance(self) -> Load:
         """Return the variance over folds of assignments per second; 0 if unknown.
 

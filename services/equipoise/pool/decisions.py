@@ -150,6 +150,7 @@ class Decisions:
         return ProposalRequest(
             current=current,
             average=loads.slow.at_risk(policy.risk_z),
+            samples=loads.slow.samples(),
             window=window.load,
             balancedness=window.balancedness,
             shift=window.shift,

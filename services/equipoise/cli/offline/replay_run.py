@@ -176,6 +176,7 @@ class _Decider:
             ProposalRequest(
                 current=layout,
                 average=self._slow.per_second(),
+                samples=self._slow.samples(),
                 window=load,
                 shift=shift,
                 model=self._model,

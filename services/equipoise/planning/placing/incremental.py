@@ -74,13 +74,16 @@ def improve(
         standing: balancedness of valid layers with their shares, [layers]. Steps split experts
             evenly, so those of a layer with shares must exceed it.
         least_gain: see `fresh`.
-        target: stop when the mean balancedness over layers with traffic reaches it.
+        target: stop when the mean balancedness over `layers` with traffic reaches it.
         max_moves: the move budget; moves that restore lost experts always fit.
     """
     start = cover(problem)
     busy = problem.is_busy
     num_busy = max(int(busy.sum()), 1)
     reached = np.where(problem.is_valid, standing, problem.balancedness_of_layer(start))
+    if target is not None and busy.any():
+        # Layers that stay cannot help to reach it, and the others shall not make up for them.
+        target = float(np.where(layers, target, reached)[busy].mean())
     paths = [
         _paths(problem, start, layer, reached=reached[layer], target=target)
         if layers[layer] and busy[layer]
