@@ -113,6 +113,7 @@ def test_loads_show_what_each_rank_received_in_each_layer(serving_harness, skewe
     assert not loads_response(harness.pool).window_rank_assignments
     harness.run_traffic(skewed(1), seconds=10)
     loads, window = loads_response(harness.pool), harness.pool.windows.closed[-1]
+    assert loads.slow_samples == pytest.approx(window.assignments / loads.num_layers, rel=0.01)
     table = np.frombuffer(loads.window_rank_assignments, dtype="<f8").reshape(
         loads.num_layers, loads.num_ranks
     )

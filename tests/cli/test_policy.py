@@ -1,6 +1,7 @@
 """`equipoise policy`: output and exit statuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,7 @@ def situation():
         model=ModelShape(num_layers=2, num_experts=8, num_groups=1, expert_bytes=1000),
         topology=Topology(node_of_rank=("a",) * 4, slots_per_rank=3),
         slow=load * 10,
+        slow_samples=270_000.0,
         fast=load * 10,
         window=load * 1000,
         last_switch_s=None,
@@ -143,6 +145,8 @@ def test_a_preview_decides_as_the_balancer_would(situation):
     assert "pause" in paused.reason
     picky = decided(situation, Policy(min_gain=1.0), now=100.0).verdict
     assert "gains too little" in picky.reason
+    unproven = decided(replace(situation, slow_samples=4.0), Policy(), now=100.0).verdict
+    assert "found no better layout" in unproven.reason
 
 
 def test_a_preview_of_recorded_loads_needs_no_balancer(write, tmp_path, capsys):

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import LoadAverage, LoadDelta, LoadWindow, detect_shift
+from equipoise.planning.load import (
+    LoadAverage,
+    LoadDelta,
+    LoadWindow,
+    Shift,
+    detect_shift,
+    follow_traffic,
+)
 
 
 def make_window():
@@ -186,7 +193,7 @@ def test_sampling_noise_alone_is_never_a_shift(assignments):
     slow = true_shares * 1e9
     for _ in range(200):
         sampled = np.array([rng.multinomial(assignments, row) for row in true_shares], dtype=float)
-        shift = detect_shift(sampled, slow, assignments=assignments, threshold=0.05)
+        shift = detect_shift(sampled, slow, assignments=assignments, factor=2.0)
         assert not shift.detected, shift.reason
 
 
@@ -201,7 +208,7 @@ def test_noise_in_a_layer_that_counts_fewer_is_no_shift_either():
             dtype=float,
         )
         mean = sum(counts) / len(counts)
-        shift = detect_shift(sampled, true_shares * 1e9, assignments=mean, threshold=0.05)
+        shift = detect_shift(sampled, true_shares * 1e9, assignments=mean, factor=2.0)
         assert not shift.detected, shift.reason
 
 
@@ -213,7 +220,7 @@ def test_the_noise_bound_is_above_the_mean_distance_of_samples():
             rng.multinomial(400, shares[0])[None, :].astype(float),
             shares * 1e9,
             assignments=400,
-            threshold=0.1,
+            factor=2.0,
         )
         for _ in range(300)
     ]
@@ -225,7 +232,7 @@ def test_the_noise_bound_is_above_the_mean_distance_of_samples():
 def test_traffic_to_other_experts_is_a_shift_and_the_reason_has_the_numbers():
     slow = np.array([[100.0, 100.0, 0.0, 0.0]])
     fast = np.array([[0.0, 0.0, 10.0, 10.0]])
-    shift = detect_shift(fast, slow, assignments=10_000, threshold=0.15)
+    shift = detect_shift(fast, slow, assignments=10_000, factor=2.0)
     assert shift.detected
     assert shift.distance == 1.0
     assert "100.0% of the load" in shift.reason
@@ -235,7 +242,7 @@ def test_too_few_assignments_are_not_a_shift():
     slow = np.ones((1, 256))
     fast = np.zeros((1, 256))
     fast[0, :4] = 1.0
-    assert not detect_shift(fast, slow, assignments=4, threshold=0.15).detected
+    assert not detect_shift(fast, slow, assignments=4, factor=2.0).detected
 
 
 @pytest.mark.parametrize(
@@ -243,6 +250,74 @@ def test_too_few_assignments_are_not_a_shift():
     [(np.zeros((1, 2)), np.ones((1, 2)), 10), (np.ones((1, 2)), np.ones((1, 2)), 0)],
 )
 def test_without_traffic_there_is_no_shift(fast, slow, assignments):
-    shift = detect_shift(fast, slow, assignments=assignments, threshold=0.0)
+    shift = detect_shift(fast, slow, assignments=assignments, factor=2.0)
     assert not shift.detected
     assert "no traffic" in shift.reason
+
+
+def followed(*shares, assignments=100_000, spread=None):
+    """The slow average and the shifts after windows of 10 s with these shares.
+
+    With a `spread`, the shares of each window vary like those of that many samples.
+    """
+    fast, slow = (
+        LoadAverage.start(num_layers=4, num_experts=32, half_life_s=half_life_s, now=0.0)
+        for half_life_s in (5.0, 60.0)
+    )
+    rng, before, found = np.random.default_rng(2), (), []
+    for index, usual in enumerate(shares):
+        drawn = np.array([rng.dirichlet(spread * row) for row in usual]) if spread else usual
+        load = rng.multinomial(assignments, drawn).astype(np.float64)
+        fast, slow, before, shift = follow_traffic(
+            fast, slow, load, before=before, duration_s=10.0, factor=2.0, now=10.0 * (index + 1)
+        )
+        found.append(shift)
+    return slow, found
+
+
+def two_kinds(*, moved):
+    """Shares of two kinds of traffic, between which some of the load moves to other experts."""
+    one = np.random.default_rng(1).dirichlet(np.full(32, 2.0), size=4)
+    return one, (1 - moved) * one + moved * np.roll(one, 7, axis=1)
+
+
+def detections(shifts):
+    return [index for index, shift in enumerate(shifts) if shift.detected]
+
+
+def test_a_shift_that_many_assignments_prove_is_found_however_small():
+    one, other = two_kinds(moved=0.1)
+    slow, shifts = followed(*[one] * 8, *[other] * 4)
+    assert detections(shifts) == [8]
+    assert shifts[8].distance < 0.05
+    rates = slow.per_second() / slow.per_second().sum(axis=1, keepdims=True)
+    assert np.abs(rates - other).sum(axis=1).mean() < np.abs(rates - one).sum(axis=1).mean() / 3
+    _, few = followed(*[one] * 8, *[other] * 4, assignments=2_000)
+    assert not any(shift.detected for shift in few)
+
+
+def test_traffic_that_shifts_in_every_window_is_averaged_instead():
+    one, other = two_kinds(moved=0.5)
+    slow, shifts = followed(*[one, other] * 8)
+    assert detections(shifts) == [1, 2]
+    assert "is usual in this pool" in shifts[5].reason
+    rates = slow.per_second() / slow.per_second().sum(axis=1, keepdims=True)
+    assert np.abs(rates - (one + other) / 2).sum(axis=1).mean() < 0.1
+
+
+def test_traffic_that_varies_by_more_than_chance_is_no_shift_and_hides_none():
+    """Requests are not independent samples, so real traffic varies by more than its counts."""
+    one, other = two_kinds(moved=0.5)
+    _, shifts = followed(*[one] * 20, *[other] * 4, assignments=10**7, spread=2_000)
+    assert 5 * shifts[19].noise > shifts[20].distance > 2 * shifts[19].noise
+    assert detections(shifts) == [1, 2, 20]
+
+
+def test_a_window_without_traffic_changes_nothing_that_is_known_of_shifts():
+    average = LoadAverage.start(num_layers=1, num_experts=2, half_life_s=60.0, now=0.0)
+    known = (Shift(detected=True, distance=0.5, noise=0.1, reason=""),)
+    made = follow_traffic(
+        average, average, np.zeros((1, 2)), before=known, duration_s=1.0, factor=2.0, now=1.0
+    )
+    assert made.shifts == known
+    assert not made.shift.detected

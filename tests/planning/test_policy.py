@@ -18,7 +18,7 @@ def test_the_defaults_are_valid_and_move_few_experts():
         ("heartbeat_interval_s", float("nan")),
         ("slow_half_life_s", float("inf")),
         ("fast_half_life_s", 0.0),
-        ("shift_threshold", 1.5),
+        ("shift_factor", 0.15),
         ("min_assignments", -1.0),
         ("min_gain", 2.0),
         ("cooldown_s", -0.1),

@@ -37,7 +37,7 @@ def windows_until_recovered(policy):
             fast.per_second(),
             slow.per_second(),
             assignments=assignments_per_layer(window),
-            threshold=policy.shift_threshold,
+            factor=policy.shift_factor,
         )
         if shift.detected:
             slow = slow.restarted(window, duration_s=policy.interval_s, now=now)
@@ -80,5 +80,5 @@ def test_with_shift_detection_a_pool_recovers_within_two_windows():
 
 
 def test_without_shift_detection_the_long_average_lags():
-    num_windows, _ = windows_until_recovered(Policy(shift_threshold=1.0))
+    num_windows, _ = windows_until_recovered(Policy(shift_factor=1000))
     assert num_windows > 2

@@ -96,6 +96,12 @@ def test_options_apply_where_the_file_sets_nothing():
             "defaults.minGain",
             "unknown field here: did you mean judging.minGain?",
         ),
+        (
+            "defaults:\n  averages:\n    shiftThreshold: 0.15",
+            5,
+            "defaults.averages.shiftThreshold",
+            "was replaced by averages.shiftFactor, a multiple of noise and not a share of the load",
+        ),
         ("policy: {}", 3, "policy", "the fields are apiVersion, kind, defaults, pools"),
         (
             "pools:\n  a:\n    waves:\n      maxByte: 1",

@@ -299,3 +299,13 @@ def test_a_rank_that_takes_no_new_request_is_leaving_until_it_does_again(serving
     assert harness.pool.revision > revision
     harness.say(harness.ranks[2], harness.ranks[2].heartbeat())
     assert states() == ["connected"] * 4
+
+
+def test_a_plan_is_given_the_samples_of_the_average_that_it_is_for(serving_harness, skewed):
+    harness = serving_harness
+    harness.run_traffic(skewed(1), seconds=10)
+    window = harness.pool.windows.latest_with_traffic
+    request = harness.pool.decisions.proposal_request(
+        window, policy=harness.pool.policy.values, now=harness.now
+    )
+    assert request.samples == pytest.approx(window.assignments / len(window.load), rel=0.01)

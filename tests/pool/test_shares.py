@@ -16,7 +16,7 @@ def weighted_bench(make_harness, policy):
         algorithm=Algorithm.INCREMENTAL,
         target_balancedness=1.0,
         min_gain=0.001,
-        shift_threshold=1.0,
+        shift_factor=1000,
     )
     harness = make_harness(policy=weighted)
     harness.serve()

@@ -1438,6 +1438,7 @@ class GetLoadsResponse(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     WINDOW_RANK_ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     WINDOW_GENERATION_FIELD_NUMBER: _builtins.int
+    SLOW_SAMPLES_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """MoE layers (rows)."""
     num_experts: _builtins.int
@@ -1460,6 +1461,8 @@ class GetLoadsResponse(_message.Message):
     """
     window_generation: _builtins.int
     """Generation in use when that window closed."""
+    slow_samples: _builtins.float
+    """Assignments per layer that the slow average is as precise as: old ones count less."""
     def __init__(
         self,
         *,
@@ -1473,10 +1476,11 @@ class GetLoadsResponse(_message.Message):
         num_ranks: _builtins.int = ...,
         window_rank_assignments: _builtins.bytes = ...,
         window_generation: _builtins.int = ...,
+        slow_samples: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast_assignments_per_s", b"fast_assignments_per_s", "fast_half_life_s", b"fast_half_life_s", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "slow_assignments_per_s", b"slow_assignments_per_s", "slow_half_life_s", b"slow_half_life_s", "window_assignments", b"window_assignments", "window_generation", b"window_generation", "window_rank_assignments", b"window_rank_assignments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast_assignments_per_s", b"fast_assignments_per_s", "fast_half_life_s", b"fast_half_life_s", "num_experts", b"num_experts", "num_layers", b"num_layers", "num_ranks", b"num_ranks", "slow_assignments_per_s", b"slow_assignments_per_s", "slow_half_life_s", b"slow_half_life_s", "slow_samples", b"slow_samples", "window_assignments", b"window_assignments", "window_generation", b"window_generation", "window_rank_assignments", b"window_rank_assignments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,8 +1,10 @@
 """Load windows and the moving averages that decisions are based on."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,9 @@ to a step or two."""
 
 MAX_LAYER_SURPLUS = 1000.0
 """Assignments by which a layer may always differ, because small counts are noisy."""
+
+USUAL_WINDOWS = 8
+"""Windows whose distances show how much the pool's traffic varies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -275,11 +280,13 @@ class Shift:
     distance: float
     """Fraction of the load that goes to other experts than before, 0 to 1."""
     noise: float
-    """Fraction that chance alone explains."""
+    """Fraction that chance alone explains, or that is usual for the pool if that is more."""
     reason: str
 
 
-def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float) -> Shift:
+def detect_shift(
+    fast: Load, slow: Load, *, assignments: float, factor: float, usual: float = 0.0
+) -> Shift:
     """Compare the recent load with the longer average, both [layers, experts] in any unit.
 
     The distance of a layer is the total variation between its normalised rows p (slow) and
@@ -287,29 +294,81 @@ def detect_shift(fast: Load, slow: Load, *, assignments: float, threshold: float
     E|q - p| <= sqrt(p (1 - p) / n), so the mean distance by chance is at most
     sum sqrt(p (1 - p) / n) / 2, where n is the layer's part of `assignments`, the average per layer
     in `fast`. Both are averaged over the layers with traffic in both. It is a shift if the distance
-    exceeds the noise by more than `threshold`.
+    exceeds `factor` times the noise: this bound, or `usual`, the distance of most windows, if that
+    is more.
     """
     both = (fast.sum(axis=1) > 0) & (slow.sum(axis=1) > 0)
     if assignments <= 0 or not both.any():
         return Shift(detected=False, distance=0.0, noise=0.0, reason="no shift: no traffic yet")
     recent = _shares(fast[both])
-    usual = _shares(slow[both])
+    longer = _shares(slow[both])
     # The mixture of both, because experts new to `slow` are noisy too.
-    expected = (recent + usual) / 2
-    distance = float(np.abs(recent - usual).sum(axis=1).mean() / 2)
+    expected = (recent + longer) / 2
+    distance = float(np.abs(recent - longer).sum(axis=1).mean() / 2)
     # A layer that drafts counts fewer than the others.
     counted = assignments * fast[both].sum(axis=1, keepdims=True) / assignments_per_layer(fast)
-    noise = float(np.sqrt(expected * (1 - expected) / counted).sum(axis=1).mean() / 2)
-    detected = distance - noise > threshold
+    chance = float(np.sqrt(expected * (1 - expected) / counted).sum(axis=1).mean() / 2)
+    noise = max(chance, usual)
+    detected = distance > factor * noise
+    source = "is usual in this pool" if usual > chance else "is explained by chance"
     return Shift(
         detected=detected,
         distance=distance,
         noise=noise,
         reason=(
-            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the load has moved "
-            f"to other experts; chance explains {noise:.1%}, and a shift needs {threshold:.1%} more"
+            f"{'shift' if detected else 'no shift'}: {distance:.1%} of the load has moved to other "
+            f"experts; {noise:.1%} {source}, and a shift needs {factor:g} times that"
         ),
     )
+
+
+class FollowedTraffic(NamedTuple):
+    """Both averages after a window, and whether its traffic shifted."""
+
+    fast: LoadAverage
+    slow: LoadAverage
+    shifts: Sequence[Shift]
+    """What was found in the latest windows with traffic, oldest first; the window is the last."""
+    shift: Shift
+    """What was found in the window."""
+
+
+def follow_traffic(
+    fast: LoadAverage,
+    slow: LoadAverage,
+    load: Load,
+    *,
+    before: Sequence[Shift],
+    duration_s: float,
+    factor: float,
+    now: float,
+) -> FollowedTraffic:
+    """Fold a window's load, [layers, experts], into both averages; restart them if traffic shifted.
+
+    Otherwise they would take half-lives to follow, and each of these windows would count as a shift
+    of its own. A shift falls somewhere inside a window, so that window is a mixture. The next one
+    is the first without old traffic, so the averages restart from it once more.
+
+    Requests are not independent samples, so traffic varies by more than chance from window to
+    window, and some alternates. What is usual is therefore the median distance of the windows
+    `before`. If most windows differ, none is a shift, and the averages become those of the mixture.
+    """
+    fast, slow = fast.fold(load, now=now), slow.fold(load, now=now)
+    assignments = assignments_per_layer(load)
+    shift = detect_shift(
+        fast.per_second(),
+        slow.per_second(),
+        assignments=assignments,
+        usual=median_low(one.distance for one in before) if before else 0.0,
+        factor=factor,
+    )
+    if not assignments:  # This says nothing about where traffic goes.
+        return FollowedTraffic(fast, slow, before, shift)
+    if shift.detected or (before and before[-1].detected):
+        fast, slow = (
+            average.restarted(load, duration_s=duration_s, now=now) for average in (fast, slow)
+        )
+    return FollowedTraffic(fast, slow, (*before, shift)[-USUAL_WINDOWS:], shift)
 
 
 def common_steps(steps: Indices) -> int:

@@ -107,11 +107,11 @@ class Policy:
     fast_half_life_s: Annotated[float, Range(0.001, HOUR_S), Key("averages.fastHalfLife")] = 5.0
     """Half-life of the load average that detects shifts of traffic; below the slow half-life."""
 
-    shift_threshold: Annotated[float, Range(0, 1), Key("averages.shiftThreshold", "share")] = 0.15
-    """Total variation distance between the fast and the slow average, mean over layers and beyond
-    sampling noise, that counts as a shift: 0.15 means that 15 % of the load has moved to other
-    experts. A shift restarts the averages and ends cooldowns. Raise it if shifts are
-    detected falsely."""
+    shift_factor: Annotated[float, Range(1, 1000), Key("averages.shiftFactor", "times")] = 2.0
+    """Distance between the fast and the slow average that counts as a shift, in multiples of what
+    chance explains or, if that is more, of what is usual in the latest windows. The distance is the
+    share of the load that has moved to other experts. A shift restarts the averages and ends
+    cooldowns. Raise it if shifts are detected falsely."""
 
     algorithm: Annotated[Algorithm, Key("planning.algorithm")] = Algorithm.INCREMENTAL
     """How to place replicas. `incremental` makes the most useful moves from the current placement;
@@ -148,7 +148,7 @@ class Policy:
         float, Range(0, 1e15), Key("judging.minAssignments", "assignments")
     ] = 2000.0
     """Assignments per layer that a window needs before anything is decided on it. Fewer than a
-    few dozen per expert are mostly noise."""
+    few dozen per expert are mostly noise. 0 also plans as if loads were exact."""
 
     min_gain: Annotated[float, Range(0, 1), Key("judging.minGain", "balancedness")] = 0.02
     """Balancedness (mean / max rank load) that a plan must gain on the latest window. Raise it to

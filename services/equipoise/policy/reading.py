@@ -19,6 +19,12 @@ from equipoise.policy.setting import SETTINGS
 MAX_BYTES = 256 * 1024
 """Maximum bytes of a policy file; a ConfigMap can hold four times as much."""
 
+REPLACED = {
+    "shiftThreshold": "was replaced by averages.shiftFactor, a multiple of noise and not a share "
+    "of the load: remove it, or set averages.shiftFactor (2 unless set)"
+}
+"""Fields of earlier versions, and what to do about them."""
+
 _MOST_DEPTH = 16
 _MOST_SHOWN = 60
 
@@ -141,8 +147,10 @@ def _fault(error: ErrorDetails, lines: Mapping[KeyPath, int]) -> PolicyFault:
 
 
 def _unknown(path: KeyPath) -> str:
-    """The fault of an unknown field, with the field that was probably meant."""
+    """The fault of an unknown field, with the field that replaced it or was probably meant."""
     *above, name = path
+    if replaced := REPLACED.get(str(name)):
+        return replaced
     section = _section_at(above)
     names = list(section.model_fields)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)

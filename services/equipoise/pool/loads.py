@@ -1,6 +1,6 @@
 """`PoolLoads`: the loads of one pool in one epoch, from reports to windows and averages."""
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from equipoise.planning.load import (
     Shift,
     WindowLoad,
     common_steps,
-    detect_shift,
+    follow_traffic,
 )
 from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
@@ -147,7 +147,7 @@ class PoolLoads:
         self._gap_s = np.zeros(num_ranks)
         self._generation_at_open = 0
         self._phases: set[Phase] = set()
-        self._shifted_before = False
+        self._shifts: Sequence[Shift] = ()
         self._next_close_s = now + policy.interval_s
 
     def adopt(self, policy: Policy, *, now: float) -> None:
@@ -200,13 +200,7 @@ class PoolLoads:
         return not (~self._reported & ~self._is_unheard(now)).any()
 
     def close_window(self, *, number: int, generation: int, now: float) -> ClosedWindow:
-        """Close the window under its number, fold it into both averages, and look for a shift.
-
-        When traffic has shifted, both averages restart from this window. Otherwise they would take
-        half-lives to follow, and each of these windows would count as a shift of its own. A shift
-        falls somewhere inside a window, so that window is a mixture. The next one is the first
-        without old traffic, so the averages restart from it once more.
-        """
+        """Close the window under its number, fold it into both averages, and look for a shift."""
         counted, steps = self._window.close(now=now), self._steps.in_window()
         load = counted.at_common_steps(steps)
         rank_load = load.rank_load
@@ -240,22 +234,15 @@ class PoolLoads:
         return closed
 
     def _fold(self, load: WindowLoad, *, now: float) -> Shift:
-        self.fast = self.fast.fold(load.expert_load, now=now)
-        self.slow = self.slow.fold(load.expert_load, now=now)
-        shift = detect_shift(
-            self.fast.per_second(),
-            self.slow.per_second(),
-            assignments=load.assignments_per_layer,
-            threshold=self._policy.shift_threshold,
+        self.fast, self.slow, self._shifts, shift = follow_traffic(
+            self.fast,
+            self.slow,
+            load.expert_load,
+            before=self._shifts,
+            duration_s=load.duration_s,
+            factor=self._policy.shift_factor,
+            now=now,
         )
-        forgetting = shift.detected or self._shifted_before
-        if forgetting and load.assignments_per_layer:
-            self.fast, self.slow = (
-                average.restarted(load.expert_load, duration_s=load.duration_s, now=now)
-                for average in (self.fast, self.slow)
-            )
-            forgetting = shift.detected
-        self._shifted_before = forgetting
         return shift
 
     def records(self, *, now: float) -> dict[str, AverageRecord]:

@@ -148,6 +148,7 @@ def loads_response(pool: Pool) -> pb.GetLoadsResponse | None:
         num_experts=model.num_experts,
         slow_assignments_per_s=pool.windows.loads.slow.per_second().astype("<f8").tobytes(),
         fast_assignments_per_s=pool.windows.loads.fast.per_second().astype("<f8").tobytes(),
+        slow_samples=pool.windows.loads.slow.samples(),
         slow_half_life_s=pool.policy.values.slow_half_life_s,
         fast_half_life_s=pool.policy.values.fast_half_life_s,
     )

@@ -4,7 +4,7 @@ It assumes that an accepted layout is in place when the next window begins, and 
 not depend on the layout.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from equipoise.formats.recording import Recording
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import Layout
-from equipoise.planning.load import LoadAverage, Shift, assignments_per_layer, detect_shift
+from equipoise.planning.load import LoadAverage, Shift, follow_traffic
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
@@ -157,7 +157,7 @@ class _Decider:
         self._open = np.zeros((model.num_layers, model.num_experts))
         self._opened_s = 0.0
         self._due_s = policy.interval_s
-        self._shifted_before = False
+        self._shifts: Sequence[Shift] = ()
         self._last_switch_s: float | None = None
 
     def close(self, window: Load, layout: Layout, *, now: float) -> Proposal | None:
@@ -192,18 +192,15 @@ class _Decider:
         return proposal
 
     def _fold(self, load: Load, *, duration_s: float, now: float) -> Shift:
-        """Update both averages as the balancer does."""
-        self._fast = self._fast.fold(load, now=now)
-        self._slow = self._slow.fold(load, now=now)
-        shift = detect_shift(
-            self._fast.per_second(),
-            self._slow.per_second(),
-            assignments=assignments_per_layer(load),
-            threshold=self._policy.shift_threshold,
+        self._fast, self._slow, self._shifts, shift = follow_traffic(
+            self._fast,
+            self._slow,
+            load,
+            before=self._shifts,
+            duration_s=duration_s,
+            factor=self._policy.shift_factor,
+            now=now,
         )
-        if shift.detected or self._shifted_before:
-            self._slow = self._slow.restarted(load, duration_s=duration_s, now=now)
-        self._shifted_before = shift.detected
         return shift
 
 

@@ -45,6 +45,9 @@ class Situation:
     slow: Load
     """Slow average, assignments per second, [layers, experts]."""
 
+    slow_samples: float
+    """Assignments per layer that the slow average is as precise as."""
+
     fast: Load
     """Fast average, assignments per second, [layers, experts]."""
 
@@ -95,12 +98,14 @@ def recorded_situation(settings: PolicyPreviewSettings) -> Situation:
     )
     topology = pool_topology(pool, case.model)
     window = case.recording.windows[-1].astype(np.float64)
+    total = case.recording.total().astype(np.float64)
     return Situation(
         pool=settings.pool or "default",
         current=starting_layout(pool, case=case, topology=topology),
         model=case.model,
         topology=topology,
-        slow=case.recording.total().astype(np.float64),
+        slow=total,
+        slow_samples=assignments_per_layer(total),
         fast=window,
         window=window,
         last_switch_s=None,
@@ -113,12 +118,13 @@ def decided(situation: Situation, policy: Policy, *, now: float) -> Proposal:
         situation.fast,
         situation.slow,
         assignments=assignments_per_layer(situation.window),
-        threshold=policy.shift_threshold,
+        factor=policy.shift_factor,
     )
     return propose(
         ProposalRequest(
             current=situation.current,
             average=situation.slow,
+            samples=situation.slow_samples,
             window=situation.window,
             shift=shift,
             model=situation.model,
@@ -188,6 +194,7 @@ def _current_situation(client: BalancerClient) -> Situation:
             node_of_rank=tuple(layout.node_of_rank), slots_per_rank=current.slots_per_rank
         ),
         slow=slow,
+        slow_samples=loads.slow_samples,
         fast=fast,
         window=window,
         last_switch_s=status.switches[0].time_unix_s if status.switches else None,
