@@ -59,9 +59,15 @@ def solo(checkpoint):
     checkpoint.load_dense(model)
     identity = np.tile(np.arange(CONFIG.n_routed_experts), (CONFIG.num_moe_layers, 1))
     checkpoint.load_slots(model, identity)
+    longest = {}
 
     def tokens(prompt, max_tokens, stop_tokens=()):
-        return greedy(model, [prompt], max_tokens=max_tokens, stop_tokens=stop_tokens)[0]
+        if stop_tokens:
+            return greedy(model, [prompt], max_tokens=max_tokens, stop_tokens=stop_tokens)[0]
+        prompt = tuple(prompt)
+        if len(longest.get(prompt, ())) < max_tokens:
+            longest[prompt] = greedy(model, [prompt], max_tokens=max_tokens)[0]
+        return longest[prompt][:max_tokens]
 
     return tokens
 
