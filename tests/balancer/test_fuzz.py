@@ -99,8 +99,8 @@ class FuzzedPool:
 
     def _reject(self, worker, *, kind, reason):
         self._check_rejection(kind, reason)
-        name, now = worker.hello.worker, self._bench.now
-        self._bench.perform(self._bench.controller.reject(name, kind=kind, reason=reason, now=now))
+        name = worker.hello.worker
+        self._bench.perform(self._bench.controller.reject(name, kind=kind, reason=reason))
         self.outcomes["rejected"] += 1
 
     def _check_rejection(self, kind, reason):

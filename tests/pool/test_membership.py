@@ -182,6 +182,43 @@ def test_a_silent_rank_is_named_and_counts_again_when_it_speaks(serving_harness)
     assert harness.pool.diagnosis().health is Health.SERVING
 
 
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_rank_without_a_valid_heartbeat_counts_as_silent_until_it_sends_one(
+    serving_harness, reports
+):
+    harness = serving_harness
+    liar, *others = harness.ranks
+    for _ in range(6):
+        harness.now += 1.0
+        for worker in others:
+            harness.say(worker, worker.heartbeat())
+        invalid = {"kind": "heartbeat_generation", "reason": "worker-0: generation -1"}
+        harness.perform(harness.controller.reject("worker-0", **invalid))
+        if reports:
+            harness.say(liar, liar.report())
+        harness.tick()
+    assert harness.pool.diagnosis().health is Health.DEGRADED
+    assert (
+        "rank 0 has sent no valid heartbeat for 6.0 s, more than the allowed 5 s; the latest "
+        "message was rejected: worker-0: generation -1" in harness.pool.diagnosis().reason
+    )
+    assert harness.pool.roster.epoch == 1, "the group serves"
+    harness.say(liar, liar.heartbeat())
+    harness.tick()
+    assert harness.pool.diagnosis().health is Health.SERVING
+
+
+def test_a_rank_whose_reports_are_rejected_lives_by_its_heartbeats(serving_harness):
+    harness = serving_harness
+    for _ in range(6):
+        harness.now += 1.0
+        for worker in harness.ranks:
+            harness.say(worker, worker.heartbeat())
+        harness.perform(harness.controller.reject("worker-0", kind="load", reason="bad"))
+        harness.tick()
+    assert harness.pool.diagnosis().health is Health.SERVING
+
+
 def test_nothing_is_planned_while_a_rank_is_missing(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=9)
@@ -285,9 +322,7 @@ def test_reports_that_cannot_be_true_are_rejected_and_the_load_stays(
 
 def test_a_rejected_message_is_counted_and_reported_to_its_sender(serving_harness):
     harness = serving_harness
-    chain = harness.controller.reject(
-        "worker-1", kind="report_shape", reason="bad", now=harness.now
-    )
+    chain = harness.controller.reject("worker-1", kind="report_shape", reason="bad")
     harness.perform(chain)
     assert harness.sent_to("worker-1", Rejection) == [Rejection(reason="bad", fatal=False)]
     (rejection,) = harness.pool.counters.rejections.all()

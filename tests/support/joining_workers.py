@@ -178,9 +178,7 @@ class Fleet:
             try:
                 self.harness.say(worker, answer)
             except (InvalidMessageError, InvalidReportError) as error:
-                rejected = self.harness.controller.reject(
-                    name, kind=error.kind, reason=str(error), now=self.harness.now
-                )
+                rejected = self.harness.controller.reject(name, kind=error.kind, reason=str(error))
                 self.harness.perform(rejected)
 
     def _is_broken(self, worker):

@@ -141,7 +141,7 @@ class PoolRunner:
 
     def reject(self, worker: str, *, kind: str, reason: str) -> None:
         """Count a rejected message and send the reason to its worker."""
-        self._submit(self._controller.reject(worker, kind=kind, reason=reason, now=self._clock()))
+        self._submit(self._controller.reject(worker, kind=kind, reason=reason))
         self._log_rejection(worker, kind=kind, reason=reason)
 
     def reject_stream(self, worker: str, *, kind: str, reason: str) -> None:

@@ -14,6 +14,7 @@ from equipoise.planning.rollout import RankLost
 from equipoise.planning.slowness import SlowRank
 from equipoise.pool.counters import Counters
 from equipoise.pool.effects import Chain, Log
+from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 
@@ -35,7 +36,7 @@ class Attendance:
         self._roster = roster
         self._timeouts = counters.timeouts
         self.silent: Mapping[int, str] = {}
-        """Ranks that sent nothing for too long, each with a message."""
+        """Ranks that sent nothing, or nothing valid, for too long, each with a message."""
         self._excluded: dict[str, _Exclusion] = {}
         # No worker can count as silent before that.
         self._quiet_until_s = -math.inf
@@ -78,8 +79,7 @@ class Attendance:
             return ()
         before, most_s = self.silent, self.silent_after_s
         self.silent = {
-            member.rank: f"rank {member.rank} has been silent for {silent_s:.1f} s, "
-            f"more than the allowed {most_s:g} s"
+            member.rank: _silence(member, silent_s=silent_s, most_s=most_s)
             for member in self._roster.seated()
             if member.connected and member.rank is not None
             if (silent_s := now - member.last_heard_s) > most_s
@@ -143,3 +143,12 @@ class Attendance:
             return ()
         self._excluded.clear()
         return (Log(text="excluded workers are needed after all", is_warning=True),)
+
+
+def _silence(member: Member, *, silent_s: float, most_s: float) -> str:
+    what = "sent no valid heartbeat" if member.rejected else "been silent"
+    latest = member.rejected and f"; the latest message was rejected: {member.rejected}"
+    return (
+        f"rank {member.rank} has {what} for {silent_s:.1f} s, more than the allowed {most_s:g} s"
+        f"{latest}"
+    )

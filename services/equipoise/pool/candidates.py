@@ -15,7 +15,8 @@ def candidate(
     state, reason = MemberState.NEW, ""
     if not member.connected or is_silent:
         state = MemberState.STUCK if member.rank is None else MemberState.MISSING
-        reason = member.gone_reason or "it is silent"
+        silence = "it sends no valid heartbeat" if member.rejected else "it is silent"
+        reason = member.gone_reason or silence
     elif quarantined:
         takes_part = member.rank is not None and member.lost_reason is None
         state = MemberState.QUARANTINED if takes_part else MemberState.STUCK

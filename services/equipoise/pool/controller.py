@@ -122,13 +122,13 @@ class PoolController:
         self.pool.note_change()
         return self.pool.membership.leave(member, reason=reason, now=now)
 
-    def reject(self, worker: str, *, kind: str, reason: str, now: float) -> Chain:
+    def reject(self, worker: str, *, kind: str, reason: str) -> Chain:
         """Count a rejected message; its worker is sent the reason."""
         self.count_rejection(kind, reason)
         member = self.pool.roster.members.get(worker)
         if member is None or not member.connected:
             return ()
-        member.note_heard(now=now)
+        member.note_rejected(reason)
         return (Send(worker=worker, message=Rejection(reason=reason, fatal=False)),)
 
     def count_rejection(self, kind: str, reason: str) -> None:
@@ -274,7 +274,7 @@ class PoolController:
     def _heartbeat(self, member: Member, heartbeat: Heartbeat, *, now: float) -> Chain:
         ack = Send(worker=member.name, message=HeartbeatAck(sequence=heartbeat.sequence))
         rollouts = self.pool.rollouts
-        member.note_heartbeat(heartbeat)
+        member.note_heartbeat(heartbeat, now=now)
         if member.rank is None or heartbeat.epoch != self.pool.roster.epoch:
             return (ack,)
         effects: Chain = ()

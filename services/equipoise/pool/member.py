@@ -15,7 +15,8 @@ class Member:
     """What it reported when it connected."""
 
     last_heard_s: float
-    """When its latest message arrived."""
+    """When it connected or its latest message arrived. After a message was rejected, only a valid
+    heartbeat counts: a worker does not live on messages that cannot be used."""
 
     since_s: float
     """When it connected, got its rank, or lost its group; the latest of them."""
@@ -62,6 +63,9 @@ class Member:
     held: ExpertTable | None = None
     """What its slots hold, int32 [layers, slots_per_rank]; None if unknown."""
 
+    rejected: str = ""
+    """Why its latest message was rejected; empty once a heartbeat is valid again."""
+
     gone_reason: str | None = None
     """Why its stream ended; None while it is open."""
 
@@ -92,11 +96,17 @@ class Member:
         return self.claim is not None and self.rank is None
 
     def note_heard(self, *, now: float) -> None:
-        """A message arrived."""
-        self.last_heard_s = now
+        """A valid message arrived."""
+        if not self.rejected:
+            self.last_heard_s = now
 
-    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def note_rejected(self, reason: str) -> None:
+        """A message of it was rejected."""
+        self.rejected = reason
+
+    def note_heartbeat(self, heartbeat: Heartbeat, *, now: float) -> None:
         """Take over its state, except its generations."""
+        self.last_heard_s, self.rejected = now, ""
         self.draining, self.idle = heartbeat.draining, heartbeat.idle
         self.weights_version = heartbeat.weights_version
 
