@@ -180,6 +180,32 @@ def test_a_leader_whose_record_is_gone_or_anothers_stops_at_its_next_renewal(pai
     assert not a.leads(5.0)
 
 
+def failed_over(register):
+    """The register's server was replaced by one with the same record."""
+    register.sighting = replace(register.sighting, version="other", is_latest=False)
+
+
+def test_a_leader_ends_its_term_at_a_failover_and_is_the_first_to_lead_again(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    failed_over(a.register)
+    a.round(5.0)
+    assert not a.leads(5.0), "another one may have led while it was suspended with its clock"
+    assert "the register failed over" in a.state.reason
+    b.round(5.0)
+    run((b, a), from_s=5.5, to_s=9.5)
+    assert (a.terms, b.terms) == ([1, 2 + SKIPPED_TERMS], [])
+
+
+def test_another_one_leads_after_a_failover_if_the_leader_is_gone(pair):
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    failed_over(a.register)
+    a.running = False
+    run(pair, from_s=5.0, to_s=10.0)
+    assert b.terms == [2 + SKIPPED_TERMS]
+
+
 def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
     a, b = pair
     run(pair, from_s=0.0, to_s=5.0)

@@ -90,6 +90,10 @@ class World(NamedTuple):
     """Whether a candidate that had never seen a lease took the register after that. It cannot know
     of the leader before, so their terms may be the same, and overlap until the next renewal."""
 
+    suspended: tuple[int, str] | None
+    """Term and candidate that led when it was suspended together with its clock: until its next
+    renewal it cannot know that another one has led since."""
+
     broken: str
     """The invariant that the last transition broke."""
 
@@ -118,6 +122,7 @@ def lease_model(
             faults_left=faults,
             was_emptied=False,
             was_taken_blindly=False,
+            suspended=None,
             broken="",
         ),
         transitions=lambda world: _transitions(world, last_claim=first_term + max_terms),
@@ -134,6 +139,16 @@ def takeover_model(*, max_terms: int, faults: int) -> Model[World]:
     while not world.processes[1].state.leads(now=0.0):
         world = _round(_aged(world), 1)
     return replace(model, initial=world)
+
+
+def woken_model(*, max_terms: int, faults: int) -> Model[World]:
+    """Return the model from when `b` leads and `a` wakes, which led when its clock stood still."""
+    model = lease_model(candidates=2, max_terms=max_terms, faults=faults)
+    world = _round(model.initial, 0)
+    suspended = _outdated(world.processes[0])
+    while not world.processes[1].state.leads(now=0.0):
+        world = _round(_aged(world), 1)
+    return replace(model, initial=_put(world, 0, suspended)._replace(suspended=(1, "a")))
 
 
 # What may happen. -------------------------------------------------------------------------------
@@ -195,6 +210,10 @@ def _step(world: World, index: int, event: LeaseEvent) -> World:
     if state.highest_term < before.highest_term:
         return following._replace(broken=f"terms never decrease: {before} -> {state}")
     if state.leads(now=0.0):
+        latest = max((term for term, _ in world.led), default=0)
+        if isinstance(event, Wrote) and state.term < latest and not world.was_taken_blindly:
+            fault = f"no term continues after a later one: term {state.term} after {latest}"
+            return following._replace(broken=fault)
         led = world.led | {(state.term, state.candidate.name)}
         return following if led == world.led else following._replace(led=led)
     return following
@@ -280,7 +299,11 @@ def _process(state: LeaderState, call: Call | None) -> Process:
         )
         waits = waits and may_repeat
         record = replace(_AWAITED, holder="?" if waits else "", term=state.register_term)
-        seen = Sighting(record=record, version=seen.version)
+        is_latest = seen.is_latest or not waits
+        seen = Sighting(record=record, version=seen.version, is_latest=is_latest)
+    longest_s = TIMING.duration_s
+    if seen is not None and not seen.is_latest:
+        longest_s += TIMING.round_s
     relevant = replace(
         state,
         seen=seen,
@@ -288,7 +311,7 @@ def _process(state: LeaderState, call: Call | None) -> Process:
         term=state.term if is_leading else 0,
         renewed_s=max(state.renewed_s, -TIMING.renew_deadline_s) if is_leading else 0.0,
         looked_s=state.looked_s if waits else 0.0,
-        unchanged_s=min(state.unchanged_s, TIMING.duration_s) if waits else 0.0,
+        unchanged_s=min(state.unchanged_s, longest_s) if waits else 0.0,
     )
     return _unique(relevant, call)
 
@@ -320,7 +343,7 @@ def _older(process: Process) -> Process:
     state = replace(
         state,
         renewed_s=state.renewed_s - 1.0,
-        looked_s=max(state.looked_s - 1.0, -TIMING.retry_s - TIMING.request_timeout_s),
+        looked_s=max(state.looked_s - 1.0, -TIMING.round_s),
     )
     if call is None:
         return _process(state, None)
@@ -378,6 +401,7 @@ def _canonical(world: World) -> World:
         earlier=frozenset(_mirrored_record(one) for one in world.earlier),
         stray=_mirrored_record(world.stray),
         led=frozenset((term, _mirrored_name(name)) for term, name in world.led),
+        suspended=world.suspended and (world.suspended[0], _mirrored_name(world.suspended[1])),
     )
     return min(world, mirrored, key=hash)
 
@@ -438,6 +462,7 @@ def _violation(world: World) -> str:
     if world.was_taken_blindly:
         return ""
     leaders = [one.state for one in world.processes if one.state.leads(now=0.0)]
+    leaders = [one for one in leaders if (one.term, one.candidate.name) != world.suspended]
     if len(leaders) > 1:
         return f"one balancer leads: {[state.candidate.name for state in leaders]} lead"
     if len({term for term, _ in world.led}) < len(world.led):

@@ -37,6 +37,12 @@ def test_a_register_that_went_back_admits_one_leader_and_no_term_twice():
     assert explored.states == MAX_STATES
 
 
+def test_a_suspended_leader_does_not_continue_its_term_in_a_register_that_went_back():
+    lease = model.woken_model(max_terms=4, faults=1)
+    explored = explore(lease, max_states=MAX_STATES, converge_every=100)
+    assert explored.states == MAX_STATES or explored.complete
+
+
 def test_no_term_follows_the_last_one():
     lease = model.lease_model(candidates=2, max_terms=2, faults=1, first_term=MAX_TERM - 1)
     # Nobody leads once the terms are used up, so only invariants are checked.
@@ -95,6 +101,25 @@ def trust_any_record(monkeypatch):
 def skip_no_terms(monkeypatch):
     """Lead in the next term although the register may have lost the one who used it."""
     monkeypatch.setattr(leader_state, "SKIPPED_TERMS", 0)
+
+
+def continue_after_a_failover(monkeypatch):
+    """Recognise one's own lease in a register that failed over."""
+    place = leader_state.LeaderRole.LEADING, leader_state.Saw
+    recognise = leader_state.TABLE[place]
+
+    def trusting(state, event, now):
+        sighting = event.sighting and replace(event.sighting, is_latest=True)
+        return recognise(state, replace(event, sighting=sighting), now)
+
+    monkeypatch.setitem(leader_state.TABLE, place, trusting)
+
+
+def test_a_suspended_leader_that_continues_its_term_is_found(monkeypatch):
+    continue_after_a_failover(monkeypatch)
+    lease = model.woken_model(max_terms=4, faults=1)
+    with pytest.raises(ViolationError, match="no term continues after a later one"):
+        explore(lease, max_states=200_000, converge_every=10_000_000)
 
 
 @pytest.mark.parametrize(

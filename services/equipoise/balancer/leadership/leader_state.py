@@ -10,7 +10,9 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
 - A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
   so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
 - A register that failed over may have lost its latest records, and with them a leader that this
-  candidate has never seen. So no older record is free at once, and terms are skipped.
+  candidate has never seen. So no older record is free at once, terms are skipped, and no leader
+  continues its term: it may have been suspended together with its clock while the lost one led.
+  Its holder may replace such a record one round before others do: it knows more of what was lost.
 - Each new leader starts a new term, the fencing number of every write and push. What a paused
   process does before it reads its clock is rejected by every peer that saw a higher term.
 """
@@ -257,13 +259,15 @@ def _look_again(state: LeaderState, _event: Overtaken, _now: float) -> tuple[Lea
 
 
 def _recognise(state: LeaderState, event: Saw, now: float) -> tuple[LeaderState, Action]:
-    noted = _note(state, event.sighting, now)
-    record = event.sighting.record if event.sighting is not None else None
-    if record is None:
+    noted, sighting = _note(state, event.sighting, now), event.sighting
+    if sighting is None:
         return _follow(noted, "the lease was deleted"), None
+    record = sighting.record
     if record.holder != state.candidate.name or record.term != state.term:
         holder = record.holder if record.holder and not record.is_vacancy else "no balancer"
         return _follow(noted, f"{holder} holds the lease now"), None
+    if not sighting.is_latest:
+        return _follow(noted, "the register failed over and may have lost a later leader"), None
     return noted, _renewal(noted)
 
 
@@ -293,7 +297,7 @@ def _note(state: LeaderState, sighting: Sighting | None, now: float) -> LeaderSt
     before, after = _version(state), sighting.version if sighting is not None else None
     term = sighting.record.term if sighting is not None else 0
     timing = state.timing
-    passed_s = min(now - state.looked_s, timing.retry_s + timing.request_timeout_s)
+    passed_s = min(now - state.looked_s, timing.round_s)
     return replace(
         state,
         seen=sighting,
@@ -313,6 +317,8 @@ def _is_free(state: LeaderState, seen: Sighting) -> bool:
         return True
     # The record may be damaged: no balancer has a longer duration, and ours is safe for its peers.
     longest_s = max(state.timing.duration_s, min(record.duration_s, MAX_LEASE_S))
+    if not seen.is_latest and record.holder != state.candidate.name:
+        longest_s += state.timing.round_s
     return state.unchanged_s >= longest_s
 
 

@@ -41,11 +41,16 @@ class LeaseTiming:
             request_timeout_s=duration_s / 6,
         )
 
+    @property
+    def round_s(self) -> float:
+        """Longest time between two answers of the register."""
+        return self.retry_s + self.request_timeout_s
+
     def __post_init__(self) -> None:
         if not (
             self.retry_s > 0
             and self.request_timeout_s > 0
-            and self.retry_s + self.request_timeout_s <= self.renew_deadline_s < self.duration_s
+            and self.round_s <= self.renew_deadline_s < self.duration_s
         ):
             raise ValueError(
                 "a lease needs 0 < retry + request timeout <= renew deadline < duration, not "
