@@ -7,6 +7,7 @@ import pytest
 
 from equipoise.gateway.errors import NoRankError
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
+from equipoise.gateway.rank_load import RankInfo, RankState
 from equipoise.gateway.rank_table import RankTable
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.wire.inference_messages import GeneratedTokens
@@ -45,10 +46,12 @@ async def test_failures_and_disconnects_are_counted_separately():
 
 
 async def test_the_gateway_exports_exactly_the_documented_metrics():
-    tally = RequestTally(replays=3)
-    collector = GatewayCollector(tally, ranks=RankTable(max_queued=1, clock=lambda: 0.0))
+    tally, ranks = RequestTally(replays=3), RankTable(max_queued=1, clock=lambda: 0.0)
+    busy = RankInfo(name="a", address="a:1", state=RankState.OPEN, num_requests=1, report=1)
+    ranks.update([busy])
+    collector = GatewayCollector(tally, ranks=ranks)
     async with metrics_at("127.0.0.1:0", collector) as address:
         families = await scrape(address)
     assert ours(families) == documented("Gateway") | documented("Every process")
     assert value_of(families, "equipoise_gateway_replays_total") == 3
-    assert value_of(families, "equipoise_gateway_ready") == 0
+    assert value_of(families, "equipoise_gateway_ready") == 1

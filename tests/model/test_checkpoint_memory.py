@@ -19,7 +19,7 @@ from equipoise_model.presets import TINY
 PROGRAM = Path(__file__).with_name("checkpoint_memory.py")
 ROOMS = [Path(__file__).parents[2] / room for room in ("model", "kernels")]
 TIMEOUT_S = 120
-MOST_BYTES = 48 << 20
+MOST_BYTES = 64 << 20
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a peak of memory"

@@ -66,7 +66,7 @@ def test_every_invariant_holds_in_some_schedules_which_replay_to_the_last_event(
     status, output = executed("--schedules", "40", "--digests")
     assert status == 0, output
     totals = {what: int(count) for count, what in re.findall(r"(\d+) (\w+)", output)}
-    assert min(totals["plans"], totals["switches"], totals["epochs"]) > 40
+    assert min(totals["plans"], totals["switches"], totals["epochs"]) > 30
     first = digests_of(output)
     assert len(first) == 40
     # Objects are elsewhere in its memory.
