@@ -127,12 +127,13 @@ class Pool:
         )  # fmt: skip
 
     async def serving(self, *names, after_epoch=0):
-        """The status as soon as exactly these workers serve."""
+        """The status as soon as exactly these workers serve a committed layout."""
         status = await self.until(
             lambda status: (
                 status.health in SERVING
                 and status.epoch > after_epoch
                 and {rank.worker for rank in status.ranks} == set(names)
+                and {rank.generation for rank in status.ranks} == {status.generation}
             )
         )
         for name in names:
