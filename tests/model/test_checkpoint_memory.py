@@ -19,7 +19,7 @@ from equipoise_model.presets import TINY
 PROGRAM = Path(__file__).with_name("checkpoint_memory.py")
 ROOMS = [Path(__file__).parents[2] / room for room in ("model", "kernels")]
 TIMEOUT_S = 120
-MOST_BYTES = 64 << 20
+MOST_BYTES = 96 << 20
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a peak of memory"
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=[None, Fp8Config()], ids=["bf16", "fp8"])
 def large(request, tmp_path):
-    """The folder of a checkpoint larger than what may be in memory, in shards, each weight 1/2."""
+    """The folder of a checkpoint of some hundred MB, in shards, each weight 1/2."""
     config = dataclasses.replace(
         TINY,
-        vocab_size=12_288,
+        vocab_size=24_576,
         hidden_size=2048,
-        moe_intermediate_size=704,
+        moe_intermediate_size=1408,
         num_hidden_layers=2,
         n_routed_experts=16,
         num_nextn_predict_layers=0,
@@ -45,13 +45,13 @@ def large(request, tmp_path):
         config,
         read=lambda name: torch.full(shapes[name], 0.5, dtype=torch.bfloat16),
         mtp=False,
-        max_shard_bytes=32 << 20,
+        max_shard_bytes=64 << 20,
     )
     return tmp_path / "large"
 
 
 def test_no_part_of_loading_keeps_more_than_an_expert_and_some_pieces_in_memory(large):
-    assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > 3 * MOST_BYTES
+    assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > 300 << 20
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, ROOMS)),
         "OMP_NUM_THREADS": "1",
