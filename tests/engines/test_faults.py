@@ -200,6 +200,36 @@ def test_updated_weights_begin_an_epoch_in_which_balancing_goes_on(
     assert not any(seat.stopped for seat in engine.seats)
 
 
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_weights_updated_before_a_switch_is_hashed_quarantine_no_rank(
+    balancer, engine_of, is_announced
+):
+    engine, epochs = engine_of(), []
+
+    def update_first(rank, _link):
+        held = engine.seats[rank].held
+        hash_changed = held.hash_changed
+
+        def late(since):
+            if not epochs:
+                epochs.append(engine.seats[0].epoch)
+                engine.update(is_announced=is_announced)
+            return hash_changed(since)
+
+        held.hash_changed = late
+
+    engine.before_link = update_first
+    engine.start()
+    engine.until(lambda: epochs)
+    engine.until(lambda: balancer.status().epoch == engine.seats[0].epoch > epochs[0])
+    assert not balancer.status().quarantined
+    switched = len(engine.steps)
+    shift(engine, 5)
+    engine.until(lambda: len(engine.steps) >= switched + NUM_RANKS)
+    assert not balancer.status().quarantined
+    assert not any(seat.stopped for seat in engine.seats)
+
+
 def test_every_slot_is_verified_although_the_weights_are_updated_more_often_than_in_a_pass(
     balancer, engine_of, monkeypatch
 ):

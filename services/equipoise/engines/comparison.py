@@ -1,4 +1,4 @@
-"""What ranks tell each other before the first move: their names, and checksums of their slots."""
+"""What ranks exchange before the first move: their names, and checksums of their slots."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.planning.arrays import Checksums
+from equipoise.planning.arrays import Checksums, ExpertTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.rank.held import Contents
 
 NAME_BYTES = 256
 """Room for a worker's name."""
@@ -59,3 +60,22 @@ def compare(rows: Tensor, layout: Layout) -> Comparison:
             "weights; restart the engine"
         )
     return Comparison(workers=workers, table=table, conflict=conflict)
+
+
+def differs(contents: Contents, table: Checksums, *, rank: int) -> bool:
+    """Whether slots of a rank hold other bytes than `table`, [layers, experts, 16], says."""
+    experts = _own(contents.layout, rank)
+    return bool((contents.checksums != table[np.arange(len(experts))[:, None], experts]).any())
+
+
+def is_updated(after: Contents, before: Contents, *, rank: int) -> bool:
+    """Whether slots of a rank hold the same experts as before with other bytes.
+
+    A switch does not touch these slots, so the weights were updated.
+    """
+    is_kept = _own(after.layout, rank) == _own(before.layout, rank)
+    return bool((after.checksums != before.checksums)[is_kept].any())
+
+
+def _own(layout: Layout, rank: int) -> ExpertTable:
+    return layout.expert_of_slot[:, layout.own_slots(rank)]

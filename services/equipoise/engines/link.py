@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from torch import Tensor
 
+from equipoise.engines.comparison import differs, is_updated
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, Mode
 from equipoise.planning.layout import Layout
@@ -198,15 +199,27 @@ class EngineLink:
         self._spawn(self._report_switch(switch))
 
     async def _report_switch(self, switch: Switched) -> None:
-        """Report a switch with the checksums of what its slots hold; passes continue meanwhile."""
+        """Report a switch with the checksums of what its slots hold; passes continue meanwhile.
+
+        Weights that were updated since the switch are not reported: their epoch is to come.
+        """
+        seat, before = self._seat, self._hashed
         try:
-            after = await asyncio.to_thread(self._seat.held.hash_changed, self._hashed)
+            after = await asyncio.to_thread(seat.held.hash_changed, before)
+            if differs(after, seat.table, rank=seat.rank):
+                after = await asyncio.to_thread(seat.held.hash_all)
         except NotHeldError as error:
             _log.warning("generation %d is not reported: %s", switch.generation, error)
             return
-        if after.layout.generation == switch.generation:
-            self._hashed = after
-            self._outbox.send(replace(switch, checksums=after.checksums))
+        if after.layout.generation != switch.generation or seat.epoch != switch.epoch:
+            return
+        if is_updated(after, before, rank=seat.rank):
+            _log.info("generation %d is not reported: the weights were updated", switch.generation)
+            if seat.weights_version == seat.hashed_weights:
+                seat.note_changed_slots()
+            return
+        self._hashed = after
+        self._outbox.send(replace(switch, checksums=after.checksums))
 
     def _note_reject(self, rejected: LayoutRejected) -> None:
         if self._stager is not None:
