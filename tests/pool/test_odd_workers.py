@@ -151,6 +151,34 @@ def test_without_ranks_the_majority_of_those_that_remain_decides(harness):
     assert seated(harness) == ["worker-1", "worker-2", "worker-3"]
 
 
+def test_the_odd_one_does_not_get_the_pool_while_all_others_restart(harness):
+    odd = harness.workers["worker-3"]
+    odd.hello = replace(odd.hello, slots_per_rank=32)
+    harness.assemble()
+    live(harness, seconds=START_S + 2)
+    good = [harness.workers[f"worker-{number}"] for number in range(3)]
+    assert seated(harness) == [worker.hello.worker for worker in good]
+    for worker in good:
+        harness.lose(worker)
+    live(harness, seconds=START_S - 1)
+    for worker in good:
+        worker.hello = replace(worker.hello, boot_id="boot-2")
+        harness.hello(worker.hello)
+    live(harness, seconds=START_S + 2)
+    assert seated(harness) == [worker.hello.worker for worker in good]
+
+
+def test_the_odd_one_gets_a_pool_that_all_others_have_left(harness):
+    odd = harness.workers["worker-3"]
+    odd.hello = replace(odd.hello, slots_per_rank=32)
+    harness.assemble()
+    live(harness, seconds=START_S + 2)
+    for number in range(3):
+        harness.lose(harness.workers[f"worker-{number}"])
+    live(harness, seconds=START_S + 2)
+    assert seated(harness) == ["worker-3"]
+
+
 def test_the_worker_that_expects_another_number_of_ranks_is_named(harness):
     """It may be right, as when a pool grows worker by worker, so it is not quarantined."""
     odd = harness.workers["worker-2"]

@@ -187,6 +187,10 @@ class Member:
         self.lost_reason = self.left_out = self.claim = None
         self.generation = self.staged_generation = self.later_epoch = 0
 
+    def wait_from(self, *, now: float) -> None:
+        """It may get a rank from now on."""
+        self.since_s = now
+
     def keep_seat(self, known: "Member", held: ExpertTable | None) -> None:
         """Keep the rank that it had on its previous stream, and since when."""
         self.rank, self.held = known.rank, held

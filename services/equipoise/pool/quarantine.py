@@ -83,6 +83,9 @@ class Quarantine:
     def follow_majority(self, *, now: float) -> Chain:
         """Quarantine workers that differ from most of the pool, and release those that match.
 
+        One that is released waits for others like a new one: those that it differed from may only
+        be restarting.
+
         It runs at every tick, so it looks only if members have changed.
         """
         if not self._is_stale:
@@ -93,6 +96,8 @@ class Quarantine:
         for name, known in list(self._workers.items()):
             if not known.until_restart and name not in odd:
                 del self._workers[name]
+                if name in self._roster.members:
+                    self._roster.members[name].wait_from(now=now)
                 text = f"worker {name} is no longer quarantined: it fits the pool"
                 effects.append(Log(text=text, worker=name))
         for name, one in odd.items():
