@@ -21,6 +21,8 @@ NAMES = ("worker-0", "worker-1")
 
 
 async def loads_of(pool):
+    """Loads of the latest window, as soon as one with traffic has closed."""
+    await pool.until(lambda status: status.window_assignments > 0)
     async with grpc.aio.insecure_channel(pool.address) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         loads = await stub.GetLoads(status_pb2.GetLoadsRequest(), timeout=BOUND_S)
