@@ -1,6 +1,7 @@
 """A balancer that is not ready answers questions, and takes no workers, until it is."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -56,9 +57,10 @@ async def missing(channel):
     return (await stub.ListPools(status_pb2.ListPoolsRequest())).not_ready
 
 
-async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, worker_of, hello_of):
+@asynccontextmanager
+async def compiling(store):
+    """A balancer that compiles its planner until the event is set, and a channel to it."""
     compiled = asyncio.Event()
-    worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
     async with (
         serving(
             store,
@@ -70,6 +72,12 @@ async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, wo
         ) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
+        yield compiled, channel
+
+
+async def test_until_the_planner_is_compiled_workers_are_asked_to_wait(store, worker_of, hello_of):
+    worker = worker_of(hello_of(num_ranks=1, slots_per_rank=32))
+    async with compiling(store) as (compiled, channel):
         assert await ready(channel) == HEALTH.NOT_SERVING
         assert "compiling the planner" in await missing(channel)
         rejection = await first_word_to(channel, worker)
@@ -89,18 +97,7 @@ async def test_a_balancer_that_does_not_lead_redirects_before_it_checks_a_hello(
     store, worker_of, hello_of
 ):
     worker = worker_of(replace(hello_of(), highest_epoch=2**60))
-    compiled = asyncio.Event()
-    async with (
-        serving(
-            store,
-            credentials=Credentials(),
-            listen="127.0.0.1:0",
-            policies=PolicyBook(Policy()),
-            stop_grace_s=0.0,
-            warm_up=compiled.wait,
-        ) as port,
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-    ):
+    async with compiling(store) as (compiled, channel):
         rejection = await first_word_to(channel, worker)
         assert isinstance(rejection, Rejection)
         assert rejection.not_leading
