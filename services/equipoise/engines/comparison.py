@@ -1,4 +1,4 @@
-"""What ranks exchange before the first move: their names, and checksums of their slots."""
+"""Checksums of an engine's slots: what ranks exchange before the first move, and compare later."""
 
 from dataclasses import dataclass
 

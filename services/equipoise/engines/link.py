@@ -201,7 +201,7 @@ class EngineLink:
     async def _report_switch(self, switch: Switched) -> None:
         """Report a switch with the checksums of what its slots hold; passes continue meanwhile.
 
-        Weights that were updated since the switch are not reported: their epoch is to come.
+        If the weights were updated since the switch, nothing is reported: a new epoch follows.
         """
         seat, before = self._seat, self._hashed
         try:
