@@ -221,6 +221,21 @@ def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
     assert leader.leads(11.0)
 
 
+def test_without_any_lease_a_balancer_begins_with_a_term_of_its_own(pair):
+    """A suspended leader may lead in a term that neither an emptied register nor others know."""
+    a, b = pair
+    run(pair, from_s=0.0, to_s=5.0)
+    assert a.leads(5.0)
+    a.running = False
+    a.register.sighting = None
+    fresh = Balancer(name="c", register=a.register, first_term=417)
+    run((fresh,), from_s=5.0, to_s=6.0)
+    assert fresh.terms == [417]
+    b.register.sighting = None
+    run((b,), from_s=6.0, to_s=12.0)
+    assert b.terms == [2 + SKIPPED_TERMS], "it has seen term 1"
+
+
 def test_who_has_seen_a_lease_takes_no_empty_register_however_long_it_looks(pair):
     """A register that is empty at two looks may have held a lease in between."""
     a, b = pair

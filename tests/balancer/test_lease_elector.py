@@ -42,7 +42,7 @@ class HangingRegister(SoleRegister):
 
 
 def elector_of(register, name="a", *, timing=QUICK):
-    candidate = Candidate(name=name, address=f"{name}:7070")
+    candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
     return Elector(register, candidate=candidate, timing=timing)
 
 
@@ -60,6 +60,18 @@ async def test_one_alone_leads_and_gives_the_lease_back_at_the_end():
         assert elector.timeouts == ()
     assert not tenure.holds()
     assert (await register.read()).record.holder == ""
+
+
+async def test_a_term_that_the_store_rejects_after_a_failover_ends():
+    elector = elector_of(SoleRegister(term=5), timing=ALONE)
+    async with elector.running():
+        first = await soon(elector.tenure())
+        first.outranked(first.term)
+        assert not first.holds()
+        second = await soon(elector.tenure())
+        assert second.term == first.term + 1
+        first.outranked(second.term)  # An answer that is late.
+        assert second.holds()
 
 
 async def test_two_of_them_share_one_register_and_the_second_follows_the_first():

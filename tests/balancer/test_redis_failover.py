@@ -13,7 +13,7 @@ from equipoise.balancer.leadership.leader_state import SKIPPED_TERMS
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.store.redis_store import RedisStore
-from equipoise.balancer.store.store import StoreError, StoreFault
+from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from tests.support.redis_replica import (
     is_synchronised,
     promote,
@@ -21,6 +21,7 @@ from tests.support.redis_replica import (
     until,
     until_replicated,
 )
+from tests.support.redis_server import RedisServer, require_redis
 from tests.support.store_records import layout_of
 
 WAIT_S = 60.0
@@ -36,7 +37,7 @@ class Side:
         self.server = server
         self.store = RedisStore(server.url)
         self.register = RedisRegister(server.url, timeout_s=TIMING.request_timeout_s)
-        candidate = Candidate(name=name, address=f"{name}:7070")
+        candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
         self.elector = Elector(self.register, candidate=candidate, timing=TIMING)
 
     def leads(self):
@@ -154,3 +155,41 @@ async def test_a_server_whose_failover_can_leave_two_leaders_is_warned_of(tmp_pa
             assert "cannot tell" in caplog.text
             client.execute_command("ACL SETUSER default +info")
             await register.close()
+
+
+async def test_a_promoted_replica_rejects_writes_of_a_term_that_began_before(tmp_path):
+    """A leader whose fence survived the failover may have had a successor whose fence did not."""
+    async with replicated(tmp_path) as (primary, _, replica):
+        old = RedisStore(primary.url)
+        await old.fence(term=4)
+        await old.adopt("p", layout_of(1), term=4)
+        with Redis.from_url(primary.url) as client:
+            await until_replicated(client)
+        await old.close()
+        promote(replica)
+        new = RedisStore(replica.url)
+        for write in (
+            lambda: new.fence(term=4),
+            lambda: new.put_proposed("p", layout_of(2), term=4),
+        ):
+            with pytest.raises(
+                TermOverError, match="term 4 is over, the store failed over"
+            ) as over:
+                await write()
+            assert over.value.highest_term == 4
+        assert (await new.committed("p")).generation == 1
+        await new.fence(term=5)
+        await new.put_proposed("p", layout_of(2), term=5)
+        await new.close()
+
+
+async def test_an_account_that_may_not_see_replication_keeps_its_term(tmp_path):
+    require_redis()
+    with RedisServer(tmp_path) as server, Redis.from_url(server.url) as client:
+        client.execute_command("ACL SETUSER default -info")
+        store = RedisStore(server.url)
+        await store.fence(term=4)
+        await store.adopt("p", layout_of(1), term=4)
+        assert (await store.committed("p")).generation == 1
+        await store.close()
+        client.execute_command("ACL SETUSER default +info")

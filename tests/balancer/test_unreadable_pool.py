@@ -219,7 +219,9 @@ async def check_refused(balancer, reason):
 async def seated(store):
     """A seat that leads alone, and what ends its term."""
     elector = Elector(
-        SoleRegister(term=0), candidate=Candidate(name="a", address="a:7070"), timing=TIMING
+        SoleRegister(term=0),
+        candidate=Candidate(name="a", address="a:7070", first_term=1),
+        timing=TIMING,
     )
     seat = Seat(
         store=store,

@@ -88,7 +88,8 @@ class World(NamedTuple):
 
     was_taken_blindly: bool
     """Whether a candidate that had never seen a lease took the register after that. It cannot know
-    of the leader before, so their terms may be the same, and overlap until the next renewal."""
+    of the leader before, so they overlap until the next renewal. They have the same term, because
+    here all candidates begin with term 1, and not with a random one."""
 
     suspended: tuple[int, str] | None
     """Term and candidate that led when it was suspended together with its clock: until its next
@@ -323,7 +324,7 @@ def _unique(state: LeaderState, call: Call | None) -> Process:
 
 @cache
 def _started(name: str) -> Process:
-    candidate = Candidate(name=name, address=f"{name}:7070")
+    candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
     return _process(LeaderState(candidate=candidate, timing=TIMING), None)
 
 
@@ -433,7 +434,7 @@ def _mirrored_sighting(sighting: Sighting | None) -> Sighting | None:
 def _mirrored(process: Process) -> Process:
     state, call = process.state, process.call
     name = _mirrored_name(state.candidate.name)
-    candidate = Candidate(name=name, address=f"{name}:7070")
+    candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
     state = replace(state, candidate=candidate, seen=_mirrored_sighting(state.seen))
     if call is None:
         return _process(state, None)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 from opentelemetry.trace import NoOpTracer
 
@@ -97,14 +98,15 @@ class SimBalancer:
         """When its machine was suspended, if it still is."""
         self.woke_s = 0.0
         """When it resumed after that, by its own clock."""
-        link = StoreLink(world, process)
+        link, name = StoreLink(world, process), f"{process.name}-{boot}"
+        first_term = 1 + crc32(name.encode()) % 1_000_000
         self.store = SimStore(world.store, link)
         self.policies = PolicyBook(world.policy)
         if world.policy_text:
             self.offer_policy(world.policy_text)
         self.elector = Elector(
             SimRegister(world.store, link),
-            candidate=Candidate(name=f"{process.name}-{boot}", address=address),
+            candidate=Candidate(name=name, address=address, first_term=first_term),
             timing=TIMING,
             clock=self.monotonic_s,
         )

@@ -161,8 +161,8 @@ MAKERS: dict[str, Any] = {
 }
 """What may happen: arguments of each kind from a random source."""
 
-UNUSUAL = frozenset({"set_store_back_behind_leader", "lossy_network"})
-"""Kinds of faults that the product need not survive, or does not: docs/simulation.md."""
+UNUSUAL = frozenset({"lossy_network"})
+"""Kinds of faults that the product need not survive: docs/simulation.md."""
 
 USUAL = tuple(kind for kind in MAKERS if kind not in UNUSUAL)
 """Kinds of faults that the product must survive."""

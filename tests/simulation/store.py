@@ -76,7 +76,7 @@ class StoreServer:
         """The incarnation of the contents, which begin with it."""
         if "incarnation" not in self.data:
             self._num_incarnations += 1
-            self.data = {**self.data, "incarnation": self._num_incarnations, "term": 0}
+            self.data = {**self.data, "incarnation": self._num_incarnations, "term": 0, "server": 0}
         return int(self.data["incarnation"])
 
     def write(self, change: Callable[[Data], Any]) -> Any:
@@ -194,9 +194,11 @@ class SimStore(Client):
         raise _timed_out()
 
     def _fenced(self, data: Data, change: Callable[[Data], Any], term: int) -> Any:
-        if term < data["term"]:
+        server = self._server.num_failovers
+        has_failed_over = term == data["term"] and server != data["server"]
+        if term < data["term"] or has_failed_over:
             raise TermOverError(store=NAME, term=term, highest_term=data["term"])
-        data["term"] = term
+        data["term"], data["server"] = term, server
         return change(data)
 
     async def highest_term(self) -> int:

@@ -18,5 +18,10 @@ class ThreadPlanner:
 
 def serving(store, **parts):
     """`server.serving` with the collaborators that tests have no use for."""
-    plain = {"planner": ThreadPlanner(), "tracer": NoOpTracer(), "credentials": Credentials()}
+    plain = {
+        "planner": ThreadPlanner(),
+        "tracer": NoOpTracer(),
+        "credentials": Credentials(),
+        "first_term": 1,
+    }
     return server.serving(server.BalancerParts(store=store, **plain | parts))

@@ -5,6 +5,7 @@ import gc
 import importlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -39,6 +40,9 @@ from equipoise.trust.handshakes import logging_handshakes
 _STORE_RETRY_S = 1.0
 _PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
 """Faults of a store that may still be starting."""
+
+_MAX_FIRST_TERM = 1_000_000
+"""Highest term with which a balancer begins if none is known."""
 
 GC_THRESHOLDS = (50_000, 20, 20)
 """High: each of thousands of streams has some hundred long-lived objects, and a full collection
@@ -111,6 +115,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             probes_listen=settings.probes_listen,
             web_listen=settings.web_listen,
             register=register,
+            first_term=1 + secrets.randbelow(_MAX_FIRST_TERM),
             tracer=tracer,
             timing=_timing(settings) if settings.is_shared else ALONE,
         )

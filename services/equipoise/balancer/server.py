@@ -112,6 +112,9 @@ class BalancerParts:
     listen: str
     """host:port of the gRPC server; port 0 takes a free one."""
 
+    first_term: int
+    """See `Candidate`."""
+
     stop_grace_s: float
     """Seconds that open calls may take to end at the stop."""
 
@@ -233,6 +236,7 @@ async def _elector(parts: BalancerParts, address: str) -> Elector:
         candidate=Candidate(
             name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}",
             address=parts.advertise or address,
+            first_term=parts.first_term,
         ),
         timing=parts.timing,
     )

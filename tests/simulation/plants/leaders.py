@@ -112,11 +112,31 @@ def _rollout_outlives_epoch() -> list[tuple[Any, str, Any]]:
 
 
 def _fence_ignored() -> list[tuple[Any, str, Any]]:
-    def unfenced(_self: Any, data: Any, change: Any, term: int) -> Any:
-        data["term"] = term
+    def unfenced(self: Any, data: Any, change: Any, term: int) -> Any:
+        data["term"], data["server"] = term, self._server.num_failovers
         return change(data)
 
     return [(SimStore, "_fenced", unfenced)]
+
+
+def _failover_unfenced() -> list[tuple[Any, str, Any]]:
+    fenced = SimStore._fenced
+
+    def trusting(self: Any, data: Any, change: Any, term: int) -> Any:
+        if term == data["term"]:
+            data["server"] = self._server.num_failovers
+        return fenced(self, data, change, term)
+
+    return [(SimStore, "_fenced", trusting)]
+
+
+def _first_term_known() -> list[tuple[Any, str, Any]]:
+    next_term = leader_state._next_term
+
+    def known(state: Any) -> Any:
+        return next_term(state) if state.seen or state.highest_term else 1
+
+    return [(leader_state, "_next_term", known)]
 
 
 def _failover_trusted() -> list[tuple[Any, str, Any]]:
@@ -150,6 +170,16 @@ LEADER_PLANTS = {
         breaks="a lease is taken as the latest although the store failed over since it was written",
         patches=_failover_trusted,
         kinds=("store_goes_back", "pause_leader", "shift"),
+    ),
+    "failover-unfenced": Plant(
+        breaks="the store accepts writes of a term that began before its failover",
+        patches=_failover_unfenced,
+        kinds=("set_store_back_behind_leader", "shift", "operator"),
+    ),
+    "first-term-known": Plant(
+        breaks="each balancer that knows no term begins with the same one",
+        patches=_first_term_known,
+        kinds=("lose_store_behind_leader", "kill_balancer", "shift"),
     ),
     "term-unconfirmed": Plant(
         breaks="a leader does not tell workers that obey a later term that its lease was renewed",

@@ -56,8 +56,11 @@ class Tenure:
         return await self._elector.until_renewed(self)
 
     def outranked(self, term: int) -> None:
-        """Report that the store has a higher term: this one ends, and the next exceeds both."""
-        self._elector.apply(Outranked(term=term))
+        """Report that the store rejects this term: it has `term`, or the same and failed over."""
+        if term == self.term:
+            self.give_up("the store failed over and may have lost a later term")
+        else:
+            self._elector.apply(Outranked(term=term))
 
     def give_up(self, reason: str) -> None:
         """End this term before its lease expires."""

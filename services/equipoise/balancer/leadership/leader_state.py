@@ -13,6 +13,8 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
   candidate has never seen. So no older record is free at once, terms are skipped, and no leader
   continues its term: it may have been suspended together with its clock while the lost one led.
   Its holder may replace such a record one round before others do: it knows more of what was lost.
+- The first term is a random one: a leader that was suspended may lead in a term that a register
+  which lost its contents, and all candidates, know nothing of.
 - Each new leader starts a new term, the fencing number of every write and push. What a paused
   process does before it reads its clock is rejected by every peer that saw a higher term.
 """
@@ -323,6 +325,8 @@ def _is_free(state: LeaderState, seen: Sighting) -> bool:
 
 
 def _next_term(state: LeaderState) -> int:
+    if state.seen is None and not state.highest_term:
+        return state.candidate.first_term
     is_latest = state.seen is None or state.seen.is_latest
     return min(MAX_TERM, state.highest_term + 1 + (0 if is_latest else SKIPPED_TERMS))
 

@@ -61,10 +61,17 @@ class LeaseTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A balancer process: a unique name, and the address where workers reach it."""
+    """A balancer process."""
 
     name: str
+    """Unique."""
+
     address: str
+    """Where workers reach it."""
+
+    first_term: int
+    """Term in which it leads if neither it nor the register knows one: drawn at random, because a
+    register that was emptied may have known of a leader that still leads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

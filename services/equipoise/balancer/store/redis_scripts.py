@@ -7,13 +7,20 @@ whole or not at all.
 PRELUDE = """
 local meta, pools, pool, layouts, averages, decisions, commits, audit = unpack(KEYS)
 local incarnation, term, name = ARGV[1], ARGV[2], ARGV[3]
-local kept, highest_term = unpack(redis.call('HMGET', meta, 'incarnation', 'term'))
+local kept, highest_term, fenced_by =
+  unpack(redis.call('HMGET', meta, 'incarnation', 'term', 'server'))
 if kept ~= incarnation then return {'lost'} end
 if term ~= '' then
   if not tonumber(highest_term) or tonumber(term) < tonumber(highest_term) then
     return {'over', highest_term}
   end
-  if term ~= highest_term then redis.call('HSET', meta, 'term', term) end
+  local info = redis.pcall('INFO', 'replication')
+  local server = type(info) == 'string' and string.match(info, 'master_replid:(%w+)') or ''
+  if term ~= highest_term then
+    redis.call('HSET', meta, 'term', term, 'server', server)
+  elseif server ~= fenced_by then
+    return {'over', highest_term}
+  end
 end
 local function keep(generation, layout, num_kept)
   redis.call('SADD', pools, name)
@@ -35,6 +42,9 @@ local function note_commit(generation)
 end
 """
 """Precedes every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
+
+The first write of a term stores the server's replication ID, which a failover changes: later writes
+of that term are rejected then, because a higher one may have been lost.
 
 Numbers are compared as float64, which is exact: terms are at most `MAX_TERM`, epochs and
 generations at most 2^53.

@@ -82,12 +82,18 @@ class StoreConflictError(StoreError):
 
 
 class TermOverError(StoreConflictError):
-    """A balancer of a higher term, `highest_term`, has taken over."""
+    """A balancer of a higher term, `highest_term`, has taken over.
+
+    If that is the term itself, one may have: the store failed over and may have lost a higher term.
+    """
 
     def __init__(self, *, store: str, term: int, highest_term: int) -> None:
-        super().__init__(
-            f"{store}: term {term} is over, a balancer of term {highest_term} has taken over"
+        cause = (
+            f"a balancer of term {highest_term} has taken over"
+            if highest_term > term
+            else "the store failed over and may have lost a later one"
         )
+        super().__init__(f"{store}: term {term} is over, {cause}")
         self.highest_term = highest_term
 
 
@@ -108,7 +114,8 @@ class Store(Protocol):
     A method of one pool raises `UnreadablePoolError` if it meets a record of that pool that no
     release wrote, or that has a value out of range; it changes nothing then.
 
-    Every write carries a term and raises `TermOverError` if a higher one wrote before.
+    Every write carries a term and raises `TermOverError` if a higher one wrote before, or if the
+    store failed over since the first write of this term.
     """
 
     async def highest_term(self) -> int:
