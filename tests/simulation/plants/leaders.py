@@ -179,7 +179,7 @@ LEADER_PLANTS = {
     "first-term-known": Plant(
         breaks="each balancer that knows no term begins with the same one",
         patches=_first_term_known,
-        kinds=("lose_store_behind_leader", "kill_balancer", "shift"),
+        kinds=("lose_store_behind_leader", "kill_leader", "kill_balancer"),
     ),
     "term-unconfirmed": Plant(
         breaks="a leader does not tell workers that obey a later term that its lease was renewed",
