@@ -42,6 +42,7 @@ OTHERWISE = {
     "lease": "`balancer.lease`",
     "lease-name": "the release's name",
     "metrics-listen": "`metrics.port`",
+    "metrics-tls": "`metrics.tls.enabled`",
     "metrics-token-file": "`metrics.tokenSecret`",
     "model": "`gateway.model`",
     "node": "`worker.topology.source`",

@@ -21,6 +21,7 @@ from equipoise.pool.pool import Pool
 from equipoise.pool.records import Hold, PoolMemory
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.histogram import Histogram
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Wait, WorkerTimeout
 from tests.support.authority import Authority
@@ -160,16 +161,17 @@ async def test_a_follower_exports_a_rejected_policy_an_unreadable_store_and_its_
     tmp_path, policy
 ):
     store, policies, seen = SqliteStore(tmp_path / "state.sqlite"), PolicyBook(policy), []
+    authority = Authority(tmp_path)
     async with serving(
         store,
-        credentials=Credentials(Authority(tmp_path).issue("balancer")),
+        credentials=Credentials(authority.issue("balancer")),
         listen="127.0.0.1:0",
         policies=policies,
         stop_grace_s=0.0,
-        metrics_listen="127.0.0.1:0",
+        metrics=MetricsPort(metrics_listen="127.0.0.1:0", metrics_tls=True),
         on_metrics=seen.append,
     ):
-        families = await scrape(seen[0])
+        families = await scrape(seen[0], ca_file=authority.ca_file)
         assert documented("Certificates").items() <= ours(families).items()
         expires_s = value_of(
             families, "equipoise_certificate_expiry_timestamp_seconds", certificate="tls_cert"
@@ -178,7 +180,7 @@ async def test_a_follower_exports_a_rejected_policy_an_unreadable_store_and_its_
         assert value_of(families, "equipoise_policy_rejected") == 0
         assert value_of(families, "equipoise_store_readable") == 1
         policies.reject("policy.yaml line 3: ...", now=1.0)
-        families = await scrape(seen[0])
+        families = await scrape(seen[0], ca_file=authority.ca_file)
         assert value_of(families, "equipoise_policy_rejected") == 1
         assert value_of(families, "equipoise_policy_rejections_total") == 1
     await store.close()
@@ -193,7 +195,7 @@ async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
         listen="127.0.0.1:0",
         policies=PolicyBook(policy),
         stop_grace_s=0.0,
-        metrics_listen="127.0.0.1:0",
+        metrics=MetricsPort(metrics_listen="127.0.0.1:0"),
         on_metrics=seen.append,
         timing=LeaseTiming.lasting(30.0),
     ):
@@ -229,7 +231,7 @@ async def test_the_running_balancer_exports_exactly_the_documented_metrics(
         listen="127.0.0.1:0",
         policies=harness.policies,
         stop_grace_s=0.0,
-        metrics_listen="127.0.0.1:0",
+        metrics=MetricsPort(metrics_listen="127.0.0.1:0"),
         on_metrics=seen.append,
     ):
         families = await scrape(seen[0])
@@ -254,7 +256,7 @@ async def test_a_metrics_port_in_use_is_a_one_line_error(tmp_path, policy):
             listen="127.0.0.1:0",
             policies=PolicyBook(policy),
             stop_grace_s=0.0,
-            metrics_listen=metrics_listen,
+            metrics=MetricsPort(metrics_listen=metrics_listen),
             on_metrics=seen.append,
         )
 

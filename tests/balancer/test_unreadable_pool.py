@@ -28,6 +28,7 @@ from equipoise.balancer.store.store import StoreError, UnreadablePoolError
 from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.records import Hold, PoolMemory
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.wire.balancer_messages import JoinEpoch, Rejection
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
 from tests.support.balancer_links import POLICY, WAIT_S, linked
@@ -84,7 +85,7 @@ async def balancer(url):
     arrangement = serving(
         store,
         listen="127.0.0.1:0",
-        metrics_listen="127.0.0.1:0",
+        metrics=MetricsPort(metrics_listen="127.0.0.1:0"),
         on_metrics=metrics.append,
         policies=PolicyBook(POLICY),
         stop_grace_s=0.5,

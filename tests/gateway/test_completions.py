@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import socket
 
 import grpc
 import pytest
 
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise_api.v1 import worker_pb2 as pb
-from tests.support.scrapes import scrape
+from tests.support.scrapes import free_address, scrape
 from tests.support.scripted_ranks import (
     BOUND_S,
     END_TOKEN,
@@ -145,10 +145,9 @@ async def test_an_answer_that_ends_well_counts_as_finished(run_gateway, fleet, s
     tokens = tuple(pb.GenerateResponse(tokens=[token]) for token in b"one\n\ntwo")
     if stop:
         fleet.fail(Fault(also=tokens, hang=True))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    async with run_gateway(workers=tuple(fleet.addresses), metrics_listen=address) as gateway:
+    address = free_address()
+    metrics = MetricsPort(metrics_listen=address)
+    async with run_gateway(workers=tuple(fleet.addresses), metrics=metrics) as gateway:
         response = await gateway.post(prompt=PROMPT, max_tokens=9, stop=stop)
         assert response.status_code == 200
         samples = (await scrape(address))["equipoise_gateway_requests"].samples

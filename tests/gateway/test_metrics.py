@@ -10,8 +10,10 @@ from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.rank_load import RankInfo, RankState
 from equipoise.gateway.rank_table import RankTable
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.wire.inference_messages import GeneratedTokens
-from tests.support.scrapes import documented, ours, scrape, value_of
+from tests.support.authority import Authority
+from tests.support.scrapes import documented, free_address, ours, scrape, value_of
 
 
 async def two_parts(error=None):
@@ -50,8 +52,18 @@ async def test_the_gateway_exports_exactly_the_documented_metrics():
     busy = RankInfo(name="a", address="a:1", state=RankState.OPEN, num_requests=1, report=1)
     ranks.update([busy])
     collector = GatewayCollector(tally, ranks=ranks)
-    async with metrics_at("127.0.0.1:0", collector) as address:
+    async with metrics_at(MetricsPort(metrics_listen="127.0.0.1:0"), collector) as address:
         families = await scrape(address)
     assert ours(families) == documented("Gateway") | documented("Every process")
     assert value_of(families, "equipoise_gateway_replays_total") == 3
     assert value_of(families, "equipoise_gateway_ready") == 1
+
+
+async def test_a_gateway_serves_its_metrics_over_tls(run_gateway, tmp_path):
+    authority, address = Authority(tmp_path), free_address()
+    port = MetricsPort(metrics_listen=address, metrics_tls=True)
+    tls = authority.issue("gateway")
+    async with run_gateway(workers=("127.0.0.1:1",), metrics=port, tls=tls) as gateway:
+        await gateway.client.get("/healthz")
+        families = await scrape(address, ca_file=authority.ca_file)
+    assert "equipoise_gateway_ready" in families

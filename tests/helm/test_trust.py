@@ -248,3 +248,64 @@ def test_a_scrape_token_reaches_every_process_and_the_monitors():
         (endpoint,) = monitor["spec"]["endpoints"]
         assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "t"}}
     assert "metrics-token" not in str(render(TLS)), "none by default"
+
+
+MONITORED = {"tls": {"enabled": True}, "serviceMonitor": {"enabled": True}}
+"""Metrics over TLS, and monitors that read them."""
+
+
+def scraped_with(values):
+    """The `tlsConfig` of each monitor's endpoint."""
+    monitors = [one for one in render(values) if one["kind"].endswith("Monitor")]
+    endpoints = {
+        one["metadata"]["name"].removeprefix("eq-equipoise-"): endpoint
+        for one in monitors
+        for endpoint in one["spec"].get("endpoints") or one["spec"]["podMetricsEndpoints"]
+    }
+    assert {one["scheme"] for one in endpoints.values()} == {"https"}
+    return {name: one["tlsConfig"] for name, one in endpoints.items()}
+
+
+@pytest.mark.parametrize("kind", ["serviceMonitor", "podMonitor"])
+def test_monitors_verify_the_certificate_of_each_process(kind):
+    metrics = {"tls": {"enabled": True}, kind: {"enabled": True}}
+    objects = render({**TLS, "metrics": metrics})
+    certificates = {
+        one["metadata"]["name"].removeprefix("eq-equipoise-"): one["spec"]
+        for one in objects
+        if one["kind"] == "Certificate"
+    }
+    checked = scraped_with({**TLS, "metrics": metrics})
+    assert checked.keys() == {"balancer", "worker", "gateway"}
+    for component, config in checked.items():
+        certificate = certificates[component]
+        assert config["ca"] == {"secret": {"name": certificate["secretName"], "key": "ca.crt"}}
+        assert config["serverName"] in certificate["dnsNames"]
+        assert "server auth" in certificate["usages"]
+        assert "--metrics-tls" in str(pod_specs(objects)[POD_OF[component]]["containers"])
+
+
+def test_monitors_read_the_authority_from_a_secret_that_exists():
+    tls = TLS["tls"]
+    own = {"tls": {**tls, "certManager": {**tls["certManager"], "csiDriver": True}}}
+    checked = scraped_with({**TLS, **own, "metrics": MONITORED})
+    assert checked["worker"]["ca"]["secret"]["name"] == "eq-equipoise-balancer-tls"
+    joined = {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"}
+    values = {**TLS, **own, "balancer": joined, "metrics": MONITORED}
+    checked = scraped_with(values)
+    assert checked["worker"]["ca"]["secret"]["name"] == "eq-equipoise-gateway-tls"
+    named = {"balancer": "b", "worker": "w", "gateway": "g"}
+    checked = scraped_with({"tls": {"enabled": True, "secrets": named}, "metrics": MONITORED})
+    assert {name: one["ca"]["secret"]["name"] for name, one in checked.items()} == named
+    nobody = {**values, "gateway": {"enabled": False}, "tests": {"enabled": False}}
+    with pytest.raises(RenderError, match=r"no Secret of this release contains the authority"):
+        render(nobody)
+
+
+def test_metrics_use_plain_http_unless_tls_is_enabled_for_them():
+    monitored = {"serviceMonitor": {"enabled": True}}
+    objects = render({**TLS, "metrics": monitored})
+    assert "--metrics-tls" not in str(objects)
+    assert "https" not in str([one for one in objects if one["kind"] == "ServiceMonitor"])
+    with pytest.raises(RenderError, match=r"metrics\.tls\.enabled needs tls\.enabled"):
+        render({"metrics": MONITORED})

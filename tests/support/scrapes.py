@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import socket
+import ssl
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,17 @@ class Metric:
     labels: frozenset[str]
 
 
-async def scrape(address):
-    """Families of metrics by name, as a Prometheus server reads them."""
-    text = await asyncio.to_thread(_get, f"http://{address}/metrics")
+async def scrape(address, *, ca_file=None, token=None):
+    """Families of metrics by name, as a Prometheus server reads them: over TLS with `ca_file`."""
+    text = await asyncio.to_thread(_get, address, ca_file, token)
     return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def free_address():
+    """host:port of a free port of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def ours(families):
@@ -60,6 +69,10 @@ def value_of(families, name, **labels):
     raise AssertionError(f"there is no {name} with {labels}")
 
 
-def _get(url):
-    with urllib.request.urlopen(url, timeout=60) as answer:
+def _get(address, ca_file, token):
+    request = urllib.request.Request(f"http{'s' if ca_file else ''}://{address}/metrics")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    trusted = ssl.create_default_context(cafile=ca_file) if ca_file else None
+    with urllib.request.urlopen(request, timeout=60, context=trusted) as answer:
         return answer.read().decode()

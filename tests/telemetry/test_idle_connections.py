@@ -11,9 +11,11 @@ import pytest
 from equipoise.telemetry import exposition
 from equipoise.telemetry.exposition import MAX_CONNECTIONS, metrics_at
 from equipoise.telemetry.logs import log_causes_once
+from equipoise.telemetry.metrics_settings import MetricsPort
 from tests.support.scrapes import scrape
 
 WAIT_S = 60.0
+PORT = MetricsPort(metrics_listen="127.0.0.1:0")
 
 
 async def connected(address):
@@ -23,7 +25,7 @@ async def connected(address):
 
 async def test_a_connection_without_a_request_is_closed(monkeypatch):
     monkeypatch.setattr(exposition, "HEADER_S", 0.2)
-    async with asyncio.timeout(WAIT_S), metrics_at("127.0.0.1:0") as address:
+    async with asyncio.timeout(WAIT_S), metrics_at(PORT) as address:
         silent, writer = await connected(address)
         slow, slow_writer = await connected(address)
         slow_writer.write(b"GET /metrics HTTP/1.1\r\nHost:")
@@ -34,7 +36,7 @@ async def test_a_connection_without_a_request_is_closed(monkeypatch):
 
 
 async def test_idle_connections_are_limited_and_keep_no_scraper_out():
-    async with asyncio.timeout(WAIT_S), metrics_at("127.0.0.1:0") as address:
+    async with asyncio.timeout(WAIT_S), metrics_at(PORT) as address:
         idle = [await connected(address) for _ in range(3 * MAX_CONNECTIONS)]
         for _ in range(3):
             assert "process_resident_memory_bytes" in await scrape(address)

@@ -8,8 +8,13 @@ import pytest
 
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.metrics_settings import MetricsPort
 
 BOUND_S = 60.0
+
+
+def port_of(token_file):
+    return MetricsPort(metrics_listen="127.0.0.1:0", metrics_token_file=str(token_file))
 
 
 async def status_of(address, authorization):
@@ -30,7 +35,7 @@ async def status_of(address, authorization):
 async def test_only_the_token_of_the_file_reads_the_metrics(tmp_path):
     file = tmp_path / "token"
     file.write_text("first\n")
-    async with metrics_at("127.0.0.1:0", token_file=str(file)) as address:
+    async with metrics_at(port_of(file)) as address:
         for refused in (None, "", "first", "Bearer", "Bearer ", "Bearer fir", "Basic first"):
             code, body = await status_of(address, refused)
             assert code == 401, refused
@@ -48,7 +53,7 @@ async def test_only_the_token_of_the_file_reads_the_metrics(tmp_path):
 
 async def test_a_token_file_that_is_missing_or_empty_is_an_error(tmp_path):
     with pytest.raises(TelemetryError, match="metrics_token_file cannot be read"):
-        metrics_at("127.0.0.1:0", token_file=str(tmp_path / "missing"))
+        metrics_at(port_of(tmp_path / "missing"))
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(TelemetryError, match="is empty"):
-        metrics_at("127.0.0.1:0", token_file=str(tmp_path / "empty"))
+        metrics_at(port_of(tmp_path / "empty"))

@@ -1,19 +1,27 @@
 """A worker exports the metrics that docs/metrics.md lists."""
 
+import asyncio
+from contextlib import suppress
+
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from equipoise.planning.phase import Phase
 from equipoise.telemetry.exposition import metrics_at
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.wire.messages import Wait
 from equipoise.worker.blocks import BlockPool
+from equipoise.worker.lifecycle import serve
 from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
 from equipoise.worker.timings import Timings
-from tests.support.scrapes import documented, ours, scrape, value_of
+from tests.support.authority import Authority
+from tests.support.scrapes import documented, free_address, ours, scrape, value_of
 from tests.support.worker_parts import parts_of
+
+WAIT_S = 120.0
 
 
 def collector(rank=None, **changes):
@@ -28,7 +36,7 @@ def collector(rank=None, **changes):
 
 async def test_a_worker_exports_exactly_the_documented_metrics():
     metrics, _ = collector()
-    async with metrics_at("127.0.0.1:0", metrics) as address:
+    async with metrics_at(MetricsPort(metrics_listen="127.0.0.1:0"), metrics) as address:
         families = await scrape(address)
     assert ours(families) == documented("Worker") | documented("Every process")
     assert value_of(families, "equipoise_worker_serving") == 0
@@ -62,5 +70,26 @@ def test_cache_usage_is_a_fraction_of_all_blocks():
 
 async def test_no_address_means_no_port():
     metrics, _ = collector()
-    async with metrics_at("", metrics) as address:
+    async with metrics_at(MetricsPort(), metrics) as address:
         assert address == ""
+
+
+async def test_a_worker_serves_its_metrics_over_tls_before_it_has_a_rank(tmp_path):
+    authority, address, stop = Authority(tmp_path), free_address(), asyncio.Event()
+    settings = WorkerSettings(
+        balancer="127.0.0.1:1",
+        metrics=MetricsPort(metrics_listen=address, metrics_tls=True),
+        tls=authority.issue("worker"),
+    )
+    async with asyncio.timeout(WAIT_S):
+        worker = asyncio.create_task(serve(settings, stop=stop))
+        try:
+            while True:
+                with suppress(OSError):
+                    families = await scrape(address, ca_file=authority.ca_file)
+                    break
+                await asyncio.sleep(0.05)
+        finally:
+            stop.set()
+            await worker
+    assert value_of(families, "equipoise_worker_serving") == 0

@@ -57,6 +57,14 @@
 {{- if and $tls.enabled (eq (include "equipoise.tlsBalancerName" .) (include "equipoise.tlsWorkerName" .)) -}}
 {{- fail "tls.balancerName and tls.workerName must differ: they distinguish the roles of servers" -}}
 {{- end -}}
+{{- if and .Values.metrics.tls.enabled (not $tls.enabled) -}}
+{{- fail "metrics.tls.enabled needs tls.enabled: the metrics use its certificates" -}}
+{{- end -}}
+{{- $monitored := or .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled -}}
+{{- $issued := or .Values.balancer.enabled .Values.gateway.enabled .Values.tests.enabled -}}
+{{- if and .Values.metrics.tls.enabled $monitored $tls.certManager.csiDriver (not $issued) -}}
+{{- fail "no Secret of this release contains the authority that scrapers verify: enable the gateway or tests, or disable tls.certManager.csiDriver, metrics.tls or the monitors" -}}
+{{- end -}}
 {{- $needed := dict "balancer" .Values.balancer.enabled "worker" (ne .Values.worker.kind "None") "gateway" (or .Values.gateway.enabled .Values.tests.enabled) -}}
 {{- range $as, $is := $needed -}}
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}

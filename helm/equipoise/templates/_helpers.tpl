@@ -210,6 +210,9 @@ securityContext:
 - --log-format={{ .pod.logFormat }}
 {{- if .root.Values.metrics.enabled }}
 - --metrics-listen=0.0.0.0:{{ .root.Values.metrics.port }}
+{{- if .root.Values.metrics.tls.enabled }}
+- --metrics-tls
+{{- end }}
 {{- if .root.Values.metrics.tokenSecret.name }}
 - --metrics-token-file=/etc/equipoise/metrics/token
 {{- end }}

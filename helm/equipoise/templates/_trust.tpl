@@ -153,6 +153,23 @@ grpc: {port: {{ .port }}, service: {{ .service }}}
 {{- index .root.Values.tls.secrets .as | default (printf "%s-%s-tls" (include "equipoise.fullname" .root) .as) -}}
 {{- end -}}
 
+{{/* Name of a Secret with the authority of .as. A certificate of the CSI driver is in none, but all have one authority. */}}
+{{- define "equipoise.authoritySecret" -}}
+{{- $as := .as -}}
+{{- if eq (include "equipoise.ownWorkerCertificate" .) "true" -}}
+{{- $as = ternary "balancer" "gateway" .root.Values.balancer.enabled -}}
+{{- end -}}
+{{- include "equipoise.tlsSecret" (dict "root" .root "as" $as) -}}
+{{- end -}}
+
+{{/* Name in the certificate of .as. */}}
+{{- define "equipoise.tlsName" -}}
+{{- if eq .as "balancer" -}}{{ include "equipoise.tlsBalancerName" .root }}
+{{- else if eq .as "worker" -}}{{ include "equipoise.tlsWorkerName" .root }}
+{{- else -}}{{ include "equipoise.fullname" .root }}-{{ .as }}.{{ .root.Release.Namespace }}.svc
+{{- end -}}
+{{- end -}}
+
 {{/* Names to expect in certificates, because pods are dialled by addresses. */}}
 {{- define "equipoise.tlsBalancerName" -}}
 {{- .Values.tls.balancerName | default (include "equipoise.balancerAddress" . | splitList ":" | first) -}}

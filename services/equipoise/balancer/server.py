@@ -6,7 +6,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from equipoise.balancer.telemetry.http_ports import open_http
 from equipoise.policy.book import PolicyBook
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.http import open_listener
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
@@ -127,11 +128,8 @@ class BalancerParts:
     advertise: str = ""
     """host:port by which others reach this balancer; `listen` if empty."""
 
-    metrics_listen: str = ""
-    """host:port of metrics; none if empty."""
-
-    metrics_token_file: str = ""
-    """File with the bearer token of scrapers; none is required if empty."""
+    metrics: MetricsPort = field(default_factory=MetricsPort)
+    """The port of the metrics; none by default."""
 
     probes_listen: str = ""
     """host:port of HTTP probes; none if empty."""
@@ -216,8 +214,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             clock=clock,
             readiness=readiness,
             credentials=parts.credentials,
-            metrics_listen=parts.metrics_listen,
-            metrics_token_file=parts.metrics_token_file,
+            metrics=parts.metrics,
             probes_listen=parts.probes_listen,
             web_listen=parts.web_listen,
         )

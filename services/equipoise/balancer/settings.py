@@ -11,6 +11,7 @@ from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import Tls, or_environment
 
@@ -74,13 +75,8 @@ class BalancerSettings:
     """Seconds without a renewal after which another balancer takes the lease. A leader that cannot
     renew steps down after two thirds of this time."""
 
-    metrics_listen: str = ""
-    """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default. Port 0
-    picks a free port, shown in the log."""
-
-    metrics_token_file: str = ""
-    """File with the bearer token that scrapers of the metrics must present; read again for every
-    request. Without it, anyone who can reach the port can read them."""
+    metrics: MetricsPort = field(default_factory=MetricsPort)
+    """The port of the metrics; none by default."""
 
     probes_listen: str = ""
     """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot
@@ -133,9 +129,9 @@ class BalancerSettings:
                 f"advertise must be set, because workers cannot connect to {host}: add "
                 "--advertise=HOST:PORT"
             )
-        for name in ("metrics_listen", "probes_listen"):
-            if address := getattr(self, name):
-                listen_address(name, address)
+        self.metrics.check(has_certificate=self.tls.serves_tls)
+        if self.probes_listen:
+            listen_address("probes_listen", self.probes_listen)
         self._check_web()
         check_endpoint(self.tracing_endpoint)
         if not self.store:
@@ -169,6 +165,11 @@ class BalancerSettings:
             raise InvalidSettingsError(
                 f"web_listen {address}: the page does not authenticate: listen on 127.0.0.1 and "
                 "use `kubectl port-forward` or `ssh -L`, or add --insecure"
+            )
+        if self.metrics.metrics_tls and self.metrics.metrics_listen == self.web_listen:
+            raise InvalidSettingsError(
+                f"metrics_listen and web_listen are both {address}, but the page is served without "
+                "TLS: choose another address for one of them, or remove metrics_tls"
             )
 
 

@@ -49,6 +49,7 @@ from equipoise.gateway.watch import follow
 from equipoise.telemetry.exposition import metrics_at, metrics_route, registry_of
 from equipoise.telemetry.http import address_of, open_listener
 from equipoise.trust.credentials import Credentials
+from equipoise.trust.https import metrics_https
 from equipoise.trust.metrics import CertificateCollector
 
 _log = logging.getLogger(__name__)
@@ -117,10 +118,10 @@ async def serve(
         listening(address)
     try:
         async with metrics_at(
-            settings.metrics_listen,
+            settings.metrics,
             GatewayCollector(tally, ranks=ranks, prefill=prefill),
             CertificateCollector(credentials),
-            token_file=settings.metrics_token_file,
+            tls=metrics_https(credentials, settings.metrics),
         ):
             done, _ = await asyncio.wait(
                 {stopped, *watching, serving}, return_when=asyncio.FIRST_COMPLETED

@@ -11,6 +11,7 @@ from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
 
 _Seconds = Annotated[float, Range(0.001, HOUR_S)]
@@ -108,13 +109,8 @@ class GatewaySettings:
     stop_grace_s: Annotated[float, Range(0, HOUR_S)] = 10.0
     """Seconds that open requests have to finish after Ctrl-C or SIGTERM."""
 
-    metrics_listen: str = ""
-    """host:port of an HTTP server for Prometheus metrics at /metrics, separate from the client
-    port. Disabled by default."""
-
-    metrics_token_file: str = ""
-    """File with the bearer token that scrapers of the metrics must present; read again for every
-    request. Without it, anyone who can reach the port can read them."""
+    metrics: MetricsPort = field(default_factory=MetricsPort)
+    """The port of the metrics; separate from the client port; none by default."""
 
     log_format: LogFormat = LogFormat.TEXT
     """Log format: human-readable `text`, or `json`, one object per line."""
@@ -135,8 +131,7 @@ class GatewaySettings:
 
     def __post_init__(self) -> None:
         listen_address("listen", self.listen)
-        if self.metrics_listen:
-            listen_address("metrics_listen", self.metrics_listen)
+        self.metrics.check(has_certificate=self.tls.serves_tls)
         for name in ("balancer", "workers"):
             addresses = getattr(self, name)
             for address in addresses:

@@ -28,7 +28,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from equipoise.telemetry.errors import TelemetryError
-from equipoise.telemetry.http import HttpServer, address_of, bounded_http, open_listener
+from equipoise.telemetry.http import HttpServer, Tls, address_of, bounded_http, open_listener
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.telemetry.scrape_token import ScrapeToken
 
 _STOP_GRACE_S = 1
@@ -105,11 +106,13 @@ async def serving_http(
     what: str = "metrics",
     path: str = "/metrics",
     max_connections: int = MAX_CONNECTIONS,
+    tls: Tls | None = None,
 ) -> AsyncIterator[str]:
     """Serve `routes` on `listen` inside the block; yields host:port. Port 0 takes a free port.
 
     `what` names the server in the log and in errors, and its option, `--WHAT-listen`. `path` is the
-    path to log. Beyond `max_connections`, the oldest connection without a request is closed.
+    path to log. Beyond `max_connections`, the oldest connection without a request is closed. With
+    `tls` the port uses TLS.
 
     Raises:
         TelemetryError: the address cannot be listened on.
@@ -120,10 +123,11 @@ async def serving_http(
         raise TelemetryError(
             f"cannot serve {what} on {listen}: {error}; choose another address with --{what}-listen"
         ) from error
+    protocol = bounded_http(header_s=HEADER_S, max_connections=max_connections, tls=tls)
     server = HttpServer(
         uvicorn.Config(
             Starlette(routes=routes),
-            http=bounded_http(header_s=HEADER_S, max_connections=max_connections),
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -136,22 +140,26 @@ async def serving_http(
     address = address_of(listener, listen=listen)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        _log.info("%s at http://%s%s", what, address, path)
+        _log.info("%s at %s://%s%s", what, "https" if tls else "http", address, path)
         yield address
     finally:
         server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
+        for connection in tuple(protocol.opened):
+            connection.transport.abort()
 
 
 def metrics_at(
-    listen: str, *collectors: Collector, token_file: str = ""
+    port: MetricsPort, *collectors: Collector, tls: Tls | None = None
 ) -> AbstractAsyncContextManager[str]:
-    """Serve `/metrics` of `collectors` on `listen`; nothing if `listen` is empty.
+    """Serve `/metrics` of `collectors` at `port`; nothing if it is disabled.
+
+    `tls` is that of this process, for a port that uses TLS.
 
     Raises:
         TelemetryError: the token file cannot be used.
     """
-    if not listen:
+    if not port.metrics_listen:
         return nullcontext("")
-    route = metrics_route(registry_of(*collectors), token_file=token_file)
-    return serving_http([route], listen=listen)
+    route = metrics_route(registry_of(*collectors), token_file=port.metrics_token_file)
+    return serving_http([route], listen=port.metrics_listen, tls=tls)

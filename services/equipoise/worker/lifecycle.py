@@ -28,6 +28,7 @@ from equipoise.telemetry.probes import probes_at
 from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
+from equipoise.trust.https import metrics_https
 from equipoise.trust.identity import Role
 from equipoise.trust.metrics import CertificateCollector
 from equipoise.trust.tokens import worker_audience
@@ -215,10 +216,10 @@ class Worker:
             certificates = CertificateCollector(self._parts.credentials)
             async with (
                 metrics_at(
-                    self._settings.metrics_listen,
+                    self._settings.metrics,
                     collector,
                     certificates,
-                    token_file=self._settings.metrics_token_file,
+                    tls=metrics_https(self._parts.credentials, self._settings.metrics),
                 ),
                 probes_at(
                     self._settings.probes_listen, ready=lambda: self._parts.health.takes_requests

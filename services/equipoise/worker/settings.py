@@ -12,6 +12,7 @@ from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
 
@@ -189,12 +190,8 @@ class WorkerSettings:
     """MiB of held experts to hash again per second, at most ten slots per second, to find bytes
     that changed in memory. 0 turns it off."""
 
-    metrics_listen: str = ""
-    """host:port of an HTTP server for Prometheus metrics at /metrics. Disabled by default."""
-
-    metrics_token_file: str = ""
-    """File with the bearer token that scrapers of the metrics must present; read again for every
-    request. Without it, anyone who can reach the port can read them."""
+    metrics: MetricsPort = field(default_factory=MetricsPort)
+    """The port of the metrics; none by default."""
 
     probes_listen: str = ""
     """host:port of an HTTP server for the probes /livez and /readyz, where gRPC probes cannot
@@ -238,9 +235,9 @@ class WorkerSettings:
             self.tls.check_dial(address)
         listen_address("listen", self.listen)
         self.tls.check_listen(self.listen)
-        for name in ("metrics_listen", "probes_listen"):
-            if address := getattr(self, name):
-                listen_address(name, address)
+        self.metrics.check(has_certificate=self.tls.serves_tls)
+        if self.probes_listen:
+            listen_address("probes_listen", self.probes_listen)
         listen_address("advertise_host with a port", f"{self.advertise_host}:0")
         check_ranges(self)
         self._check_tokens()

@@ -10,8 +10,10 @@ from equipoise.balancer.telemetry.metrics import BalancerCollector
 from equipoise.balancer.web.server import serving_page
 from equipoise.balancer.web.state import PageState
 from equipoise.telemetry.exposition import metrics_route, registry_of, serving_http
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.telemetry.probes import probes_at
 from equipoise.trust.credentials import Credentials
+from equipoise.trust.https import metrics_https
 from equipoise.trust.metrics import CertificateCollector
 
 
@@ -23,8 +25,7 @@ async def open_http(
     clock: Clock,
     readiness: Readiness,
     credentials: Credentials,
-    metrics_listen: str,
-    metrics_token_file: str,
+    metrics: MetricsPort,
     probes_listen: str,
     web_listen: str,
 ) -> str:
@@ -32,23 +33,23 @@ async def open_http(
 
     Raises:
         TelemetryError: an address is not available, or the token file cannot be used.
+        TrustError: the certificate cannot be used.
     """
-    metrics = (
-        metrics_route(
-            registry_of(BalancerCollector(seat, clock=clock), CertificateCollector(credentials)),
-            token_file=metrics_token_file,
-        ),
-    )
     await running.enter_async_context(probes_at(probes_listen, ready=lambda: not readiness.missing))
-    is_one = metrics_listen == web_listen
+    registry = registry_of(BalancerCollector(seat, clock=clock), CertificateCollector(credentials))
+    routes = (metrics_route(registry, token_file=metrics.metrics_token_file),)
+    is_one = metrics.metrics_listen == web_listen
     metrics_at = ""
-    if metrics_listen and not is_one:
-        metrics_at = await running.enter_async_context(serving_http(metrics, listen=metrics_listen))
+    if metrics.metrics_listen and not is_one:
+        tls = metrics_https(credentials, metrics)
+        metrics_at = await running.enter_async_context(
+            serving_http(routes, listen=metrics.metrics_listen, tls=tls)
+        )
     if web_listen:
         page = serving_page(
             PageState(seat, store=store, clock=clock),
             listen=web_listen,
-            routes=metrics if is_one else (),
+            routes=routes if is_one else (),
         )
         web_at = await running.enter_async_context(page)
         metrics_at = web_at if is_one else metrics_at
