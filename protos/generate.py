@@ -10,6 +10,11 @@ from pathlib import Path
 
 PROTOS = Path(__file__).parent
 
+_COMPILER = "grpcio-tools==1.76.0"
+"""In an environment of its own, because it needs protobuf 6. Stubs run with the protobuf (6.31) and
+gRPC of their compiler and with later ones, and many releases of vLLM and SGLang rule out protobuf
+7."""
+
 _PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 
 
@@ -45,12 +50,14 @@ def generate(root: Path, *, into: Path) -> None:
         GenerationError: what the compiler printed, or what to install.
     """
     programs = Path(sys.executable).parent
-    missing = [name for name in _PLUGINS if not (programs / name).exists()]
+    missing = [name for name in ("uv", *_PLUGINS) if not (programs / name).exists()]
     if missing:
         raise GenerationError(f"{', '.join(missing)} not found: run `make setup`")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={root}"),
+            *(str(programs / "uv"), "run", "--quiet", "--isolated", "--no-project"),
+            *("--python", sys.executable, "--with", _COMPILER),
+            *("python", "-m", "grpc_tools.protoc", f"--proto_path={root}"),
             *(f"--plugin={name}={programs / name}" for name in _PLUGINS),
             *(f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")),
             *(str(path.relative_to(root)) for path in sources(root)),

@@ -88,6 +88,18 @@ def test_the_distribution_has_every_module_that_the_plugins_import():
     assert missing == []
 
 
+def test_the_distribution_requires_the_packages_that_its_stubs_were_compiled_for():
+    """Engines bring packages of their own, and some cannot have later ones."""
+    project = tomllib.loads((ROOT / "engine/pyproject.toml").read_text())["project"]
+    required = dict(re.findall(r"(grpcio|protobuf)>=([\d.]+)", " ".join(project["dependencies"])))
+    compiled = {"grpcio": set(), "protobuf": set()}
+    for stub in (ROOT / "protos").rglob("*_pb2*.py"):
+        text = stub.read_text()
+        compiled["grpcio"] |= set(re.findall(r"GRPC_GENERATED_VERSION = '([\d.]+)'", text))
+        compiled["protobuf"] |= set(re.findall(r"# Protobuf Python Version: ([\d.]+)", text))
+    assert compiled == {name: {version} for name, version in required.items()}
+
+
 def test_both_distributions_have_one_version():
     projects = [
         tomllib.loads((ROOT / path).read_text())["project"]

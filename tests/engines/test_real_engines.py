@@ -15,16 +15,9 @@ from pathlib import Path
 
 import pytest
 
-ENGINES_PYTHON = os.environ.get("EQUIPOISE_ENGINES_PYTHON", "")
-"""An interpreter that has the engines' wheels, as tests/engines/install.sh makes one."""
+from tests.engines.wheels import ENGINES_PYTHON, NEEDS_WHEELS
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        not ENGINES_PYTHON, reason="the engines' wheels are not installed: make test-engines"
-    ),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200), NEEDS_WHEELS]
 
 ROOT = Path(__file__).parents[2]
 BOTH = pytest.mark.parametrize("engine", ["vllm", "sglang"])

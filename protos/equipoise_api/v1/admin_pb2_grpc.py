@@ -5,7 +5,7 @@ import warnings
 
 from equipoise_api.v1 import admin_pb2 as equipoise__api_dot_v1_dot_admin__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class AdminStub:
+class AdminStub(object):
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
     a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
     there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
@@ -88,7 +88,7 @@ class AdminStub:
                 _registered_method=True)
 
 
-class AdminServicer:
+class AdminServicer(object):
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
     a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
     there is exactly one; `reason` is why the caller wants it, for the audit record and the status.
@@ -217,7 +217,7 @@ def add_AdminServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Admin:
+class Admin(object):
     """Admin changes what a pool does; only the leader accepts requests. No request waits for a worker:
     a rollout has begun when the answer is sent, and Status shows its progress. `pool` may be empty if
     there is exactly one; `reason` is why the caller wants it, for the audit record and the status.

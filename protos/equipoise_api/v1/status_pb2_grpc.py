@@ -5,7 +5,7 @@ import warnings
 
 from equipoise_api.v1 import status_pb2 as equipoise__api_dot_v1_dot_status__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class StatusStub:
+class StatusStub(object):
     """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one.
     """
 
@@ -67,7 +67,7 @@ class StatusStub:
                 _registered_method=True)
 
 
-class StatusServicer:
+class StatusServicer(object):
     """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one.
     """
 
@@ -152,7 +152,7 @@ def add_StatusServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Status:
+class Status(object):
     """Status answers from memory and never waits for a worker. `pool` may be empty if there is exactly one.
     """
 

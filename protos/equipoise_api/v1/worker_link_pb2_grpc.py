@@ -5,7 +5,7 @@ import warnings
 
 from equipoise_api.v1 import worker_link_pb2 as equipoise__api_dot_v1_dot_worker__link__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class WorkerLinkStub:
+class WorkerLinkStub(object):
     """WorkerLink carries layouts to workers and loads to the balancer; there is no other path.
     """
 
@@ -42,7 +42,7 @@ class WorkerLinkStub:
                 _registered_method=True)
 
 
-class WorkerLinkServicer:
+class WorkerLinkServicer(object):
     """WorkerLink carries layouts to workers and loads to the balancer; there is no other path.
     """
 
@@ -70,7 +70,7 @@ def add_WorkerLinkServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class WorkerLink:
+class WorkerLink(object):
     """WorkerLink carries layouts to workers and loads to the balancer; there is no other path.
     """
 

@@ -5,7 +5,7 @@ import warnings
 
 from equipoise_api.v1 import worker_pb2 as equipoise__api_dot_v1_dot_worker__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class ExpertTransferStub:
+class ExpertTransferStub(object):
     """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot delay a step.
     """
 
@@ -42,7 +42,7 @@ class ExpertTransferStub:
                 _registered_method=True)
 
 
-class ExpertTransferServicer:
+class ExpertTransferServicer(object):
     """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot delay a step.
     """
 
@@ -69,7 +69,7 @@ def add_ExpertTransferServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ExpertTransfer:
+class ExpertTransfer(object):
     """ExpertTransfer lets peers pull experts. It only reads; a slow peer cannot delay a step.
     """
 
@@ -101,7 +101,7 @@ class ExpertTransfer:
             _registered_method=True)
 
 
-class InferenceStub:
+class InferenceStub(object):
     """Inference generates tokens on one rank.
     """
 
@@ -123,7 +123,7 @@ class InferenceStub:
                 _registered_method=True)
 
 
-class InferenceServicer:
+class InferenceServicer(object):
     """Inference generates tokens on one rank.
     """
 
@@ -168,7 +168,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inference:
+class Inference(object):
     """Inference generates tokens on one rank.
     """
 
@@ -227,7 +227,7 @@ class Inference:
             _registered_method=True)
 
 
-class LatentTransferStub:
+class LatentTransferStub(object):
     """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
     layout; a slow peer cannot delay a step.
     """
@@ -250,7 +250,7 @@ class LatentTransferStub:
                 _registered_method=True)
 
 
-class LatentTransferServicer:
+class LatentTransferServicer(object):
     """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
     layout; a slow peer cannot delay a step.
     """
@@ -291,7 +291,7 @@ def add_LatentTransferServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class LatentTransfer:
+class LatentTransfer(object):
     """LatentTransfer lets ranks of other pools fetch latents by content. It depends on no epoch and no
     layout; a slow peer cannot delay a step.
     """
