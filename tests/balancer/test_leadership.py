@@ -228,12 +228,26 @@ def test_without_any_lease_a_balancer_begins_with_a_term_of_its_own(pair):
     assert a.leads(5.0)
     a.running = False
     a.register.sighting = None
-    fresh = Balancer(name="c", register=a.register, first_term=417)
+    fresh = Balancer(name="c", register=a.register, term_offset=417)
     run((fresh,), from_s=5.0, to_s=6.0)
     assert fresh.terms == [417]
     b.register.sighting = None
     run((b,), from_s=6.0, to_s=12.0)
     assert b.terms == [2 + SKIPPED_TERMS], "it has seen term 1"
+
+
+def test_leaders_that_two_failovers_lost_had_different_terms(pair):
+    """Each of two balancers becomes leader by a failover; the other one never hears of it."""
+    terms = []
+    for name, term_offset in (("c", 7), ("d", 9)):
+        older = Register()
+        a = Balancer(name="a", register=older)
+        run((a,), from_s=0.0, to_s=2.0)
+        failed_over(older)
+        fresh = Balancer(name=name, register=older, term_offset=term_offset)
+        run((fresh,), from_s=2.0, to_s=9.0)
+        terms += fresh.terms
+    assert terms == [1 + SKIPPED_TERMS + 7, 1 + SKIPPED_TERMS + 9]
 
 
 def test_who_has_seen_a_lease_takes_no_empty_register_however_long_it_looks(pair):

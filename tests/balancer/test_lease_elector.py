@@ -42,7 +42,7 @@ class HangingRegister(SoleRegister):
 
 
 def elector_of(register, name="a", *, timing=QUICK):
-    candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
+    candidate = Candidate(name=name, address=f"{name}:7070", term_offset=1)
     return Elector(register, candidate=candidate, timing=timing)
 
 

@@ -225,7 +225,7 @@ async def test_a_kubernetes_lease_at_the_last_term_is_not_raised(open_kubernetes
     last = await register.write(replace(RECORD, holder="", term=MAX_TERM - 1), replacing=None)
     timing = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_timeout_s=0.1)
     elector = Elector(
-        register, candidate=Candidate(name="b", address="b:7070", first_term=1), timing=timing
+        register, candidate=Candidate(name="b", address="b:7070", term_offset=1), timing=timing
     )
     async with asyncio.timeout(PATIENT_S), elector.running():
         tenure = await elector.tenure()

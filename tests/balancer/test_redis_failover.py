@@ -37,7 +37,7 @@ class Side:
         self.server = server
         self.store = RedisStore(server.url)
         self.register = RedisRegister(server.url, timeout_s=TIMING.request_timeout_s)
-        candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
+        candidate = Candidate(name=name, address=f"{name}:7070", term_offset=1)
         self.elector = Elector(self.register, candidate=candidate, timing=TIMING)
 
     def leads(self):

@@ -59,7 +59,7 @@ async def store(tmp_path):
 
 @pytest.fixture
 async def elector():
-    candidate = Candidate(name="a", address="a:7070", first_term=1)
+    candidate = Candidate(name="a", address="a:7070", term_offset=1)
     return Elector(SoleRegister(term=0), candidate=candidate, timing=QUICK)
 
 
@@ -183,7 +183,7 @@ async def test_when_a_term_ends_what_was_led_is_still_shown_with_where_to_go(sto
         led = seat.led.find("p")
         other = Elector(
             elector._register,
-            candidate=Candidate(name="b", address="b:7070", first_term=1),
+            candidate=Candidate(name="b", address="b:7070", term_offset=1),
             timing=QUICK,
         )
         tenure = await elector.tenure()

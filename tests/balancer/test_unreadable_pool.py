@@ -221,7 +221,7 @@ async def seated(store):
     """A seat that leads alone, and what ends its term."""
     elector = Elector(
         SoleRegister(term=0),
-        candidate=Candidate(name="a", address="a:7070", first_term=1),
+        candidate=Candidate(name="a", address="a:7070", term_offset=1),
         timing=TIMING,
     )
     seat = Seat(

@@ -324,7 +324,7 @@ def _unique(state: LeaderState, call: Call | None) -> Process:
 
 @cache
 def _started(name: str) -> Process:
-    candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
+    candidate = Candidate(name=name, address=f"{name}:7070", term_offset=1)
     return _process(LeaderState(candidate=candidate, timing=TIMING), None)
 
 
@@ -434,7 +434,7 @@ def _mirrored_sighting(sighting: Sighting | None) -> Sighting | None:
 def _mirrored(process: Process) -> Process:
     state, call = process.state, process.call
     name = _mirrored_name(state.candidate.name)
-    candidate = Candidate(name=name, address=f"{name}:7070", first_term=1)
+    candidate = Candidate(name=name, address=f"{name}:7070", term_offset=1)
     state = replace(state, candidate=candidate, seen=_mirrored_sighting(state.seen))
     if call is None:
         return _process(state, None)

@@ -99,14 +99,14 @@ class SimBalancer:
         self.woke_s = 0.0
         """When it resumed after that, by its own clock."""
         link, name = StoreLink(world, process), f"{process.name}-{boot}"
-        first_term = 1 + crc32(name.encode()) % 1_000_000
+        term_offset = 1 + crc32(name.encode()) % 10_000
         self.store = SimStore(world.store, link)
         self.policies = PolicyBook(world.policy)
         if world.policy_text:
             self.offer_policy(world.policy_text)
         self.elector = Elector(
             SimRegister(world.store, link),
-            candidate=Candidate(name=name, address=address, first_term=first_term),
+            candidate=Candidate(name=name, address=address, term_offset=term_offset),
             timing=TIMING,
             clock=self.monotonic_s,
         )

@@ -98,14 +98,14 @@ class Observer:
         # A lost lease is noticed at the next renewal. Until then the incarnation of the store, not
         # the term, keeps the older leader from writing if the new one had never seen a lease.
         world, since_s = self._world, self._world.loop.time() - TIMING.duration_s
-        is_blind = after.term == 1 and world.lost_s >= since_s
+        is_blind = after.term == after.candidate.term_offset and world.lost_s >= since_s
         for other in self._world.living_balancers():
             state = other.elector.state
-            if other is balancer or state.role is not LeaderRole.LEADING or is_blind:
+            if other is balancer or state.role is not LeaderRole.LEADING:
                 continue
             # A clock that stood still keeps a leader for a moment: the fence holds, and the term.
             is_real = not other.process.paused and not other.leads_by_clock_alone
-            if other.elector.leads() and is_real:
+            if other.elector.leads() and is_real and not is_blind:
                 self.violate("two-leaders", f"{name} and {other.process.name} lead at once")
             if state.term == after.term:
                 self.violate("term-twice", f"{name} and {other.process.name}: term {after.term}")

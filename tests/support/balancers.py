@@ -22,6 +22,6 @@ def serving(store, **parts):
         "planner": ThreadPlanner(),
         "tracer": NoOpTracer(),
         "credentials": Credentials(),
-        "first_term": 1,
+        "term_offset": 1,
     }
     return server.serving(server.BalancerParts(store=store, **plain | parts))

@@ -44,12 +44,12 @@ class Balancer:
     reachable: bool = True
     running: bool = True
     skew_s: float = 0.0
-    first_term: int = 1
+    term_offset: int = 1
     terms: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
         address = f"{self.name}:7070"
-        candidate = Candidate(name=self.name, address=address, first_term=self.first_term)
+        candidate = Candidate(name=self.name, address=address, term_offset=self.term_offset)
         self.state = LeaderState(candidate=candidate, timing=TIMING)
 
     def apply(self, event, true_s):

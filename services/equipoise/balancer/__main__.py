@@ -41,8 +41,8 @@ _STORE_RETRY_S = 1.0
 _PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
 """Faults of a store that may still be starting."""
 
-_MAX_FIRST_TERM = 1_000_000
-"""Highest term with which a balancer begins if none is known."""
+_MAX_TERM_OFFSET = 10_000
+"""Terms end at 2^31 - 1, so this many failovers are 200,000 on average before the last."""
 
 GC_THRESHOLDS = (50_000, 20, 20)
 """High: each of thousands of streams has some hundred long-lived objects, and a full collection
@@ -114,7 +114,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             probes_listen=settings.probes_listen,
             web_listen=settings.web_listen,
             register=register,
-            first_term=1 + secrets.randbelow(_MAX_FIRST_TERM),
+            term_offset=1 + secrets.randbelow(_MAX_TERM_OFFSET),
             tracer=tracer,
             timing=_timing(settings) if settings.is_shared else ALONE,
         )

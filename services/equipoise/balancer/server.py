@@ -113,7 +113,7 @@ class BalancerParts:
     listen: str
     """host:port of the gRPC server; port 0 takes a free one."""
 
-    first_term: int
+    term_offset: int
     """See `Candidate`."""
 
     stop_grace_s: float
@@ -233,7 +233,7 @@ async def _elector(parts: BalancerParts, address: str) -> Elector:
         candidate=Candidate(
             name=f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}",
             address=parts.advertise or address,
-            first_term=parts.first_term,
+            term_offset=parts.term_offset,
         ),
         timing=parts.timing,
     )

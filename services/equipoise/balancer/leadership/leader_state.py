@@ -13,8 +13,8 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
   candidate has never seen. So no older record is free at once, terms are skipped, and no leader
   continues its term: it may have been suspended together with its clock while the lost one led.
   Its holder may replace such a record one round before others do: it knows more of what was lost.
-- The first term is a random one: a leader that was suspended may lead in a term that a register
-  which lost its contents, and all candidates, know nothing of.
+  How many terms are skipped is random, so that no two leaders that lost the same use the same one;
+  so is the first term, because an empty register may have lost all.
 - Each new leader starts a new term, the fencing number of every write and push. What a paused
   process does before it reads its clock is rejected by every peer that saw a higher term.
 """
@@ -325,10 +325,15 @@ def _is_free(state: LeaderState, seen: Sighting) -> bool:
 
 
 def _next_term(state: LeaderState) -> int:
-    if state.seen is None and not state.highest_term:
-        return state.candidate.first_term
-    is_latest = state.seen is None or state.seen.is_latest
-    return min(MAX_TERM, state.highest_term + 1 + (0 if is_latest else SKIPPED_TERMS))
+    if state.seen is not None and state.seen.is_latest:
+        return min(MAX_TERM, state.highest_term + 1)
+    return _uncertain_term(state)
+
+
+def _uncertain_term(state: LeaderState) -> int:
+    """Return one that neither a lost leader nor another candidate uses, as far as can be known."""
+    skipped = SKIPPED_TERMS if state.highest_term else 0
+    return min(MAX_TERM, state.highest_term + skipped + state.candidate.term_offset)
 
 
 def _who_leads(state: LeaderState, seen: Sighting) -> str:
@@ -351,9 +356,11 @@ def _who_leads(state: LeaderState, seen: Sighting) -> str:
 
 def _vacancy(state: LeaderState, now: float) -> WriteRegister:
     """Fill an empty register that was not empty before: the vacancy must last for a lease."""
-    term = min(MAX_TERM, state.highest_term + SKIPPED_TERMS)
     vacancy = LeaseRecord.vacancy(
-        state.candidate, term=term, duration_s=state.timing.duration_s, now=now
+        state.candidate,
+        term=_uncertain_term(state) - 1,
+        duration_s=state.timing.duration_s,
+        now=now,
     )
     return WriteRegister(record=vacancy, replacing=None)
 

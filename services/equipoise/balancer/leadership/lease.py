@@ -69,9 +69,9 @@ class Candidate:
     address: str
     """Where workers reach it."""
 
-    first_term: int
-    """Term in which it leads if neither it nor the register knows one: drawn at random, because a
-    register that was emptied may have known of a leader that still leads."""
+    term_offset: int
+    """Random, from 1: the term in which it leads if none is known, and how many more terms it skips
+    where the register may have lost the latest: a leader that nobody knows may use the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
