@@ -23,7 +23,7 @@ class State(StrEnum):
     """State of a wave."""
 
     PLANNED = "planned"
-    """Being persisted; not yet sent to any rank."""
+    """Waits for its turn, then is persisted; not yet sent to any rank."""
 
     STAGING = "staging"
     """Ranks fetch experts into staging memory."""
@@ -175,7 +175,7 @@ class Wave:
             policy=policy,
             state=State.PLANNED,
             entered_s=now,
-            reason=f"generation {target.generation} is being persisted",
+            reason=f"generation {target.generation} waits for its turn, then is persisted",
         )
         return wave, (PersistProposed(layout=target),)
 
