@@ -16,7 +16,12 @@ import pytest
 from redis import Redis
 
 from equipoise.balancer.store import redis_scripts
-from tests.support.linearizability import UNKNOWN, UndecidedError, is_linearizable
+from tests.support.linearizability import (
+    UNKNOWN,
+    Operation,
+    UndecidedError,
+    is_linearizable,
+)
 from tests.support.links import IN_NAMESPACE, Proxies, namespace_fault
 from tests.support.redis_replica import promote, replicated, until_replicated
 from tests.support.redis_server import require_redis
@@ -36,7 +41,7 @@ async def live(client, chance, generations):
         await asyncio.sleep(chance.uniform(0, 0.02))
 
 
-async def disturb(chance, server, proxies):
+async def disturb(chance, server, proxies, history):
     """Partition, pause and restart, until cancelled; nothing stays broken."""
     try:
         while True:
@@ -52,8 +57,14 @@ async def disturb(chance, server, proxies):
                     await asyncio.sleep(duration_s)
                     server.resume()
                 case 3:
+                    called_s = asyncio.get_running_loop().time()
                     server.kill()
                     await asyncio.to_thread(server.start)
+                    returned_s = asyncio.get_running_loop().time()
+                    restart = Operation(
+                        what=("new server",), called_s=called_s, returned_s=returned_s, result="ok"
+                    )
+                    history.append(restart)
     finally:
         for proxy in proxies:
             proxy.heal()
@@ -79,7 +90,7 @@ async def history_of(server, seed):
         async with closing(first, second):
             await first.do("fence")
             async with asyncio.TaskGroup() as tasks:
-                weather = tasks.create_task(disturb(chance, server, [one, other]))
+                weather = tasks.create_task(disturb(chance, server, [one, other], history))
                 last = tasks.create_task(live(first, random.Random(seed + 1), generations))
                 await asyncio.sleep(TIMEOUT_S)
                 await live(second, random.Random(seed + 2), generations)

@@ -8,7 +8,12 @@ from redis import Redis
 from redis.crc import key_slot
 
 from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
-from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault
+from equipoise.balancer.store.store import (
+    StoreConflictError,
+    StoreError,
+    StoreFault,
+    TermOverError,
+)
 from equipoise.planning.layout import contiguous_layout
 from equipoise.pool.records import AverageRecord, DecisionRecord
 from tests.support.redis_server import RedisServer, free_port, require_redis
@@ -61,7 +66,9 @@ async def test_work_continues_after_the_server_was_killed_and_restarted(redis_se
     error = await fault_of(store.commit("p", 1, previous=None, term=1))
     assert error.fault is StoreFault.UNREACHABLE
     redis_server.start()
-    await store.commit("p", 1, previous=None, term=1)
+    with pytest.raises(TermOverError, match="the store failed over"):
+        await store.commit("p", 1, previous=None, term=1)
+    await store.commit("p", 1, previous=None, term=2)
     assert (await store.committed("p")).generation == 1
 
 

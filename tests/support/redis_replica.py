@@ -41,6 +41,12 @@ def is_synchronised(client):
     return client.info("replication")["master_link_status"] == "up"
 
 
+def replication_id(server):
+    """What a restart, a promotion and the first replica change."""
+    with Redis.from_url(server.url) as client:
+        return client.info("replication")["master_replid"]
+
+
 def promote(server):
     with Redis.from_url(server.url) as client:
         client.replicaof("NO", "ONE")

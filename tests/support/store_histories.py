@@ -27,13 +27,15 @@ from equipoise.balancer.store.store import StoreConflictError, StoreError, TermO
 from equipoise.pool.records import Hold
 from tests.support.linearizability import UNKNOWN, Operation, UndecidedError, is_linearizable
 from tests.support.links import Namespace, Proxies
-from tests.support.redis_replica import is_synchronised, promote, until
+from tests.support.redis_replica import is_synchronised, promote, replication_id, until
 from tests.support.redis_server import RedisServer
 from tests.support.store_records import AN_ORDER, layout_of, same
 
 TIMEOUT_S = 0.5
 READS = frozenset({"committed", "hold"})
 NUM_CLIENTS = 3
+TERMS_OF_A_CLIENT = 1000
+"""Distance between the terms of one client: those of different ones differ."""
 MAX_OPERATIONS = 60
 """On each branch: more would take long to check."""
 
@@ -46,6 +48,8 @@ class State:
     """What a store holds of one pool, as its contract says."""
 
     term: int = 0
+    is_fenced: bool = True
+    """Whether the server has the replication ID with which the term began."""
     proposed: frozenset = frozenset()
     highest: int = 0
     committed: int | None = None
@@ -58,10 +62,12 @@ def step(state, what):
     name, *arguments = what
     if name in READS:
         return state, getattr(state, name)
+    if name == "new server":
+        return replace(state, is_fenced=False), "ok"
     *arguments, term = arguments
-    if term < state.term:
+    if term < state.term or (term == state.term and not state.is_fenced):
         return state, "over"
-    return WRITES[name](replace(state, term=term), *arguments)
+    return WRITES[name](replace(state, term=term, is_fenced=True), *arguments)
 
 
 def propose(state, generation):
@@ -106,7 +112,8 @@ def step_of_branches(branches, what):
         return branches, IMPOSSIBLE
     if what == ["promote"]:
         is_next = number == len(branches) - 1
-        return (*branches, branches[number]) if is_next else branches, "ok"
+        promoted = replace(branches[number], is_fenced=False)
+        return (*branches, promoted) if is_next else branches, "ok"
     state, result = step(branches[number], what)
     return (*branches[:number], state, *branches[number + 1 :]), result
 
@@ -114,7 +121,8 @@ def step_of_branches(branches, what):
 class Client:
     """A balancer's store, which records what it is asked and what it answers.
 
-    With a `branch`, that is the first part of every operation.
+    It takes another term when its own ends with a failover. With a `branch`, that is the first part
+    of every operation.
     """
 
     def __init__(self, address, history, *, term, branch=None) -> None:
@@ -139,16 +147,17 @@ class Client:
     async def do(self, name, *arguments):
         """Carry out an operation and record it; returns its result."""
         loop = asyncio.get_running_loop()
-        called_s, result = loop.time(), UNKNOWN
+        called_s, result, term = loop.time(), UNKNOWN, self.term
         try:
             result = _plain(name, await self._calls[name](*arguments))
-        except TermOverError:
+        except TermOverError as error:
             result = "over"
+            self.term += TERMS_OF_A_CLIENT if error.highest_term == term else 0
         except StoreConflictError:
             result = "conflict"
         except StoreError:
             pass
-        what = (*self._branch, name, *arguments, *(() if name in READS else (self.term,)))
+        what = (*self._branch, name, *arguments, *(() if name in READS else (term,)))
         times = {} if result is UNKNOWN else {"returned_s": loop.time()}
         if result is not UNKNOWN or name not in READS:
             self.history.append(Operation(what=what, called_s=called_s, result=result, **times))
@@ -222,12 +231,17 @@ class Promotions:
 
     async def replica(self):
         """Start a replica of the newest server; returns it once it is synchronised."""
-        primary = self._servers[-1]
-        began_s = _now_s()
+        primary, branch = self._servers[-1], self.newest
+        before, began_s = replication_id(primary), _now_s()
         host, port = (await self._links.route(f"replica-{self.newest}", primary.port)).split(":")
         server = await self._start(**{"replicaof": f"{host} {port}", "repl-timeout": 60})
         with Redis.from_url(server.url) as client:
             await until(lambda: is_synchronised(client))
+        if replication_id(primary) != before:  # It had no replica and no backlog yet.
+            what = (branch, "new server")
+            self._history.append(
+                Operation(what=what, called_s=began_s, returned_s=_now_s(), result="ok")
+            )
         self._acknowledged_s = began_s
         return server
 
