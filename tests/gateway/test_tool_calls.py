@@ -11,6 +11,7 @@ from equipoise.gateway.tool_calls import ToolCallSplit, merged
 from equipoise.gateway.tool_formats import FORMATS, PLAIN_JSON, ToolCallParser
 
 DEEPSEEK, HERMES = FORMATS[ToolCallParser.DEEPSEEK_V3], FORMATS[ToolCallParser.HERMES]
+DEEPSEEK_V31 = FORMATS[ToolCallParser.DEEPSEEK_V31]
 CALLS, END_CALLS = DEEPSEEK.structure
 (SEP,) = DEEPSEEK.other_special
 ARGUMENTS = st.dictionaries(
@@ -24,6 +25,11 @@ NAMES = st.sampled_from(["f", "get_weather", "a-b.c"])
 
 def deepseek(name, arguments):
     return f"{DEEPSEEK.begin}function{SEP}{name}\n```json\n{arguments}\n```{DEEPSEEK.end}"
+
+
+def deepseek_v31(name, arguments):
+    """As the chat template of DeepSeek-V3.1 and its model card write a call."""
+    return f"{DEEPSEEK.begin}{name}{SEP}{arguments}{DEEPSEEK.end}"
 
 
 def hermes(name, arguments):
@@ -59,11 +65,12 @@ CUTS = st.lists(st.integers(0, 10**6), max_size=8)
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(["", "I look.", "a < b"]), st.lists(st.tuples(NAMES, ARGUMENTS)), CUTS)
 def test_calls_of_deepseek_are_read_as_they_were_written(before, calls, cuts):
-    written = "\n".join(deepseek(*call) for call in calls)
-    text = before + (f"\n\n{CALLS}{written}{END_CALLS}" if calls else "")
-    content, got, split = check_any_cut(DEEPSEEK, text, cuts)
-    assert (content, got) == (before, calls)
-    assert split.has_called == bool(calls)
+    for form, write, between in ((DEEPSEEK, deepseek, "\n"), (DEEPSEEK_V31, deepseek_v31, "")):
+        written = between.join(write(*call) for call in calls)
+        text = before + (f"\n\n{CALLS}{written}{END_CALLS}" if calls else "")
+        content, got, split = check_any_cut(form, text, cuts)
+        assert (content, got) == (before, calls)
+        assert split.has_called == bool(calls)
 
 
 @settings(deadline=None, max_examples=50)
@@ -93,6 +100,7 @@ def test_calls_in_plain_json_are_read_as_they_were_written(calls, space, cuts):
 
 PIECES = {
     DEEPSEEK: [DEEPSEEK.begin, DEEPSEEK.end, CALLS, END_CALLS, SEP, "function", "```json", "```"],
+    DEEPSEEK_V31: [DEEPSEEK.begin, DEEPSEEK.end, CALLS, END_CALLS, SEP, "name"],
     HERMES: ["<tool_call>", "</tool_call>", '{"name": "', '", "arguments": ', '"'],
 }
 
@@ -100,7 +108,7 @@ PIECES = {
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_whatever_a_model_writes_the_cut_does_not_matter_and_no_word_is_lost(data):
-    form = data.draw(st.sampled_from([DEEPSEEK, HERMES]))
+    form = data.draw(st.sampled_from([DEEPSEEK, DEEPSEEK_V31, HERMES]))
     piece = st.sampled_from([*PIECES[form], *PIECES[form], "{", "}", "\n", " ", "<", "WORD"])
     pieces = data.draw(st.lists(piece, max_size=25))
     words = (f"w{number}w" for number in itertools.count())
@@ -125,6 +133,10 @@ def test_whatever_a_model_writes_the_cut_does_not_matter_and_no_word_is_lost(dat
         (HERMES, "<tool_cal", "<tool_cal", []),
         (DEEPSEEK, deepseek("f", "no JSON"), deepseek("f", "no JSON"), []),
         (DEEPSEEK, deepseek("f", "{}").removesuffix(DEEPSEEK.end), "", [("f", "{}")]),
+        (DEEPSEEK_V31, deepseek("f", "{}"), deepseek("f", "{}"), []),
+        (DEEPSEEK_V31, deepseek_v31("f", "no JSON"), deepseek_v31("f", "no JSON"), []),
+        (DEEPSEEK_V31, deepseek_v31(" f\n", "\n{}\n"), "", [("f", "{}")]),
+        (DEEPSEEK_V31, deepseek_v31("f", "{}") + " and more", "and more", [("f", "{}")]),
         (DEEPSEEK, deepseek("f", '{"a": "'), "", [("f", '{"a": "\n```' + DEEPSEEK.end)]),
     ],
 )  # fmt: skip
@@ -132,9 +144,12 @@ def test_what_is_no_call_is_content(form, text, content, calls):
     assert check_any_cut(form, text, [])[:2] == (content, calls)
 
 
-def test_a_call_has_its_name_first_and_its_arguments_as_they_arrive():
-    split = ToolCallSplit(HERMES)
-    parts = [split.read(letter, final=False) for letter in hermes("f", '{"a": [1]}')]
+@pytest.mark.parametrize(
+    ("form", "write"), [(HERMES, hermes), (DEEPSEEK, deepseek), (DEEPSEEK_V31, deepseek_v31)]
+)
+def test_a_call_has_its_name_first_and_its_arguments_as_they_arrive(form, write):
+    split = ToolCallSplit(form)
+    parts = [split.read(letter, final=False) for letter in write("f", '{"a": [1]}')]
     assert not any(text for text, _ in parts)
     calls = [call for _, calls in parts for call in calls]
     assert [call.name for call in calls] == ["f", *[None] * 9]

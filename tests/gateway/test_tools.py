@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from equipoise.gateway.tool_formats import FORMATS, ToolCallParser
 from equipoise_api.v1 import worker_pb2 as pb
-from tests.gateway.test_tool_calls import deepseek, hermes
+from tests.gateway.test_tool_calls import deepseek, deepseek_v31, hermes
 from tests.support.scripted_ranks import BOUND_S, TRUSTING_NOBODY, Fault, says
 
 WEATHER = {
@@ -32,13 +32,20 @@ CALLS, END_CALLS = FORMATS[ToolCallParser.DEEPSEEK_V3].structure
 IN_DEEPSEEKS_FORM = (
     f"I look.\n\n{CALLS}{deepseek('weather', ROME)}\n{deepseek('weather', OSLO)}{END_CALLS}"
 )
+IN_DEEPSEEK_V31S_FORM = (
+    f"I look.\n\n{CALLS}{deepseek_v31('weather', ROME)}{deepseek_v31('weather', OSLO)}{END_CALLS}"
+)
 IN_HERMES_FORM = f"I look.\n{hermes('weather', ROME)}\n{hermes('weather', OSLO)}"
 
 
-@pytest_asyncio.fixture(params=["deepseek_v3", "hermes"])
+@pytest_asyncio.fixture(params=["deepseek_v3", "deepseek_v31", "hermes"])
 async def model(request, run_gateway, fleet):
     """OpenAI's client, and what the model says to call the tool twice."""
-    written = {"deepseek_v3": IN_DEEPSEEKS_FORM, "hermes": IN_HERMES_FORM}[request.param]
+    written = {
+        "deepseek_v3": IN_DEEPSEEKS_FORM,
+        "deepseek_v31": IN_DEEPSEEK_V31S_FORM,
+        "hermes": IN_HERMES_FORM,
+    }[request.param]
     async with clients(run_gateway, fleet, tool_call_parser=request.param) as client:
         yield client, written
 
@@ -301,7 +308,10 @@ async def test_without_a_parser_the_model_cannot_choose_to_call(gateway):
     body = {"messages": ASKED, "tools": [WEATHER], "max_tokens": 9}
     response = await gateway.client.post("/v1/chat/completions", json=body)
     assert response.json()["error"]["param"] == "tools"
-    assert "--tool-call-parser (deepseek_v3 or hermes)" in response.json()["error"]["message"]
+    assert (
+        "--tool-call-parser (deepseek_v3 or deepseek_v31 or hermes)"
+        in response.json()["error"]["message"]
+    )
 
 
 async def test_a_template_that_shows_no_tools_is_named(run_gateway, fleet, checkpoint):

@@ -16,6 +16,9 @@ class ToolCallParser(StrEnum):
     DEEPSEEK_V3 = "deepseek_v3"
     """As DeepSeek-V3 and R1 do, between markers, with the arguments in a block of JSON."""
 
+    DEEPSEEK_V31 = "deepseek_v31"
+    """As DeepSeek-V3.1 does, between the same markers, with nothing but name and arguments."""
+
     HERMES = "hermes"
     """As Hermes and Qwen do, a JSON object between <tool_call> and </tool_call>."""
 
@@ -31,7 +34,7 @@ class CallFormat:
     """What stands between that and the arguments, with the function's `name`."""
 
     close: str
-    """What follows the arguments, after white space."""
+    """What follows the arguments, after white space; may be empty."""
 
     end: str
     """Text that ends a call."""
@@ -56,7 +59,20 @@ def _token(name: str) -> str:
     return f"<\uff5ctool▁{name}\uff5c>"
 
 
+def _deepseek(head: str, *, close: str) -> CallFormat:
+    """A format with DeepSeek's markers."""
+    return CallFormat(
+        begin=_token("call▁begin"),
+        head=re.compile(head),
+        close=close,
+        end=_token("call▁end"),
+        structure=(_token("calls▁begin"), _token("calls▁end")),
+        other_special=(_token("sep"),),
+    )
+
+
 _NAME_FIRST = r'\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
+
 
 PLAIN_JSON = CallFormat(
     begin="{", head=re.compile(_NAME_FIRST), close="}", end="}", structure=("[", ",", "]")
@@ -65,15 +81,11 @@ PLAIN_JSON = CallFormat(
 
 FORMATS: Mapping[ToolCallParser, CallFormat] = MappingProxyType(
     {
-        ToolCallParser.DEEPSEEK_V3: CallFormat(
-            begin=_token("call▁begin"),
-            head=re.compile(
-                rf"\s*function{_token('sep')}\s*(?P<name>[^\s<`]+)\s*```json\s*(?=\{{)"
-            ),
-            close="```",
-            end=_token("call▁end"),
-            structure=(_token("calls▁begin"), _token("calls▁end")),
-            other_special=(_token("sep"),),
+        ToolCallParser.DEEPSEEK_V3: _deepseek(
+            rf"\s*function{_token('sep')}\s*(?P<name>[^\s<`]+)\s*```json\s*(?=\{{)", close="```"
+        ),
+        ToolCallParser.DEEPSEEK_V31: _deepseek(
+            rf"\s*(?P<name>[^\s<]+)\s*{_token('sep')}\s*(?=\{{)", close=""
         ),
         ToolCallParser.HERMES: CallFormat(
             begin="<tool_call>",
