@@ -117,7 +117,8 @@ def test_an_operation_sends_every_option(order, settings, fields, capsys):
 def test_the_default_timeout_exceeds_the_longest_operation():
     assert OperationSettings().timeout_s > answer_timeout_s(Policy())
     assert (
-        "three plan timeouts of the policy and 20 s" in explanations(OperationSettings)["timeout_s"]
+        "three times the policy's plan timeout plus 20 s"
+        in explanations(OperationSettings)["timeout_s"]
     )
     assert answer_timeout_s(Policy(plan_timeout_s=1000.0)) == 3020.0
 

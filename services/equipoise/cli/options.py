@@ -73,7 +73,10 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
             details["show_default"] = False
         else:
             details["metavar"] = "<name,name,...>"
-            details["show_default"] = (isinstance(default, tuple) and ",".join(default)) or False
+            details["show_default"] = False
+            if isinstance(default, tuple) and default:
+                # As it would be typed: typer puts a default that is given as text in parentheses.
+                details["help"] = f"{text}  [default: {','.join(default)}]"
         kind = list[str]
         if isinstance(default, tuple):
             default = list(default)

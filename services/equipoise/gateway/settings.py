@@ -30,7 +30,7 @@ class GatewaySettings:
     """host:port of the HTTP server. Port 0 picks a free port, shown in the first log line."""
 
     balancer: tuple[str, ...] = ("127.0.0.1:7070",)
-    """host:port of the balancers, which know the ranks; tried in turn. While no balancer answers,
+    """host:port of the balancers to ask for the ranks, tried in order. While no balancer answers,
     the gateway keeps using the ranks it last saw."""
 
     pool: str = "default"
@@ -54,7 +54,8 @@ class GatewaySettings:
 
     tool_call_parser: ToolCallParser = ToolCallParser.NONE
     """How the model writes calls of tools: deepseek_v3 for V3 and R1, deepseek_v31 for V3.1, or
-    hermes for JSON in <tool_call> tags. Without it, a model calls tools only if it must."""
+    hermes for JSON in <tool_call> tags. Without it, a model calls tools only when
+    `tool_choice` forces it."""
 
     api_keys: Path | None = None
     """File of accepted API keys, one per line; reloaded when it changes. Default: no

@@ -87,7 +87,7 @@ class WorkerSettings:
     """Seconds that latents of a prompt are held for a worker of a peer pool to fetch."""
 
     latent_mib_per_s: Annotated[float, Range(0, is_open=True)] = math.inf
-    """Maximum MiB of latents to fetch per second."""
+    """Maximum MiB of latents to pull per second."""
 
     max_queued_requests: Annotated[int, Range(0)] = 64
     """Requests that may wait; more are rejected."""

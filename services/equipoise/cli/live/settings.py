@@ -164,8 +164,9 @@ class OperationSettings(BalancerClientSettings):
     """Reason to record with the request and show in the status."""
 
     timeout_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 210.0
-    """Seconds to wait for the balancer's answer. An operation can take three plan timeouts of the
-    policy and 20 s; with a shorter wait it may complete after the command has timed out."""
+    """Seconds to wait for the balancer's answer. An operation can take up to three times the
+    policy's plan timeout plus 20 s; with a shorter wait it may complete after the command has timed
+    out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
