@@ -56,7 +56,7 @@ class Harness:
         )
 
     def start(self, waves=WAVES):
-        self.rollouts.start(waves, base=BASE, verdict=A_DECISION, now=0.0)
+        self.rollouts.start(waves, base=BASE, decision=A_DECISION, now=0.0)
         self.spans.follow(self.rollouts)
 
     def handle(self, *events):

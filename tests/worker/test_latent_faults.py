@@ -135,6 +135,6 @@ async def test_a_prefill_rank_that_came_back_as_another_process_has_nothing(rank
             prefill.address = successor.address
             rest = await leg(decode, prefill, first)
             assert decode.puller.outcomes == {PullOutcome.LOST: 1}
-            assert successor.service.refused == {"latents_boot": 1}
+            assert successor.service.rejected == {"latents_boot": 1}
             assert decode.scheduler.counts.read_missing == NUM_FULL * B
             assert first.tokens + rest.tokens == (await answer(successor, PROMPT, 6)).tokens

@@ -106,8 +106,8 @@ async def test_a_bad_block_is_dropped_with_all_behind_it_and_read_instead(
 @pytest.mark.parametrize(
     ("changes", "peer_pools", "outcome"),
     [
-        ({"pool": "strangers"}, ("prefill",), PullOutcome.REFUSED),
-        ({}, (), PullOutcome.REFUSED),
+        ({"pool": "strangers"}, ("prefill",), PullOutcome.REJECTED),
+        ({}, (), PullOutcome.REJECTED),
         ({"boot_id": "earlier"}, ("prefill",), PullOutcome.LOST),
         ({"address": "127.0.0.1:9"}, ("prefill",), PullOutcome.LOST),
     ],
@@ -136,16 +136,16 @@ async def test_what_cannot_be_fetched_is_read_and_counted(
         ({"boot_id": "earlier"}, "NOT_FOUND", "latents_boot", "another process"),
     ],
 )
-async def test_a_fetch_that_does_not_fit_is_refused_by_name(
+async def test_a_fetch_that_does_not_fit_is_rejected_by_name(
     rank_of_one, changes, code, kind, words
 ):
     async with a_rank(*rank_of_one(), boot_id="reads") as rank:
         fields = {"form": "v1/small", "boot_id": "reads", "keys": [bytes(16)]}
-        with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as rejected:
             async for _ in rank.latents.Fetch(pb.LatentTransferFetchRequest(**fields | changes)):
                 pass
-        assert refused.value.code().name == code
-        assert rank.service.refused == {kind: 1}
+        assert rejected.value.code().name == code
+        assert rank.service.rejected == {kind: 1}
         assert rank.scheduler.blocks.num_used == 0
 
 

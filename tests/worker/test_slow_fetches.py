@@ -92,7 +92,7 @@ async def test_a_fetch_that_takes_too_long_as_a_whole_ends():
     fetch = fetch_of(service, caller, hold=hold)
     caller.may_take.release()
     await asyncio.wait_for(fetch, 60)
-    assert (caller.taken, dict(service.refused)) == ([0], {"latents_slow": 1})
+    assert (caller.taken, dict(service.rejected)) == ([0], {"latents_slow": 1})
     assert (scheduler.holds.num_open, scheduler.blocks.num_used) == (1, 4)
 
 

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Outcome(_message.Message):
-    """Outcome is the answer to a request."""
+    """Outcome says whether an operation is carried out, and why."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,4 +1,4 @@
-"""`EngineSettings`: what a plugin is told, by environment variables only."""
+"""`EngineSettings`: the settings of a plugin, from environment variables only."""
 
 import os
 import socket

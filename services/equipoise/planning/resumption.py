@@ -1,7 +1,7 @@
 """`choose_group`: which running group a balancer takes over that did not open its epoch.
 
 After a change of leader, workers report what they run. One of them may be wrong, or left over from
-an older epoch: the group that most of them report counts, whoever connects first. Stateless.
+an older epoch: the group that most of them report counts, not the first to connect. Stateless.
 """
 
 from collections import Counter, defaultdict

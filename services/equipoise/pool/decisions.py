@@ -90,7 +90,7 @@ class Decisions:
     @property
     def can_roll_out(self) -> bool:
         """Whether a new layout could be rolled out now."""
-        is_ready = self._agreement.is_settled and not self._roster.standstill
+        is_ready = self._agreement.is_settled and not self._roster.idleness
         return is_ready and not self._journal.store_fault
 
     @property
@@ -123,7 +123,7 @@ class Decisions:
         effects += self._attendance.exclude_slow(self._windows.slow, found=found, now=now)
         wants_plan = window.assignments and not self.is_proposing and not self._journal.hold.reason
         if wants_plan and self._can_plan:
-            if doubt := window.doubt or self._roster.standstill:
+            if doubt := window.doubt or self._roster.idleness:
                 effects.append(self._undecided(window, current, doubt=doubt, now=now))
             else:
                 self.is_proposing = True
@@ -226,7 +226,7 @@ class Decisions:
             return (WriteDecision(record=decision),)
         self._watch(proposal)
         started = self._rollouts.start(
-            proposal.waves, base=request.current, verdict=decision, now=now
+            proposal.waves, base=request.current, decision=decision, now=now
         )
         return (*started, WriteDecision(record=decision))
 
@@ -262,7 +262,7 @@ class Decisions:
             bytes=given.bytes,
             algorithm=algorithm,
         )
-        started = self._rollouts.start(given.waves, base=current, verdict=decision, now=now)
+        started = self._rollouts.start(given.waves, base=current, decision=decision, now=now)
         return (*started, WriteDecision(record=decision))
 
     def keep_to_pin(self, *, now: float) -> Chain:
@@ -290,8 +290,8 @@ class Decisions:
         """Why a plan no longer applies to the pool."""
         if self._journal.store_fault and self._can_plan:
             return "the rollout waits for the store"
-        if self._roster.standstill:
-            return self._roster.standstill
+        if self._roster.idleness:
+            return self._roster.idleness
         if not (self.can_roll_out and self._layouts.current is request.current):
             return "the pool changed while this was planned"
         return None

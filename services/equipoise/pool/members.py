@@ -242,7 +242,7 @@ class Roster:
         return max(present, default=0)
 
     @property
-    def standstill(self) -> str:
+    def idleness(self) -> str:
         """Why no rank would switch to a staged layout now; empty if they would."""
         idle = next((member for member in self._seated if member.idle), None)
         if idle is None:

@@ -237,19 +237,19 @@ class Membership:
             **self._attendance.excluded_workers(now=now),
             **self._interruptions.excluded_workers(now=now),
         }
-        told = self._quarantine.follow_majority(now=now)
+        effects = self._quarantine.follow_majority(now=now)
         open_points = (silent, excluded, self._quarantine.workers, self._unheard)
         if self._roster.settled and not any((*open_points, self.opening.reason)):
             return ()  # The usual case, at every tick of every pool: there is nothing to decide.
         choice = self._resumption.choose(now=now)
         if choice is not None and choice.is_waiting:
             self.opening = EpochDecision(reason=choice.reason)
-            return told
+            return effects
         if choice is not None:
-            told = (*told, *self._take_over(choice, now=now))
+            effects = (*effects, *self._take_over(choice, now=now))
         shape, quarantined = self._roster.shape, self._quarantine.reasons
         if shape is None:
-            return told
+            return effects
         self.opening = opening = next_epoch(
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.intended_ranks,
@@ -263,16 +263,19 @@ class Membership:
             now=now,
         )
         if opening.is_down:
-            told = (*told, *(self._attendance.recall_excluded() or self._interruptions.recall()))
+            effects = (
+                *effects,
+                *(self._attendance.recall_excluded() or self._interruptions.recall()),
+            )
         if not opening.workers:
-            return told
+            return effects
         if opening.is_disputed or not opening.timeout:
-            # Else a rank that hangs ended the epoch, whoever reported it first.
+            # Else a rank that hangs ended the epoch, no matter who reported it first.
             found = self._interruptions.judge(silent=silent, now=now)
-            told = (*told, *found)
+            effects = (*effects, *found)
             if found and not self._interruptions.excluded.keys().isdisjoint(opening.workers):
-                return (*told, *self._open_if_due(now=now))
-        return (*told, *self._open(opening, shape, now=now))
+                return (*effects, *self._open_if_due(now=now))
+        return (*effects, *self._open(opening, shape, now=now))
 
     def _take_over(self, choice: GroupChoice, *, now: float) -> Chain:
         """Ranks run an epoch that this balancer did not open, and now count."""

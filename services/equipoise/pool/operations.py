@@ -273,7 +273,7 @@ class OperatorRequests:
         rollout = self._rollouts.current
         if rollout is not None:
             return f"generation {rollout.target.generation} is being rolled out ({rollout.state})"
-        trouble = self._diagnosis().reason or self._roster.standstill
+        trouble = self._diagnosis().reason or self._roster.idleness
         return trouble or "the pool is settling: try again in a moment"
 
 

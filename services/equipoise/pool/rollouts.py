@@ -134,7 +134,7 @@ class Rollouts:
         self._steps: dict[int, int] = {}
         self._waves: Sequence[LayoutChange] = ()
         self._num_begun = 0
-        self._verdict: DecisionRecord | None = None
+        self._decision: DecisionRecord | None = None
         self._setbacks = Setbacks()
         self.is_at_first = True
         """Whether the latest wave is the first of its plan."""
@@ -206,15 +206,15 @@ class Rollouts:
         waves: Sequence[LayoutChange],
         *,
         base: Layout,
-        verdict: DecisionRecord,
+        decision: DecisionRecord,
         now: float,
     ) -> Chain:
         """Begin the first of `waves`: each leads to a valid layout, the last one to the goal.
 
-        If it aborts, `verdict` is recorded again as rejected.
+        If it aborts, `decision` is recorded again as rejected.
         """
         assert self.current is None, "one plan at a time"
-        self._verdict = verdict
+        self._decision = decision
         self._waves, self._num_begun = waves, 0
         self.is_at_first = True
         return self._effects(self._begin_next(base, now=now))
@@ -256,13 +256,13 @@ class Rollouts:
         if self.aborted <= aborted or wave is None:
             return effects
         reason = f"generation {wave.target.generation} was aborted: {wave.reason}"
-        if isinstance(event, DeadlineCheck) and self._roster.standstill:
-            reason += f"; {self._roster.standstill}"
+        if isinstance(event, DeadlineCheck) and self._roster.idleness:
+            reason += f"; {self._roster.idleness}"
         elif isinstance(event, RankRejected | RankRuns | DeadlineCheck):
             self._setbacks = self._setbacks.one_more(wave.reason, now=now)
-        if self._verdict is None:
+        if self._decision is None:
             return effects
-        taken_back = replace(self._verdict, time_unix_s=now, accepted=False, reason=reason)
+        taken_back = replace(self._decision, time_unix_s=now, accepted=False, reason=reason)
         return (*effects, WriteDecision(record=taken_back))
 
     def note_switch(self, switched: Switched, *, now: float) -> None:

@@ -332,7 +332,7 @@ class ExpertPuller:
             )
 
     async def _report(self, rank: int, move: Move) -> None:
-        """Report wrong bytes to the peer that sent them; one that cannot be reached is not told."""
+        """Report wrong bytes to the peer that sent them, if it can be reached."""
         with suppress(grpc.aio.AioRpcError, TransferError):
             call = self._call(rank, move, mismatched=True, timeout_s=_MISMATCH_TIMEOUT_S)
             try:

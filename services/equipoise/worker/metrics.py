@@ -124,9 +124,9 @@ class WorkerCollector(Collector):
             {how: holds.ended[how] for how in HoldEnd},
         )
         yield CounterMetricFamily(
-            "equipoise_worker_latent_refusals",
-            "Fetches of latents that were refused.",
-            value=self._latents.refused.total(),
+            "equipoise_worker_latent_rejections",
+            "Fetches of latents that were rejected.",
+            value=self._latents.rejected.total(),
         )
 
     def _gauges_of_requests(self) -> Iterator[tuple[str, str, float]]:

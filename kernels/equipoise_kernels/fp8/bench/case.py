@@ -66,7 +66,7 @@ _MODULE = "equipoise_kernels.fp8.bench.case"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseInput:
-    """What a case's process is told."""
+    """The input of a case's process."""
 
     gates: tuple[str, ...] = ()
     """A key of CASES; empty to measure the machine and select backends."""

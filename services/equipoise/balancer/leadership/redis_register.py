@@ -32,8 +32,8 @@ local written = redis.call('GET', KEYS[2])
 return {held, server, (server ~= '' and written == server) and 1 or 0}
 """
 )
-"""Deletes a key that is never set: a replica rejects a write, so nobody takes the standstill of one
-that is cut off for an expired lease."""
+"""Deletes a key that is never set: a replica rejects a write, so no candidate mistakes the
+unchanged record of one that is cut off for an expired lease."""
 
 _REPLACE = (
     _SERVER

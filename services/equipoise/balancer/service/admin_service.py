@@ -299,8 +299,8 @@ def _rebalance(
     return Rebalance(force=request.force), what
 
 
-def _outcome(outcome: Answer) -> pb.Outcome:
-    return pb.Outcome(**fields_of(outcome, but=("proposal",)))
+def _outcome(answer: Answer) -> pb.Outcome:
+    return pb.Outcome(**fields_of(answer, but=("proposal",)))
 
 
 def _preview(proposal: Proposal) -> pb.PreviewResponse:

@@ -34,7 +34,7 @@ PULL_TIMEOUT_S = 10.0
 """Time for one prompt, with the wait for its turn."""
 
 _RELEASE_TIMEOUT_S = 1.0
-_REFUSALS = (
+_REJECTIONS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -56,7 +56,7 @@ class PullOutcome(StrEnum):
     LOST = "lost"
     """The source is gone, or another process, or failed meanwhile."""
 
-    REFUSED = "refused"
+    REJECTED = "rejected"
     """The source does not allow it, or its pool is not a peer of this one."""
 
     CORRUPTED = "corrupted"
@@ -125,12 +125,12 @@ class LatentPuller:
         self, key: int, tokens: Sequence[int], source: LatentSource, *, visit: Visit
     ) -> tuple[PullOutcome, str]:
         if source.pool not in self._peer_pools:
-            return PullOutcome.REFUSED, "its pool is not among this worker's peer_pools"
+            return PullOutcome.REJECTED, "its pool is not among this worker's peer_pools"
         pull = visit(lambda scheduler: scheduler.begin_pull(key, tokens))
         try:
             channel = self._credentials.worker_channel(source.address)
         except TrustError as error:
-            return PullOutcome.REFUSED, str(error)
+            return PullOutcome.REJECTED, str(error)
         async with channel:
             stub = pb_grpc.LatentTransferStub(channel)
             try:
@@ -141,7 +141,7 @@ class LatentPuller:
                 return PullOutcome.CORRUPTED, str(error)
             except grpc.aio.AioRpcError as error:
                 details = self._credentials.explain(error.details())
-                outcome = PullOutcome.REFUSED if error.code() in _REFUSALS else PullOutcome.LOST
+                outcome = PullOutcome.REJECTED if error.code() in _REJECTIONS else PullOutcome.LOST
                 return outcome, f"{error.code().name} {details}"
         return _outcome(pull), ""
 

@@ -51,8 +51,8 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
         self._visit = visit
         self._timeout_s = timeout_s
         self._streams = asyncio.Semaphore(MAX_STREAMS)
-        self.refused: Counter[str] = Counter()
-        """Fetches that were refused or cut off, by kind."""
+        self.rejected: Counter[str] = Counter()
+        """Fetches that were rejected or cut off, by kind."""
         self.num_sent_bytes = 0
         """Bytes of blocks sent."""
 
@@ -69,7 +69,7 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
             except NotServingError as error:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except TimeoutError:
-                self.refused["latents_slow"] += 1
+                self.rejected["latents_slow"] += 1
 
     async def Release(  # noqa: N802 - named by the contract
         self, request: pb.LatentTransferReleaseRequest, _: _ReleaseContext
@@ -107,31 +107,31 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
         return 0, 0
 
     async def _check(self, request: pb.LatentTransferFetchRequest, context: _Context) -> None:
-        """Refuse a fetch that cannot be served, with the reason."""
+        """Reject a fetch that cannot be served, with the reason."""
         store = self._store
         try:
             check_fetch(request, max_blocks=store.max_blocks)
         except InvalidMessageError as error:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error.kind, str(error))
+            await self._reject(context, grpc.StatusCode.INVALID_ARGUMENT, error.kind, str(error))
         if request.form != store.form:
-            await self._refuse(
+            await self._reject(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "latents_form",
                 f"the latents of this worker are {store.form}, not {printable(request.form)[:253]}",
             )
         if request.boot_id != store.boot_id:
-            await self._refuse(
+            await self._reject(
                 context, grpc.StatusCode.NOT_FOUND, "latents_boot", "this is another process"
             )
 
-    async def _refuse(
+    async def _reject(
         self, context: _Context, code: grpc.StatusCode, kind: str, reason: str
     ) -> None:
-        self.refused[kind] += 1
-        if is_worth_logging(self.refused[kind]):
-            count, peer = self.refused[kind], context.peer()
-            _log.warning("refused to send latents to %s (%d so far): %s", peer, count, reason)
+        self.rejected[kind] += 1
+        if is_worth_logging(self.rejected[kind]):
+            count, peer = self.rejected[kind], context.peer()
+            _log.warning("rejected a fetch of latents by %s (%d so far): %s", peer, count, reason)
         await context.abort(code, reason)
 
     async def _send_all(self, request: pb.LatentTransferFetchRequest, context: _Context) -> None:
@@ -158,7 +158,7 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
                     await context.write(part)
             except TimeoutError:
-                self.refused["latents_unread"] += 1
+                self.rejected["latents_unread"] += 1
                 return False
         self.num_sent_bytes += len(data)
         return True
