@@ -184,7 +184,7 @@ PARTS = {
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
 def test_rules_on_a_trace(part):
-    """Prints the table of docs/disaggregation.md."""
+    """Prints the table of decision 0032."""
     changes, per_s = PARTS[part]
     traces = [list(trace(seed, count=5000, per_s=per_s)) for seed in (1, 2, 3)]
     for num_gateways, (name, rule) in itertools.product((1, 2), RULES.items()):
