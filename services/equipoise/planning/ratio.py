@@ -1,4 +1,4 @@
-"""`advise`: how many ranks the measured traffic of a prefill or decode pool asks for.
+"""`advise`: how many ranks the measured traffic of a prefill or decode pool calls for.
 
 A prefill pool needs as many ranks as its prompts take to read, at the rate that busy ranks show. A
 decode pool needs as many as its requests fill, by slots or by cache. Nothing is moved by it.
@@ -95,7 +95,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksAdvice:
-    """How many ranks a pool's traffic asks for."""
+    """How many ranks a pool's traffic calls for."""
 
     ranks: int = 0
     """Ranks; 0 if unknown."""
@@ -136,7 +136,7 @@ def advise(
 
     `minutes` are those of the current epoch, oldest first, each with reports; the rate of busy
     ranks is that of all of them. `before` is the advice so far, 0 for none. It stays unless each
-    of the latest `MINUTES` asks for more, or each for fewer. The ranks advised are at least
+    of the latest `MINUTES` calls for more, or each for fewer. The ranks advised are at least
     `least_ranks`, which hold all experts, and at most `MAX_GROWTH` times the present ones.
     """
     latest = minutes[-MINUTES:]

@@ -1,4 +1,4 @@
-"""`Demand`: how much a pool's ranks have to do, by the minute, and how many ranks that asks for."""
+"""`Demand`: how much a pool's ranks have to do, by the minute, and how many ranks that takes."""
 
 from collections import deque
 

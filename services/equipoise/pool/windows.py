@@ -90,7 +90,7 @@ class Windows:
 
     @property
     def advice(self) -> RanksAdvice | None:
-        """How many ranks the traffic of this epoch asks for; None while nothing is known.
+        """How many ranks the traffic of this epoch calls for; None while nothing is known.
 
         An epoch and a new leader measure again: how fast a rank reads depends on the group.
         """

@@ -40,7 +40,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "intended_ranks": (_P, "Ranks that the pool is meant to have, by its workers' --num-ranks."),
     "advised_ranks": (
         _P,
-        "Ranks that the traffic of a prefill or decode pool asks for, once it is measured.",
+        "Ranks that the traffic of a prefill or decode pool calls for, once it is measured.",
     ),
     "idle_ranks": (_P, "Ranks whose engine takes no forward passes."),
     "engine_info": (
