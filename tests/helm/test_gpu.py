@@ -85,7 +85,7 @@ def test_ready_values_render_and_fit(file, explained):
     needed, offered = plan["needed_bytes"] / GIB, plan["capacity_bytes"] / GIB
     assert f"shows {needed:.0f} of {offered:.0f} GiB per GPU" in comment
     limit = int(values["worker"]["resources"]["limits"]["memory"].removesuffix("Gi"))
-    assert limit * GIB > plan["host_needed_bytes"]
+    assert limit * GIB > plan["host_needed_bytes"] * values["worker"].get("localRanks", 1)
 
 
 # How values differ from those of 32 H100 before a rank needs too much, and what is to be lowered.

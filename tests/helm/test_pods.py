@@ -2,9 +2,15 @@
 
 import kubernetes_validate
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from equipoise.cli.local_ranks import options_of
+from equipoise.cli.options import options_from_settings
+from equipoise.settings.address import parse_address
+from equipoise.worker.settings import WorkerSettings
 from tests.helm.test_objects import KUBERNETES
-from tests.support.helm_chart import containers, pod_specs, render
+from tests.support.helm_chart import TLS, RenderError, containers, one_of, pod_specs, render
 
 PODS = {
     "balancer": "Deployment/eq-equipoise-balancer",
@@ -68,3 +74,145 @@ def test_a_digest_replaces_the_tag(image):
     images = {one["image"] for one in containers(objects).values()}
     assert any(one.endswith(f"@{digest}") for one in images)
     assert not any(one.endswith(":1.2") for one in images)
+
+
+SHARED = {"worker": {"replicas": 16, "localRanks": 8, "gpu": {"count": 1}, "slotsPerRank": 4}}
+"""Two pods of eight GPUs."""
+EIGHT = [""] + [f"-{rank}" for rank in range(1, 8)]
+RDMA = {"worker": SHARED["worker"] | {"rdma": {"resourceName": "rdma/ib"}}}
+
+
+def ranks_of(container):
+    """The settings of each of a pod's processes."""
+    values = {"$(POD_NAME)": "eq-equipoise-worker-1", "$(POD_IP)": "10.0.0.1", "$(NODE_NAME)": "n1"}
+    arguments = container["args"][1:]
+    for variable, value in values.items():
+        arguments = [one.replace(variable, value) for one in arguments]
+    seen = []
+    command = options_from_settings(run_with(seen))
+    given = typer.Typer()
+    given.command()(command)
+    runner = CliRunner(env={"EQUIPOISE_INSECURE": "true"})
+    runner.invoke(given, arguments, catch_exceptions=False)
+    for number in range(seen[0].local_ranks):
+        own = [*arguments, *options_of(seen[0], number)]
+        runner.invoke(given, own, catch_exceptions=False)
+    return seen
+
+
+def run_with(seen):
+    def run(settings: WorkerSettings) -> int:
+        seen.append(settings)
+        return 0
+
+    return run
+
+
+def test_the_ranks_of_a_pod_share_its_gpus_and_have_ports_of_their_own():
+    objects = render(RDMA)
+    assert one_of(objects, "StatefulSet", "eq-equipoise-worker")["spec"]["replicas"] == 2
+    spec = pod_specs(objects)[PODS["worker"]]
+    (container,) = spec["containers"]
+    assert (
+        container["resources"]["limits"] | {"nvidia.com/gpu": 8, "rdma/ib": 8}
+        == (container["resources"]["limits"])
+    )
+    parent, *ranks = ranks_of(container)
+    assert parent.local_ranks == len(ranks) == 8
+    assert {one.num_ranks for one in ranks} == {16}
+    assert [one.worker for one in ranks] == [f"eq-equipoise-worker-1-{n}" for n in range(8)]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    for suffix, rank in zip(EIGHT, ranks, strict=True):
+        assert ports[f"grpc{suffix}"] == parse_address(rank.listen).port
+        assert ports[f"rendezvous{suffix}"] == rank.rendezvous_port
+        assert ports[f"metrics{suffix}"] == parse_address(rank.metrics.metrics_listen).port
+    probes = {parse_address(one.probes_listen).port for one in (parent, *ranks)}
+    assert len({*ports.values(), *probes}) == 3 * 8 + 9
+    assert ports["probes"] == parse_address(parent.probes_listen).port
+
+
+@pytest.mark.parametrize("values", [SHARED, {**TLS, **SHARED}], ids=["plain", "tls"])
+def test_probes_ask_the_process_that_watches_all_ranks_of_a_pod(values):
+    container = containers(render(values))["StatefulSet/eq-equipoise-worker/worker"]
+    asked = {
+        kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")
+    }
+    assert {one["port"] for one in asked.values()} == {"probes"}
+    paths = {kind: one["path"] for kind, one in asked.items()}
+    assert paths == {"startup": "/livez", "liveness": "/livez", "readiness": "/readyz"}
+
+
+def test_services_policies_and_monitors_name_the_ports_of_every_rank_of_a_pod():
+    monitored = {"metrics": {"podMonitor": {"enabled": True}}}
+    objects = render({**SHARED, **monitored})
+    service = one_of(objects, "Service", "eq-equipoise-worker")
+    assert {one["name"] for one in service["spec"]["ports"]} == {
+        f"{kind}{suffix}" for kind in ("grpc", "rendezvous", "metrics") for suffix in EIGHT
+    }
+    policy = one_of(objects, "NetworkPolicy", "eq-equipoise-worker")
+    allowed = [
+        [one["port"] for one in rule["ports"] if isinstance(one["port"], str)]
+        for rule in policy["spec"]["ingress"]
+    ]
+    assert allowed == [[f"{kind}{suffix}" for suffix in EIGHT] for kind in
+                       ("grpc", "rendezvous", "metrics")]  # fmt: skip
+    monitor = one_of(objects, "PodMonitor", "eq-equipoise-worker")
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert [one["port"] for one in endpoints] == [f"metrics{suffix}" for suffix in EIGHT]
+    assert all(one["relabelings"] for one in endpoints)
+    for one in objects:
+        if "monitoring" not in one["apiVersion"]:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("slots", "spare", "strategy"), [(16, 1, "RollingUpdate"), (3, 0, "OnDelete")]
+)
+def test_upgrades_and_disruptions_take_a_pod_only_if_all_its_ranks_can_be_missing(
+    slots, spare, strategy
+):
+    objects = render({"worker": SHARED["worker"] | {"slotsPerRank": slots}})
+    budget = one_of(objects, "PodDisruptionBudget", "eq-equipoise-worker")
+    assert budget["spec"]["maxUnavailable"] == spare
+    ranks = one_of(objects, "StatefulSet", "eq-equipoise-worker")
+    assert ranks["spec"]["updateStrategy"] == {"type": strategy}
+
+
+def test_a_group_of_pods_has_as_many_as_its_ranks_need():
+    group = one_of(
+        render({"worker": SHARED["worker"] | {"kind": "LeaderWorkerSet"}}),
+        *("LeaderWorkerSet", "eq-equipoise-worker"),
+    )
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"worker": {"localRanks": 3}}, "must be a multiple of worker.localRanks (3)"),
+        (
+            {"worker": {"localRanks": 2, "device": "cuda:1"}},
+            "worker.device cuda:1 is one GPU, but worker.localRanks is 2",
+        ),
+        (
+            {"worker": {"localRanks": 2, "rendezvousPort": 7081}},
+            "worker.port and worker.rendezvousPort of a worker are both 7081",
+        ),
+        (
+            {"worker": {"localRanks": 2}, "metrics": {"port": 9101}},
+            "metrics.port and the probes' port of a worker are both 9101",
+        ),
+        (
+            {
+                **TLS,
+                "worker": {"localRanks": 2},
+                "tokens": {**TLS["tokens"], "perWorkerSecret": {"name": "keys"}},
+            },
+            "a pod has several workers",
+        ),
+    ],
+)
+def test_values_that_ranks_of_a_pod_cannot_share_are_rejected(values, words):
+    with pytest.raises(RenderError) as rejected:
+        render(values)
+    assert words in str(rejected.value)

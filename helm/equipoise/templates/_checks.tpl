@@ -20,6 +20,7 @@
 {{- if and (ne .Values.worker.kind "None") (lt (include "equipoise.spareRanks" . | int) 0) -}}
 {{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d): add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts)) -}}
 {{- end -}}
+{{- include "equipoise.localRankChecks" . -}}
 {{- include "equipoise.portChecks" . -}}
 {{- include "equipoise.phaseChecks" . -}}
 {{- if and .Values.policy.existingConfigMap (or .Values.policy.defaults .Values.policy.pools) -}}
@@ -41,6 +42,21 @@
 {{- end -}}
 {{- include "equipoise.weightChecks" .Values.worker -}}
 {{- include "equipoise.memoryCheck" . -}}
+{{- end -}}
+
+{{- define "equipoise.localRankChecks" -}}
+{{- $worker := .Values.worker -}}
+{{- if mod $worker.replicas $worker.localRanks -}}
+{{- fail (printf "worker.replicas (%d) must be a multiple of worker.localRanks (%d), the ranks of a pod" (int $worker.replicas) (int $worker.localRanks)) -}}
+{{- end -}}
+{{- if gt (int $worker.localRanks) 1 -}}
+{{- if or .Values.tls.certManager.csiDriver .Values.tokens.perWorkerSecret.name -}}
+{{- fail "tls.certManager.csiDriver and tokens.perWorkerSecret give each pod an identity, but with worker.localRanks a pod has several workers: use the shared ones, or set worker.localRanks to 1" -}}
+{{- end -}}
+{{- if contains ":" $worker.device -}}
+{{- fail (printf "worker.device %s is one GPU, but worker.localRanks is %d: set device to auto or cuda" $worker.device (int $worker.localRanks)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "equipoise.tlsChecks" -}}
@@ -128,15 +144,21 @@
   "worker" (dict "worker.port" .Values.worker.port "worker.rendezvousPort" .Values.worker.rendezvousPort "the probes' port" 9091)
   "gateway" (dict "gateway.port" .Values.gateway.port) -}}
 {{- $metrics := .Values.metrics -}}
+{{- $worker := .Values.worker -}}
 {{- range $pod, $ports := $pods -}}
 {{- if $metrics.enabled -}}{{- $_ := set $ports "metrics.port" $metrics.port -}}{{- end -}}
 {{- $taken := dict -}}
+{{- $ranks := ternary (int $worker.localRanks) 1 (eq $pod "worker") -}}
 {{- range $name, $port := $ports -}}
-{{- $number := int $port | toString -}}
+{{/* The process that starts a pod's ranks answers probes, too. */}}
+{{- $count := ternary (add $ranks 1) $ranks (and (gt $ranks 1) (eq $name "the probes' port")) -}}
+{{- range $rank := until (int $count) -}}
+{{- $number := add $port (mul 10 $rank) | toString -}}
 {{- if hasKey $taken $number -}}
-{{- fail (printf "%s and %s of a %s are both %s: they must differ" (index $taken $number) $name $pod $number) -}}
+{{- fail (printf "%s and %s of a %s are both %s: they must differ%s" (index $taken $number) $name $pod $number (ternary ", and each rank's are 10 higher" "" (gt $ranks 1))) -}}
 {{- end -}}
 {{- $_ := set $taken $number $name -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

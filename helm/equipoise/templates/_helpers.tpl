@@ -175,12 +175,17 @@ spec:
 {{- sub $w.replicas $needed -}}
 {{- end -}}
 
+{{/* The number of pods whose ranks may be missing. */}}
+{{- define "equipoise.sparePods" -}}
+{{- div (include "equipoise.spareRanks" . | int) .Values.worker.localRanks -}}
+{{- end -}}
+
 {{/* Update strategy: RollingUpdate or OnDelete. */}}
 {{- define "equipoise.workerUpdateStrategy" -}}
 {{- if ne .Values.worker.updateStrategy "auto" -}}
 {{ .Values.worker.updateStrategy }}
 {{- else -}}
-{{ ternary "RollingUpdate" "OnDelete" (gt (include "equipoise.spareRanks" . | int) 0) }}
+{{ ternary "RollingUpdate" "OnDelete" (gt (include "equipoise.sparePods" . | int) 0) }}
 {{- end -}}
 {{- end -}}
 

@@ -138,10 +138,10 @@ csi:
 {{- if and (eq .as "worker") .root.Values.tokens.perWorkerSecret.name -}}true{{- end -}}
 {{- end -}}
 
-{{/* Probes have no certificate, so they use plain HTTP.
-Takes (dict "root" $ "port" … "service" "…" "path" "…"). */}}
+{{/* Probes have no certificate, so with TLS they use plain HTTP; those of several ranks do, too.
+Takes (dict "root" $ "port" … "service" "…" "path" "…" "several" …). */}}
 {{- define "equipoise.probe" -}}
-{{- if .root.Values.tls.enabled -}}
+{{- if or .root.Values.tls.enabled .several -}}
 httpGet: {port: probes, path: {{ .path }}}
 {{- else -}}
 grpc: {port: {{ .port }}, service: {{ .service }}}

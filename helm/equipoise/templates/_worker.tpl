@@ -1,9 +1,9 @@
-{{/* The pod of a rank, for any kind of workload. Takes (dict "root" $ "component" "worker" "as" "worker" "pod" .Values.worker). */}}
+{{/* The pod of one rank or several, for any kind of workload. Takes (dict "root" $ "component" "worker" "as" "worker" "pod" .Values.worker). */}}
 {{- define "equipoise.workerPod" -}}
 {{- $root := .root }}
 {{- $worker := .root.Values.worker }}
 {{- $topology := $worker.topology }}
-{{- $probe := dict "root" $root "port" $worker.port }}
+{{- $probe := dict "root" $root "port" $worker.port "several" (gt (int $worker.localRanks) 1) }}
 {{ include "equipoise.podMetadata" . }}
 spec:
   serviceAccountName: {{ include "equipoise.serviceAccountName" . }}
@@ -54,6 +54,9 @@ spec:
         - {{ printf "--checkpoint=%s" . | quote }}
         {{- end }}
         - --num-ranks={{ $worker.replicas }}
+        {{- if gt (int $worker.localRanks) 1 }}
+        - --local-ranks={{ $worker.localRanks }}
+        {{- end }}
         - --slots-per-rank={{ $worker.slotsPerRank }}
         - --max-requests={{ int64 $worker.maxRequests }}
         - --max-queued-requests={{ int64 $worker.maxQueuedRequests }}
@@ -89,9 +92,9 @@ spec:
         {{- end }}
         {{- include "equipoise.commonEnv" . | nindent 8 }}
       ports:
-        - {name: grpc, containerPort: {{ $worker.port }}}
-        - {name: rendezvous, containerPort: {{ $worker.rendezvousPort }}}
-        {{- include "equipoise.metricsContainerPort" $root | nindent 8 }}
+        {{- range include "equipoise.workerPorts" $root | fromYamlArray }}
+        - {name: {{ .name }}, containerPort: {{ .port }}}
+        {{- end }}
         {{- include "equipoise.probesContainerPort" $root | nindent 8 }}
       # `live` is SERVING once the checkpoint is loaded; the other services only within an epoch.
       startupProbe:
@@ -161,11 +164,26 @@ spec:
   {{- include "equipoise.scheduling" . | nindent 2 }}
 {{- end -}}
 
+{{/* The ports of a pod's ranks other than probes, each 10 higher than that of the previous rank, with
+"kind", "name" and "port". Names are those of the first rank with the number of the rank. Takes the root. */}}
+{{- define "equipoise.workerPorts" -}}
+{{- $worker := .Values.worker -}}
+{{- $first := dict "grpc" $worker.port "rendezvous" $worker.rendezvousPort -}}
+{{- if .Values.metrics.enabled -}}{{- $_ := set $first "metrics" .Values.metrics.port -}}{{- end -}}
+{{- $ports := list -}}
+{{- range $rank := until (int $worker.localRanks) -}}
+{{- range $kind, $port := $first -}}
+{{- $ports = append $ports (dict "kind" $kind "name" (ternary (printf "%s-%d" $kind $rank) $kind (gt $rank 0)) "port" (add $port (mul 10 $rank))) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $ports -}}
+{{- end -}}
+
 {{/* CPU and memory with GPU and RDMA, whose requests equal their limits. Takes .Values.worker. */}}
 {{- define "equipoise.workerResources" -}}
 {{- $devices := dict -}}
-{{- if .gpu.count -}}{{- $_ := set $devices .gpu.resourceName .gpu.count -}}{{- end -}}
-{{- if .rdma.resourceName -}}{{- $_ := set $devices .rdma.resourceName .rdma.count -}}{{- end -}}
+{{- if .gpu.count -}}{{- $_ := set $devices .gpu.resourceName (mul .gpu.count .localRanks) -}}{{- end -}}
+{{- if .rdma.resourceName -}}{{- $_ := set $devices .rdma.resourceName (mul .rdma.count .localRanks) -}}{{- end -}}
 {{- $resources := deepCopy .resources -}}
 {{- range .resourceClaims -}}
 {{- $_ := set $resources "claims" (append (default list $resources.claims) (dict "name" .name)) -}}

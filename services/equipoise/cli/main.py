@@ -125,11 +125,15 @@ def balancer(settings: BalancerSettings) -> int:
 @app.command(rich_help_panel=SERVICES)
 @options_from_settings
 def worker(settings: WorkerSettings) -> int:
-    """Run one expert-parallel rank: serve requests and switch layouts."""
+    """Run an expert-parallel rank, or several: serve requests and switch layouts."""
     if settings.explain:
         from equipoise.cli.explain import run as explain
 
         return explain(settings)
+    if settings.local_ranks > 1:
+        from equipoise.cli import local_ranks
+
+        return local_ranks.run(settings)
     from equipoise.worker.__main__ import run
 
     return run(settings)

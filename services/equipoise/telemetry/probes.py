@@ -15,17 +15,22 @@ from starlette.routing import Route
 from equipoise.telemetry.exposition import serving_http
 
 
-def probes_at(listen: str, *, ready: Callable[[], bool]) -> AbstractAsyncContextManager[str]:
+def probes_at(
+    listen: str, *, ready: Callable[[], bool], live: Callable[[], bool] = lambda: True
+) -> AbstractAsyncContextManager[str]:
     """Serve the probes on `listen`, and yield host:port; nothing if `listen` is empty.
 
-    `GET /livez` answers 200 while the event loop runs, `GET /readyz` 200 or 503.
+    `GET /livez` answers 200 while the event loop runs, unless `live` says otherwise, and
+    `GET /readyz` 200 or 503.
 
     Raises:
         TelemetryError: the address cannot be listened on.
     """
 
     async def livez(_request: Request) -> PlainTextResponse:
-        return PlainTextResponse("ok\n")
+        if live():
+            return PlainTextResponse("ok\n")
+        return PlainTextResponse("not live\n", status_code=503)
 
     async def readyz(_request: Request) -> PlainTextResponse:
         if ready():

@@ -8,13 +8,16 @@ from typing import Annotated
 
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.planning.phase import Phase
-from equipoise.settings.address import dial_address, listen_address
+from equipoise.settings.address import dial_address, listen_address, parse_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import HOUR_S, Range, check_ranges
 from equipoise.telemetry.logs import LogFormat
 from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
+
+PORT_STEP = 10
+"""How much higher the ports of each of several local ranks are than those of the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,12 @@ class WorkerSettings:
 
     num_ranks: Annotated[int, Range(1)] = 1
     """Workers in the complete pool."""
+
+    local_ranks: Annotated[int, Range(1, 64)] = 1
+    """Ranks that this command runs, each in a process of its own, so that they share a machine's or
+    a pod's GPUs. The process of rank i is worker NAME-i with GPU i (LOCAL_RANK) and ports 10 * i
+    higher. A process that ends is started again; the port of --probes-listen is ready while all
+    are."""
 
     slots_per_rank: Annotated[int, Range(1)] = 32
     """Physical slots per MoE layer that this worker has memory for."""
@@ -240,6 +249,8 @@ class WorkerSettings:
             listen_address("probes_listen", self.probes_listen)
         listen_address("advertise_host with a port", f"{self.advertise_host}:0")
         check_ranges(self)
+        if self.local_ranks > 1:
+            self._check_local_ranks()
         self._check_tokens()
         if self.profile_steps and self.profile_folder is None:
             raise InvalidSettingsError("profile_steps needs profile_folder, where the trace goes")
@@ -250,6 +261,39 @@ class WorkerSettings:
         """Rows of the largest captured decode step: one for each request and its draft tokens."""
         drafting = min(self.max_requests, self.speculate_up_to) * (1 + self.speculate)
         return min(self.max_graph_rows, max(self.max_requests, drafting))
+
+    def _check_local_ranks(self) -> None:
+        """Check that the processes have a GPU each, and ports that differ."""
+        if self.device.startswith("cuda:"):
+            raise InvalidSettingsError(
+                f"device {self.device} is one GPU: set it to cuda, so that each of the "
+                f"{self.local_ranks} local_ranks has its own"
+            )
+        first = {"listen": parse_address(self.listen).port, "rendezvous_port": self.rendezvous_port}
+        if self.metrics.metrics_listen:
+            first["metrics_listen"] = parse_address(self.metrics.metrics_listen).port
+        if self.probes_listen:
+            first["probes_listen"] = parse_address(self.probes_listen).port
+            if not first["probes_listen"]:
+                raise InvalidSettingsError(
+                    "probes_listen needs a port other than 0 with local_ranks"
+                )
+        taken: dict[int, str] = {}
+        for name, port in first.items():
+            # The process that starts the others answers probes, too.
+            last = port + PORT_STEP * (self.local_ranks - (name != "probes_listen"))
+            if last > 65535:
+                raise InvalidSettingsError(
+                    f"{name} of the last rank is port {last}, because each rank's is {PORT_STEP} "
+                    "higher: choose a lower port"
+                )
+            for one in range(port, last + 1, PORT_STEP) if port else ():
+                if one in taken:
+                    raise InvalidSettingsError(
+                        f"port {one} is both {taken[one]}'s and {name}'s, because each rank's "
+                        f"ports are {PORT_STEP} higher: choose ports with different last digits"
+                    )
+                taken[one] = name
 
     def _check_tokens(self) -> None:
         if 0 < self.cache_tokens < self.context_length:
