@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from equipoise.gateway.errors import NoRankError
+from equipoise.gateway.errors import ContextLengthExceededError, NoRankError
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.rank_load import RankInfo, RankState
 from equipoise.gateway.rank_table import RankTable
@@ -32,7 +32,7 @@ async def test_first_token_and_inter_token_times_are_counted():
     tally = RequestTally()
     parts = [part async for part in tally.counted(two_parts(), now=every_second())]
     assert len(parts) == 2
-    assert tally.outcomes == {"finished": 1, "failed": 0, "ended": 0}
+    assert tally.outcomes == {"finished": 1, "failed": 0, "rejected": 0, "ended": 0}
     assert (tally.tokens, tally.ttft_s.count, tally.itl_s.count) == (3, 1, 1)
     assert tally.itl_s.sum == pytest.approx(tally.ttft_s.sum / 2), "two tokens came at once"
 
@@ -44,7 +44,15 @@ async def test_failures_and_disconnects_are_counted_separately():
         [part async for part in tally.counted(failing, now=every_second())]
     async with aclosing(tally.counted(two_parts(), now=every_second())) as parts:
         await anext(parts)
-    assert tally.outcomes == {"finished": 0, "failed": 1, "ended": 1}
+    assert tally.outcomes == {"finished": 0, "failed": 1, "rejected": 0, "ended": 1}
+
+
+async def test_a_request_that_its_client_must_change_is_no_failure():
+    tally = RequestTally()
+    too_long = two_parts(ContextLengthExceededError("it is longer than the context"))
+    with pytest.raises(ContextLengthExceededError):
+        [part async for part in tally.counted(too_long, now=every_second())]
+    assert tally.outcomes == {"finished": 0, "failed": 0, "rejected": 1, "ended": 0}
 
 
 async def test_the_gateway_exports_exactly_the_documented_metrics():

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from equipoise.gateway.errors import RequestError
+from equipoise.gateway.errors import InvalidRequestError, RequestError
 from equipoise.gateway.handoff import Direct
 from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.request_balance import request_balancedness
@@ -21,7 +21,7 @@ from equipoise.planning.phase import Phase
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.inference_messages import GeneratedTokens
 
-_OUTCOMES = ("finished", "failed", "ended")
+_OUTCOMES = ("finished", "failed", "rejected", "ended")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class RequestTally:
     """Counts of requests and tokens since the start."""
 
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
-    """Requests that ended, by outcome; `ended` are those that their client abandoned."""
+    """Requests that ended, by outcome; `ended` are those that their client abandoned,
+    `rejected` those that their client must change."""
 
     replays: int = 0
     """Failures of ranks while they ran a request."""
@@ -83,6 +84,9 @@ class RequestTally:
                         outcome = "finished"
                     yield part
             outcome = "finished"
+        except InvalidRequestError:
+            outcome = "rejected"
+            raise
         except RequestError:
             outcome = "failed"
             raise
