@@ -1,7 +1,7 @@
 """Writes the values of DeepSeek-V3's deployment units, from `planning/units.py`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from equipoise.planning.units import NUM_EXPERTS, UNITS, Unit, UnitName
@@ -50,11 +50,11 @@ def _values(name: UnitName, release: _Release) -> str:
     return f"""\
 # DeepSeek-V3 or R1 in FP8, unit {name} on {unit.num_ranks} H100, {unit.num_nodes} machines of 8: \
 `equipoise worker --explain` shows {needed} of {GPU_GIB} GiB per GPU.
-{_SHARED if unit.routes_shared_expert else ""}\
 # Change checkpoint.path, the claim and the network. Written by helm/unit_values.py.
 {release.head}worker:
   replicas: {unit.num_ranks}
-  slotsPerRank: {unit.slots_per_rank} # {unit.num_slots - NUM_EXPERTS} redundant slots per layer
+  slotsPerRank: {unit.slots_per_rank} # {unit.num_redundant} redundant slots per layer
+{_SHARED if unit.routes_shared_expert else ""}\
   numExperts: {NUM_EXPERTS}
   gpu: {{count: 1, memoryGiB: {GPU_GIB}}}
   rdma: {{resourceName: rdma/ib}}
@@ -93,7 +93,8 @@ def _needed_bytes(unit: Unit, release: _Release) -> int:
         max_graph_rows=release.max_requests,
         speculate=0,
     )
-    return plan_memory(DEEPSEEK_V3, sizes).num_bytes
+    config = replace(DEEPSEEK_V3, shared_as_routed=unit.routes_shared_expert)
+    return plan_memory(config, sizes).num_bytes
 
 
 def _policy(name: UnitName) -> str:
@@ -105,9 +106,7 @@ def _policy(name: UnitName) -> str:
     )
 
 
-_SHARED = """\
-# Every GPU has the shared expert in addition to its slot: no worker runs it as a routed one yet.
-"""
+_SHARED = "  sharedAsRouted: true # only GPUs with a slot for the shared expert hold it\n"
 
 # DeepSeek's decode: 128 requests of 4,989 tokens on average.
 _DECODE = _Release(

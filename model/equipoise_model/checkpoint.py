@@ -79,6 +79,7 @@ class Checkpoint:
         *,
         keep_fp8: bool = False,
         quantize_as: Fp8Config | None = None,
+        shared_as_routed: bool = False,
         ignore_manifest: bool = False,
     ) -> Self:
         """Open and check a checkpoint's folder.
@@ -89,6 +90,7 @@ class Checkpoint:
                 payloads and `config` are those of the checkpoint converted to BF16.
             quantize_as: how to quantise a BF16 checkpoint while reading, so that its payloads and
                 `config` are those of an FP8 checkpoint; ignored for an FP8 checkpoint.
+            shared_as_routed: whether the shared expert is placed like the routed ones.
             ignore_manifest: whether to open it as if it had none.
 
         Raises:
@@ -97,7 +99,8 @@ class Checkpoint:
                 checkpoint.
             UnsupportedConfigError: the model cannot run the checkpoint's config.
         """
-        stored_config = config = _read_config(path / CONFIG)
+        stored_config = _read_config(path / CONFIG)
+        config = dataclasses.replace(stored_config, shared_as_routed=shared_as_routed)
         shards = _open_shards(path)
         _check_tensors(shards, config=config, path=path)
         if config.quantization_config is None:
@@ -135,7 +138,7 @@ class Checkpoint:
         """Checksums of what `read_expert` returns; None if the manifest lacks some of them."""
         if self.manifest is None:
             return None
-        return self.manifest.checksums(self.config.quantization_config, mtp=mtp)
+        return self.manifest.checksums(self.config, mtp=mtp)
 
     @property
     def fingerprint(self) -> str:
@@ -172,13 +175,13 @@ class Checkpoint:
         """
         model = Transformer(self.config, row_block=row_block, mtp=mtp)
         self.load_dense(model, progress=progress)
-        identity = [range(self.config.n_routed_experts)] * len(model.slots)
+        identity = [range(self.config.num_placed_experts)] * len(model.slots)
         self.load_slots(model, identity, progress=progress)
         return model.eval()
 
     @torch.no_grad()
     def load_dense(self, model: ServingModel, *, progress: ProgressCallback | None = None) -> None:
-        """Load everything but the routed experts, which a layout places.
+        """Load everything but the experts that a layout places.
 
         Raises:
             CheckpointError: the model has multi-token-prediction modules and the checkpoint does
@@ -208,7 +211,7 @@ class Checkpoint:
         *,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Load routed experts into this rank's slots, integers [layers, slots per rank].
+        """Load placed experts into this rank's slots, integers [layers, slots per rank].
 
         Multi-token-prediction modules are the last layers, if the model has them.
         """
@@ -226,12 +229,12 @@ class Checkpoint:
     def read_expert(self, layer: int, expert: int) -> Tensor:
         """Read a logical expert's payload, uint8 [expert_bytes]; MoE layers count from 0.
 
-        Those of multi-token-prediction modules, which must be stored, come last.
+        Modules' layers, which must be stored, come last, and so does a shared expert if placed.
 
         Gate, up and down in BF16, or with `keep_fp8` their codes, then their scales.
         """
         assert 0 <= layer < self.config.num_expert_layers
-        assert 0 <= expert < self.config.n_routed_experts
+        assert 0 <= expert < self.config.num_placed_experts
         names = payload_names(self.config, layer=layer, expert=expert)
         # Pages of its own: small objects would otherwise settle in the holes that payloads leave in
         # the heap.
@@ -308,8 +311,9 @@ class Checkpoint:
 
 
 def _mismatch(name: str, file: Path, config: ModelConfig) -> str:
-    place = placed_expert(name, config)
-    of_expert = "" if place is None else f" (expert {place[1]} of MoE layer {place[0]})"
+    layer, expert = placed_expert(name, config) or (0, config.n_routed_experts)
+    is_routed = expert < config.n_routed_experts
+    of_expert = f" (expert {expert} of MoE layer {layer})" if is_routed else ""
     return (
         f"{file} is damaged: {name}{of_expert} does not match the digest in {MANIFEST}: copy the "
         f"file again; after a change of the weights, write the manifest again with {COMMAND} "

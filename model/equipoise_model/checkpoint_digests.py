@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -70,13 +71,20 @@ def complete(
         manifest = compute(checkpoint, progress=progress)
     checkpoint = checkpoint.with_manifest(manifest)
     config, name = checkpoint.config, format_name(checkpoint.config.quantization_config)
+    layers, routed = range(config.num_moe_layers), range(config.n_routed_experts)
     if name not in manifest.payloads:
-        table = _payloads(checkpoint, range(config.num_moe_layers), progress=progress)
-        manifest = manifest.with_payloads(name, table, drafts=False)
+        table = _payloads(checkpoint, layers, routed, progress=progress)
+        manifest = replace(manifest, payloads={**manifest.payloads, name: table})
     if mtp and name not in manifest.draft_payloads:
         modules = range(config.num_moe_layers, config.num_expert_layers)
-        table = _payloads(checkpoint, modules, progress=progress)
-        manifest = manifest.with_payloads(name, table, drafts=True)
+        table = _payloads(checkpoint, modules, routed, progress=progress)
+        manifest = replace(manifest, draft_payloads={**manifest.draft_payloads, name: table})
+    if manifest.checksums(config, mtp=mtp) is None:
+        if checkpoint.has_mtp:
+            layers = range(config.num_expert_layers)
+        shared = range(config.n_routed_experts, config.num_placed_experts)
+        table = _payloads(checkpoint, layers, shared, progress=progress)
+        manifest = replace(manifest, shared_payloads={**manifest.shared_payloads, name: table})
     return manifest
 
 
@@ -115,16 +123,16 @@ def verify_all(checkpoint: Checkpoint, *, progress: ProgressCallback | None = No
 
 
 def _payloads(
-    checkpoint: Checkpoint, layers: range, *, progress: ProgressCallback | None
+    checkpoint: Checkpoint, layers: range, experts: range, *, progress: ProgressCallback | None
 ) -> Payloads:
     """Compute the checksums of some layers' payloads as `read_expert` returns them."""
     config = checkpoint.config
-    shape = (len(layers), config.n_routed_experts)
+    shape = (len(layers), len(experts))
     table = np.zeros((*shape, CHECKSUM_BYTES), dtype=np.uint8)
 
     def add(place: tuple[int, ...]) -> int:
         layer, expert = place
-        payload = checkpoint.read_expert(layers[layer], expert)
+        payload = checkpoint.read_expert(layers[layer], experts[expert])
         table[place] = np.frombuffer(checksum(payload), np.uint8)
         return config.expert_bytes
 
@@ -141,7 +149,8 @@ def _groups(checkpoint: Checkpoint) -> list[Sequence[str]]:
         (name,) for name in checkpoint.names if placed_expert(name, config) is None
     ]
     num_layers = config.num_expert_layers if checkpoint.has_mtp else config.num_moe_layers
-    for layer, expert in np.ndindex(num_layers, config.n_routed_experts):
+    num_experts = config.n_routed_experts + (config.n_shared_experts == 1)
+    for layer, expert in np.ndindex(num_layers, num_experts):
         names = payload_names(config, layer=layer, expert=expert)
         groups.append([name + suffix for name in names for suffix in suffixes])
     return groups

@@ -9,7 +9,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,6 +51,11 @@ class Manifest:
     """Checksums of the multi-token-prediction modules' payloads by format. Earlier releases wrote
     none, so that a format may be missing."""
 
+    shared_payloads: Mapping[str, Payloads] = field(default_factory=dict)
+    """Checksums of the shared experts' payloads by format, [layers, 1, 16]: of the MoE layers, then
+    of the modules if they are stored. Empty for a model with several shared experts per layer.
+    Earlier releases wrote none."""
+
     @classmethod
     def read(cls, file: Path) -> Self | None:
         """Read a file; None if there is none.
@@ -64,6 +69,7 @@ class Manifest:
                 tensors={name: bytes.fromhex(one) for name, one in document["tensors"].items()},
                 payloads=_tables(document["payloads"]),
                 draft_payloads=_tables(document.get("draft_payloads", {})),
+                shared_payloads=_tables(document.get("shared_payloads", {})),
             )
         except FileNotFoundError:
             return None
@@ -93,22 +99,23 @@ class Manifest:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def checksums(self, fp8: Fp8Config | None, *, mtp: bool) -> Payloads | None:
-        """Checksums of payloads in one format; None if some of them are unknown.
+    def checksums(self, config: ModelConfig, *, mtp: bool) -> Payloads | None:
+        """Checksums of the experts that a config places; None if some of them are unknown.
 
         With `mtp`, those of the multi-token-prediction modules follow those of the MoE layers.
         """
-        name = format_name(fp8)
-        layers, drafts = self.payloads.get(name), self.draft_payloads.get(name)
-        if layers is None or (mtp and drafts is None):
+        name = format_name(config.quantization_config)
+        routed, drafts = self.payloads.get(name), self.draft_payloads.get(name)
+        if routed is None or (mtp and drafts is None):
             return None
-        return np.concatenate([layers, drafts]) if mtp and drafts is not None else layers
-
-    def with_payloads(self, name: str, checksums: Payloads, *, drafts: bool) -> "Manifest":
-        """Return the manifest with the checksums of one more format, of layers or of modules."""
-        if drafts:
-            return replace(self, draft_payloads={**self.draft_payloads, name: checksums})
-        return replace(self, payloads={**self.payloads, name: checksums})
+        if mtp and drafts is not None:
+            routed = np.concatenate([routed, drafts])
+        if not config.shared_as_routed:
+            return routed
+        shared = self.shared_payloads.get(name)
+        if shared is None or len(shared) < len(routed):
+            return None
+        return np.concatenate([routed, shared[: len(routed)]], axis=1)
 
     def check(self, config: ModelConfig, names: Iterable[str], *, file: Path) -> None:
         """Check that it is about a checkpoint of these tensors.
@@ -121,10 +128,13 @@ class Manifest:
         different = sorted(set(names) ^ self.tensors.keys())
         shapes = {table.shape for table in self.payloads.values()}
         of_drafts = {table.shape for table in self.draft_payloads.values()}
+        of_shared = {table.shape for table in self.shared_payloads.values()}
         is_other = (
             stored not in self.payloads
             or shapes != {(config.num_moe_layers, *row)}
             or not of_drafts <= {(config.num_nextn_predict_layers, *row)}
+            or not of_shared
+            <= {(n, 1, CHECKSUM_BYTES) for n in (config.num_moe_layers, config.num_expert_layers)}
         )
         if different or is_other:
             about = f": {different[0]} is in one of them only" if different else ""
@@ -136,8 +146,9 @@ class Manifest:
     def fingerprint(self, config: ModelConfig) -> str:
         """Return 32 hex digits that identify the weights under a config, wherever they are stored.
 
-        They change with every bit of every tensor, and with the format of payloads. Modules count
-        by their tensors, whether or not the checksums of their payloads are known.
+        They change with every bit of every tensor, and with the format of payloads. Modules and
+        shared experts count by their tensors, whether or not the checksums of their payloads are
+        known, and whether or not the shared ones are placed.
         """
         digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
         digest.update(json.dumps(config.to_dict(), sort_keys=True).encode())
@@ -152,10 +163,9 @@ class Manifest:
             "tensors": {name: self.tensors[name].hex() for name in sorted(self.tensors)},
             "payloads": _rows(self.payloads),
         }
-        # Readers of earlier releases expect MoE layers only among the payloads.
-        return document | (
-            {"draft_payloads": _rows(self.draft_payloads)} if self.draft_payloads else {}
-        )
+        # Readers of earlier releases expect MoE layers and routed experts only among the payloads.
+        others = {"draft_payloads": self.draft_payloads, "shared_payloads": self.shared_payloads}
+        return document | {name: _rows(tables) for name, tables in others.items() if tables}
 
 
 class ManifestBuilder:
@@ -169,7 +179,8 @@ class ManifestBuilder:
         """`config` is that of the checkpoint as stored."""
         self._config = config
         self._tensors: dict[str, bytes] = {}
-        shape = (config.num_expert_layers, config.n_routed_experts, CHECKSUM_BYTES)
+        # The last column is that of the shared expert.
+        shape = (config.num_expert_layers, config.n_routed_experts + 1, CHECKSUM_BYTES)
         self._payloads = np.zeros(shape, dtype=np.uint8)
         self._has_drafts = False
         self._open: dict[tuple[int, int], _Payload] = {}
@@ -193,12 +204,17 @@ class ManifestBuilder:
     def build(self) -> Manifest:
         """Return the manifest of everything that was added."""
         assert not self._open, "every expert is complete"
-        stored = format_name(self._config.quantization_config)
-        layers, drafts = np.split(self._payloads, [self._config.num_moe_layers])
+        config, payloads = self._config, self._payloads
+        if not self._has_drafts:
+            payloads = payloads[: config.num_moe_layers]
+        routed, shared = np.split(payloads, [config.n_routed_experts], axis=1)
+        layers, drafts = np.split(routed, [config.num_moe_layers])
+        stored = format_name(config.quantization_config)
         return Manifest(
             tensors=self._tensors,
             payloads={stored: layers},
             draft_payloads={stored: drafts} if self._has_drafts else {},
+            shared_payloads={stored: shared} if config.n_shared_experts == 1 else {},
         )
 
     def _last_name(self, layer: int, expert: int) -> str:

@@ -63,6 +63,9 @@ class ModelConfig:
     eos_token_id: int | tuple[int, ...] | None = 1
     rope: RopeConfig = field(default_factory=RopeConfig)
     quantization_config: Fp8Config | None = None
+    shared_as_routed: bool = False
+    """Whether the shared expert is in slots like the routed ones, and numbered after them; every
+    token goes to it with weight 1. Chosen by who serves the model: no config.json has it."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -76,6 +79,8 @@ class ModelConfig:
         num_mtp = self.num_nextn_predict_layers
         require(self, "num_nextn_predict_layers", num_mtp >= 0, "0 or more")
         require(self, "qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "even")
+        fits = self.n_shared_experts == 1 or not self.shared_as_routed
+        require(self, "n_shared_experts", fits, "1 with --shared-as-routed: remove that option")
         self._check_routing()
 
     @property
@@ -89,8 +94,18 @@ class ModelConfig:
         return self.num_moe_layers + self.num_nextn_predict_layers
 
     @property
+    def num_placed_experts(self) -> int:
+        """Experts per layer that a layout places: the routed ones, and the shared one if routed."""
+        return self.n_routed_experts + self.shared_as_routed
+
+    @property
+    def slots_per_token(self) -> int:
+        """Slots that a token goes to in a layer."""
+        return self.num_experts_per_tok + self.shared_as_routed
+
+    @property
     def expert_bytes(self) -> int:
-        """Bytes of a routed expert's payload: gate, up and down, in BF16 or FP8 with scales."""
+        """Bytes of a placed expert's payload: gate, up and down, in BF16 or FP8 with scales."""
         weights = 3 * self.moe_intermediate_size * self.hidden_size
         if self.quantization_config is None:
             return weights * 2
@@ -175,7 +190,7 @@ class ModelConfig:
             "rope": read_rope(rest),
             "quantization_config": read_fp8(rest.pop("quantization_config", None)),
         }
-        hints = {name: hint for name, hint in get_type_hints(cls).items() if name not in parts}
+        hints = {name: hint for name, hint in get_type_hints(cls).items() if name not in _APART}
         unknown = sorted(rest.keys() - hints.keys() - _IGNORED)
         if unknown:
             raise UnsupportedConfigError(
@@ -192,7 +207,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of a `config.json` that both transformers 5 and `from_dict` load."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _PARTS}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _APART}
         values = {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
@@ -221,7 +236,8 @@ class ModelConfig:
         require(self, "num_experts_per_tok", self.num_experts_per_tok <= reachable, wanted)
 
 
-_PARTS = {"rope", "quantization_config"}
+# Fields that config.json has in another form, or not at all.
+_APART = {"rope", "quantization_config", "shared_as_routed"}
 
 _REQUIRED = (
     *(f.name for f in fields(ModelConfig) if f.default is f.default_factory is MISSING),

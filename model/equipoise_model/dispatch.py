@@ -92,7 +92,7 @@ class ExpertParallel:
         Its tables move to `device`, if given. `pace_s_per_row` is as in `distributed`.
         """
         placement = placement or PlacementTables.identity(
-            num_layers=config.num_expert_layers, num_experts=config.n_routed_experts
+            num_layers=config.num_expert_layers, num_experts=config.num_placed_experts
         )
         placement = placement if device is None else placement.to(device)
         ranks = RowExchange(group=None, rank=0, count=1)
@@ -244,7 +244,7 @@ class ExpertStep:
         return self._layer - 1
 
     def run(self, x_TD: Tensor, routing: Routing, experts: PhysicalSlots) -> Tensor:
-        """Return the routed experts' weighted sum for rows [T, D], in the rows' dtype.
+        """Return the experts' weighted sum for rows [T, D], in float32.
 
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
@@ -255,7 +255,7 @@ class ExpertStep:
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
         run = self._run_here if self.ranks.alone else self._run_everywhere
         y_ND = run(x_TD, slots_TK, experts, self.slot_load_LS[layer])
-        return _combine(y_ND, routing.weights_TK).to(x_TD.dtype)
+        return _combine(y_ND, routing.weights_TK)
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
         share_ends = self.placement.share_ends

@@ -143,18 +143,19 @@ def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
     """
     layers = _num_layers(config, sizes)
     slot_bytes = layers * _slot_bytes(config, sizes)
-    least_slots = min(sizes.slots_per_rank, ceil(config.n_routed_experts / sizes.num_ranks))
+    least_slots = min(sizes.slots_per_rank, ceil(config.num_placed_experts / sizes.num_ranks))
     spare = sizes.spare_slots if sizes.is_fp8 else 0
     dense_bytes = _dense_bytes(config, sizes)
     form = "FP8" if sizes.is_fp8 else sizes.dtype_name
     per_slot = f"{layers} MoE layers x {slot_bytes // layers / 1e6:.2f} MB in {form}"
+    shared = "" if config.shared_as_routed else "shared experts, "
     held = f"in FP8 and {sizes.dtype_name}" if sizes.is_fp8 else f"in {sizes.dtype_name}"
     terms = [
         Term(
             name="dense weights",
             num_bytes=dense_bytes,
             least_bytes=dense_bytes,
-            basis=f"attention, dense layers, shared experts, embeddings, draft modules, {held}",
+            basis=f"attention, dense layers, {shared}embeddings, draft modules, {held}",
             remedy="",
         ),
         Term(
@@ -323,7 +324,7 @@ def _exchange_tokens(sizes: RankSizes) -> int:
 
 def _expert_rows(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     """Most rows that a rank's slots compute at once, padding included."""
-    pairs = min(config.num_experts_per_tok, sizes.slots_per_rank)
+    pairs = min(config.slots_per_token, sizes.slots_per_rank)
     at_once = rows
     if sizes.is_fp8 and sizes.num_ranks > 1:
         at_once = min(rows, _exchange_tokens(sizes))

@@ -228,7 +228,7 @@ class Operations:
             rank=dist.get_rank(group),
             num_ranks=dist.get_world_size(group),
             slots_per_rank=slots_per_rank,
-            top_k=config.num_experts_per_tok,
+            top_k=config.slots_per_token,
             dim=config.hidden_size,
             max_tokens=exchange_tokens(max_step_tokens, max_graph_rows=max_graph_rows),
             payload=Payload.FP8,

@@ -14,12 +14,12 @@ from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
 
 _MTP = re.compile(r"mtp_layers\.(\d+)\.")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.(?:experts\.(\d+)|shared_experts)\.")
 _STACKED = (".mlp.experts.gate_up", ".mlp.experts.down")
 
 
 def dense_tensors(model: ServingModel) -> dict[str, Tensor]:
-    """Return everything but the routed experts, by checkpoint name.
+    """Return everything but the experts in slots, by checkpoint name.
 
     Tensors share the model's memory.
     """
@@ -53,17 +53,25 @@ def mtp_copies(model: Transformer) -> dict[str, Tensor]:
 
 
 def payload_names(config: ModelConfig, *, layer: int, expert: int) -> list[str]:
-    """The tensors of one expert's payload, in order; MoE layers count from 0, modules last."""
-    prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.experts.{expert}"
+    """The tensors of one expert's payload, in order; MoE layers count from 0, modules last.
+
+    The shared expert has the number after the routed ones.
+    """
+    part = "shared_experts" if expert == config.n_routed_experts else f"experts.{expert}"
+    prefix = f"model.layers.{config.first_k_dense_replace + layer}.mlp.{part}"
     return [f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down")]
 
 
 def placed_expert(name: str, config: ModelConfig) -> tuple[int, int] | None:
-    """Return the MoE layer, from 0, and the expert of a routed expert's tensor."""
+    """Return the MoE layer, from 0, and the number of the expert whose payload has the tensor.
+
+    None for a tensor of no payload, such as those of several shared experts together.
+    """
     match = _EXPERT.match(name)
-    if match is None:
+    if match is None or (match[2] is None and config.n_shared_experts > 1):
         return None
-    return int(match[1]) - config.first_k_dense_replace, int(match[2])
+    expert = config.n_routed_experts if match[2] is None else int(match[2])
+    return int(match[1]) - config.first_k_dense_replace, expert
 
 
 def is_mtp(name: str, config: ModelConfig) -> bool:

@@ -60,7 +60,7 @@ async def completions(status):
     return await asyncio.gather(*(of_rank(rank.address) for rank in status.ranks))
 
 
-def tokens_alone(checkpoint, monkeypatch):
+def tokens_alone(checkpoint, monkeypatch, *, shared_as_routed):
     """The tokens of every prompt from one rank that holds all experts and does not draft."""
     use_backends(monkeypatch, "reference")
     made = []
@@ -72,7 +72,11 @@ def tokens_alone(checkpoint, monkeypatch):
 
     for prompt in PROMPTS:
         settings = WorkerSettings(
-            checkpoint=checkpoint, weights="fp8", batch_invariant=False, context_length=64
+            checkpoint=checkpoint,
+            weights="fp8",
+            batch_invariant=False,
+            context_length=64,
+            shared_as_routed=shared_as_routed,
         )
         engine = engine_alone(settings, publish=publish)
         made.append([])
@@ -82,12 +86,14 @@ def tokens_alone(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "num_drafts"), [("triton", 0), ("reference", 1)], ids=["kernels", "drafts"]
+    ("exchange", "num_drafts", "shared_as_routed"),
+    [("triton", 0, False), ("reference", 1, True)],
+    ids=["kernels", "drafts with the shared expert in slots"],
 )
 async def test_a_rollout_to_fp8_ranks_changes_the_layout_and_no_token(
-    checkpoint, tmp_path, monkeypatch, exchange, num_drafts
+    checkpoint, tmp_path, monkeypatch, exchange, num_drafts, shared_as_routed
 ):
-    alone = tokens_alone(checkpoint, monkeypatch)
+    alone = tokens_alone(checkpoint, monkeypatch, shared_as_routed=shared_as_routed)
     monkeypatch.setenv("EQUIPOISE_KERNELS", f"reference,all_to_all={exchange}")
     pool = Pool(tmp_path, num_ranks=2, slots_per_rank=SLOTS_PER_RANK)
     async with pool.fleet:
@@ -96,6 +102,7 @@ async def test_a_rollout_to_fp8_ranks_changes_the_layout_and_no_token(
             await pool.start_worker(
                 name, f"--checkpoint={checkpoint}", "--weights=fp8", "--no-batch-invariant",
                 "--context-length=64", "--step-timeout-s=60", f"--speculate={num_drafts}",
+                *(["--shared-as-routed"] if shared_as_routed else []),
             )  # fmt: skip
         following = asyncio.create_task(pool.feed.run())
         try:
@@ -105,6 +112,7 @@ async def test_a_rollout_to_fp8_ranks_changes_the_layout_and_no_token(
             assert len({tuple(tokens) for tokens in expected[0]}) == len(PROMPTS)
             held = await pool.layout()
             assert held.num_layers == 1 + num_drafts
+            assert held.num_experts == NARROW.n_routed_experts + shared_as_routed
             wanted = mirrored(held)
             request = admin_pb2.PinRequest(reason="to be rolled out", layout=wanted)
             async with grpc.aio.insecure_channel(pool.address) as channel:

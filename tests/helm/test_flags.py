@@ -16,7 +16,7 @@ VARIANTS = [
         "redis": {"url": "redis://r:6379/0", "existingSecret": {"name": "redis"}},
     },
     TLS,
-    {"worker": {"gpu": {"count": 1}, "pullMiBPerSecond": 512}},
+    {"worker": {"gpu": {"count": 1}, "pullMiBPerSecond": 512, "sharedAsRouted": True}},
     READERS | {"gateway": {"enabled": True}},
     WRITERS | {"balancer": {"enabled": True}},
 ]

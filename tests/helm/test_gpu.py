@@ -51,6 +51,7 @@ def explained(tmp_path, capsys):
             weights=flags["weights"],
             latents=flags["latents"],
             batch_invariant="batch-invariant" in flags,
+            shared_as_routed="shared-as-routed" in flags,
             device_memory_gib=values["worker"]["gpu"]["memoryGiB"],
             **{
                 name: int(flags[name.replace("_", "-")])
@@ -106,6 +107,14 @@ TOO_LARGE = {
     "latents in fp8": ({"latents": "fp8", "cacheTokens": 800_000}, "lower worker.cacheTokens"),
     "drafts": (
         {"speculate": 1, "slotsPerRank": 14},
+        "lower worker.slotsPerRank (experts can shrink the most)",
+    ),
+    "shared expert in slots": (
+        {"replicas": 320, "slotsPerRank": 1, "sharedAsRouted": True, "cacheTokens": 900_000},
+        "lower worker.cache",
+    ),
+    "shared expert in slots, with drafts": (
+        {"slotsPerRank": 15, "sharedAsRouted": True, "speculate": 1},
         "lower worker.slotsPerRank (experts can shrink the most)",
     ),
     "few slots": (
@@ -164,6 +173,7 @@ def test_a_release_of_a_unit_has_its_ranks_and_slots(name):
     )
     phase = name.partition("-")[0]
     assert flags["phase"] == phase
+    assert ("shared-as-routed" in flags) is unit.routes_shared_expert
 
 
 @pytest.mark.parametrize("decode", [UnitName.DECODE_EP144, UnitName.DECODE_EP320])

@@ -275,11 +275,17 @@ def test_selectors_never_change_with_the_version_and_match_their_pods():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "slots", "spare", "strategy"),
-    [(4, 12, 1, "RollingUpdate"), (4, 8, 0, "OnDelete"), (8, 16, 6, "RollingUpdate")],
+    ("ranks", "slots", "shared", "spare", "strategy"),
+    [
+        (4, 12, False, 1, "RollingUpdate"),
+        (4, 8, False, 0, "OnDelete"),
+        (8, 16, False, 6, "RollingUpdate"),
+        (8, 16, True, 5, "RollingUpdate"),
+    ],
 )
-def test_upgrades_and_disruptions_depend_on_the_spare_ranks(ranks, slots, spare, strategy):
-    objects = render({"worker": {"replicas": ranks, "slotsPerRank": slots, "numExperts": 32}})
+def test_upgrades_and_disruptions_depend_on_the_spare_ranks(ranks, slots, shared, spare, strategy):
+    chosen = {"replicas": ranks, "slotsPerRank": slots, "numExperts": 32, "sharedAsRouted": shared}
+    objects = render({"worker": chosen})
     budget = one_of(objects, "PodDisruptionBudget", "eq-equipoise-worker")
     assert budget["spec"]["maxUnavailable"] == spare
     ranks_of = one_of(objects, "StatefulSet", "eq-equipoise-worker")
@@ -337,6 +343,9 @@ CONTRADICTIONS = {
     },
     r"worker.replicas \(2\) x worker.slotsPerRank \(12\) cannot hold worker.numExperts \(32\)": {
         "worker": {"replicas": 2}
+    },
+    r"cannot hold worker.numExperts \(32\) and the shared expert: add ranks or slots": {
+        "worker": {"replicas": 2, "slotsPerRank": 16, "sharedAsRouted": True}
     },
     "worker.port and worker.rendezvousPort of a worker are both 7000: they must differ": {
         "worker": {"port": 7000, "rendezvousPort": 7000}

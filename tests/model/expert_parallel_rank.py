@@ -4,6 +4,7 @@ Arguments: rank, number of ranks, rendezvous file, result file. All is derived f
 groups of any size compute the same model on the same rows.
 """
 
+import dataclasses
 from datetime import timedelta
 
 import numpy as np
@@ -17,26 +18,30 @@ from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.moe import MoE
 from tests.support.small_models import MOE_LAYERS as CONFIG
 
+SHARED_AS_ROUTED = dataclasses.replace(CONFIG, shared_as_routed=True)
 NUM_SLOTS = 24
 NUM_ROWS = 26
 
 
-def layout_of(generation):
+def layout_of(generation, config=CONFIG):
+    """Spare slots hold anything; if the shared expert is in slots, it has three."""
     rng = np.random.default_rng(generation)
-    rows = []
-    for _ in range(CONFIG.num_moe_layers):
-        extra = rng.integers(0, CONFIG.n_routed_experts, NUM_SLOTS - CONFIG.n_routed_experts)
-        rows.append(rng.permutation(np.concatenate([np.arange(CONFIG.n_routed_experts), extra])))
+    num_experts, rows = config.num_placed_experts, []
+    for _ in range(config.num_moe_layers):
+        extra = rng.integers(0, CONFIG.n_routed_experts, NUM_SLOTS - num_experts)
+        if config.shared_as_routed:
+            extra[:2] = CONFIG.n_routed_experts
+        rows.append(rng.permutation(np.concatenate([np.arange(num_experts), extra])))
     return np.array(rows)
 
 
-def shares_of(generation):
+def shares_of(generation, config):
     """Even for the first generation; then an expert's first slot serves all but an eighth."""
     if generation == 1:
         return None
-    shares = np.zeros((CONFIG.num_moe_layers, NUM_SLOTS), dtype=np.int64)
-    for row, experts in zip(shares, layout_of(generation), strict=True):
-        for expert in range(CONFIG.n_routed_experts):
+    shares = np.zeros((config.num_moe_layers, NUM_SLOTS), dtype=np.int64)
+    for row, experts in zip(shares, layout_of(generation, config), strict=True):
+        for expert in range(config.num_placed_experts):
             first, *others = np.flatnonzero(experts == expert)
             row[others[:1]] = 1 << 12
             row[first] = (1 << 15) - row[others[:1]].sum()
@@ -49,41 +54,50 @@ def expert_payload(layer, expert):
     return values.to(torch.bfloat16).view(torch.uint8)
 
 
+def fill(dense, payload, moe):
+    """Give a dense network the weights of an expert's payload."""
+    gate_up, down = moe.experts.decode(payload)
+    gate, up = gate_up.chunk(2)
+    for linear, weight in ((dense.gate_proj, gate), (dense.up_proj, up), (dense.down_proj, down)):
+        linear.weight.copy_(weight)
+
+
 class RankModel:
     """Two MoE layers in a residual stream, with the slots that one rank has of `layout_of(1)`."""
 
-    def __init__(self, *, rank, num_ranks, row_block, group):
+    def __init__(self, *, rank, num_ranks, row_block, group, config=CONFIG):
+        self.config = config
         self.rank = rank
         self.num_slots = NUM_SLOTS // num_ranks
         self.num_ranks = num_ranks
         self.layers = []
         for layer in range(CONFIG.num_moe_layers):
-            moe = MoE(CONFIG, num_slots=self.num_slots, row_block=row_block)
-            generator = torch.Generator().manual_seed(layer)
+            moe = MoE(config, num_slots=self.num_slots, row_block=row_block)
             with torch.no_grad():
-                for parameter in [*moe.gate.parameters(), *moe.shared_experts.parameters()]:
-                    parameter.normal_(std=0.2, generator=generator)
+                moe.gate.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(layer))
+                if moe.shared_experts is not None:
+                    fill(moe.shared_experts, expert_payload(layer, CONFIG.n_routed_experts), moe)
             self.layers.append(moe)
         for (layer, slot), payload in self.payloads(1).items():
             self.layers[layer].experts.write(slot, payload)
         self.ep = (
-            ExpertParallel.local(CONFIG, self.placement(1))
+            ExpertParallel.local(config, self.placement(1))
             if num_ranks == 1
             else ExpertParallel.distributed(self.placement(1), group=group)
         )
 
     def placement(self, generation):
         return PlacementTables.from_layout(
-            layout_of(generation),
-            num_experts=CONFIG.n_routed_experts,
+            layout_of(generation, self.config),
+            num_experts=self.config.num_placed_experts,
             num_ranks=self.num_ranks,
             generation=generation,
-            share_of_slot=shares_of(generation),
+            share_of_slot=shares_of(generation, self.config),
         )
 
     def own_layout(self, generation):
         first = self.rank * self.num_slots
-        return layout_of(generation)[:, first : first + self.num_slots]
+        return layout_of(generation, self.config)[:, first : first + self.num_slots]
 
     def payloads(self, generation):
         return {
@@ -104,14 +118,18 @@ def rows_of_rank(rank, splits):
     return x.split(splits)[rank].clone()
 
 
-def run_mode(*, rank, num_ranks, row_block, group):
+def run_mode(*, rank, num_ranks, row_block, group, config=CONFIG):
     """Outputs and loads of all scenarios in one mode."""
+    place = {
+        "rank": rank, "num_ranks": num_ranks, "row_block": row_block, "group": group,
+        "config": config,
+    }  # fmt: skip
     even = [len(part) for part in torch.arange(NUM_ROWS).tensor_split(num_ranks)]
     last_only = [0] * (num_ranks - 1) + [NUM_ROWS]
     first_only = [NUM_ROWS] + [0] * (num_ranks - 1)
     seen = {}
     with torch.no_grad():
-        model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
+        model = RankModel(**place)
         seen["even"] = model.forward(rows_of_rank(rank, even))
         model.ep.agree(last_only)
         seen["idle"] = model.forward(rows_of_rank(rank, last_only))
@@ -122,12 +140,12 @@ def run_mode(*, rank, num_ranks, row_block, group):
         model.ep.switch(model.placement(2))
         seen["switched"] = model.forward(rows_of_rank(rank, first_only))
         seen["loads"] = [(load.generation, load.slot_load_LS) for load in model.ep.loads()]
-        model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
+        model = RankModel(**place)
         for moe in model.layers:
             moe.gate.e_score_correction_bias[[0, 1, 2, 3]] = 100.0
         seen["skewed"] = model.forward(rows_of_rank(rank, even))
         seen["skewed loads"] = model.ep.loads()[0].slot_load_LS
-    model = RankModel(rank=rank, num_ranks=num_ranks, row_block=row_block, group=group)
+    model = RankModel(**place)
     x = rows_of_rank(rank, even).requires_grad_()
     model.forward(x).square().sum().backward()
     seen["row gradients"] = x.grad
@@ -164,6 +182,7 @@ def main(rank, num_ranks, rendezvous, result):
     seen = {
         "fast": run_mode(row_block=None, **place),
         "row blocks": run_mode(row_block=16, **place),
+        "shared as routed": run_mode(row_block=16, config=SHARED_AS_ROUTED, **place),
     }
     if num_ranks > 1:
         model = RankModel(row_block=None, **place)

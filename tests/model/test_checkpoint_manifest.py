@@ -41,9 +41,9 @@ def path(random_model, stored_as, tmp_path):
     return folder
 
 
-def opened(path):
+def opened(path, **options):
     """A checkpoint in the format in which it is stored."""
-    return Checkpoint.open(path, keep_fp8=True)
+    return Checkpoint.open(path, keep_fp8=True, **options)
 
 
 def read_everything(checkpoint):
@@ -63,6 +63,63 @@ def test_what_is_written_is_what_is_computed_from_the_files(path, stored_as):
     assert written.payloads.keys() == computed.payloads.keys() == {stored_as}
     assert np.array_equal(written.payloads[stored_as], computed.payloads[stored_as])
     assert np.array_equal(written.draft_payloads[stored_as], computed.draft_payloads[stored_as])
+    assert np.array_equal(written.shared_payloads[stored_as], computed.shared_payloads[stored_as])
+
+
+def test_the_shared_expert_has_the_checksums_of_the_last_expert_if_it_is_placed(path, stored_as):
+    formats = [{"keep_fp8": True}, {}]
+    if stored_as == "bf16":
+        formats.append({"quantize_as": Fp8Config()})
+    for chosen in formats:
+        dense = verified(Checkpoint.open(path, **chosen), mtp=True)
+        checkpoint = verified(Checkpoint.open(path, shared_as_routed=True, **chosen), mtp=True)
+        table = checkpoint.payload_checksums(mtp=True)
+        assert table.shape[:2] == (SMALL.num_expert_layers, SMALL.n_routed_experts + 1)
+        assert np.array_equal(table[:, :-1], dense.payload_checksums(mtp=True))
+        assert np.array_equal(table[: SMALL.num_moe_layers], checkpoint.payload_checksums())
+        for layer in range(SMALL.num_expert_layers):
+            payload = checkpoint.read_expert(layer, SMALL.n_routed_experts)
+            assert table[layer, -1].tobytes() == checksum(payload)
+        again = Checkpoint.open(path, shared_as_routed=True, **chosen)
+        assert np.array_equal(again.payload_checksums(mtp=True), table), "it was written"
+        # Pools with and without it exchange latents.
+        assert checkpoint.fingerprint == dense.fingerprint
+
+
+def test_shared_experts_are_added_to_the_manifest_of_an_earlier_release(path, stored_as):
+    written = Manifest.read(path / MANIFEST)
+    dataclasses.replace(written, shared_payloads={}).write(path / MANIFEST)
+    assert verified(opened(path)).payload_checksums() is not None
+    assert "shared_payloads" not in json.loads((path / MANIFEST).read_text())
+    assert opened(path, shared_as_routed=True).payload_checksums() is None
+    read = []
+    verified(opened(path, shared_as_routed=True), progress=lambda done, total: read.append(total))
+    num_bytes = opened(path).config.expert_bytes
+    assert set(read) == {SMALL.num_expert_layers * num_bytes}, "only the shared ones"
+    now = Manifest.read(path / MANIFEST)
+    assert np.array_equal(now.shared_payloads[stored_as], written.shared_payloads[stored_as])
+
+
+def test_the_shared_experts_of_another_checkpoint_are_rejected(path, stored_as):
+    written = Manifest.read(path / MANIFEST)
+    shorter = {stored_as: written.shared_payloads[stored_as][:-2]}
+    dataclasses.replace(written, shared_payloads=shorter).write(path / MANIFEST)
+    with pytest.raises(CheckpointError, match="describes another checkpoint"):
+        opened(path)
+
+
+def test_damage_of_a_shared_expert_is_found_by_its_reader(path):
+    name = "model.layers.2.mlp.shared_experts.up_proj.weight"
+    file = flip_bit(path, name)
+    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged: {name} does not match"):
+        opened(path, shared_as_routed=True).read_expert(1, SMALL.n_routed_experts)
+
+
+def test_a_model_with_several_shared_experts_has_none_to_place(random_model, tmp_path):
+    several = dataclasses.replace(SMALL, n_shared_experts=2)
+    save(random_model(several), tmp_path)
+    assert not Manifest.read(tmp_path / MANIFEST).shared_payloads
+    assert verified(opened(tmp_path)).payload_checksums() is not None
 
 
 def test_the_manifest_of_an_earlier_release_lacks_the_modules_which_are_added_when_they_are_placed(

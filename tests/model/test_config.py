@@ -45,6 +45,21 @@ def test_both_forms_of_rope_fields_mean_the_same():
     assert ModelConfig.from_dict(old).rope == RopeConfig(rope_theta=5000, **YARN_FIELDS)
 
 
+def test_the_place_of_the_shared_expert_is_no_part_of_a_config_on_disk():
+    routed = dataclasses.replace(TINY, shared_as_routed=True)
+    assert routed.to_dict() == TINY.to_dict()
+    assert (routed.num_placed_experts, TINY.num_placed_experts) == (33, 32)
+    assert routed.slots_per_token == TINY.slots_per_token + 1
+    with pytest.raises(UnsupportedConfigError, match="unknown field 'shared_as_routed'"):
+        ModelConfig.from_dict(TINY.to_dict() | {"shared_as_routed": True})
+
+
+def test_several_shared_experts_do_not_fit_a_slot():
+    two = dataclasses.replace(TINY, n_shared_experts=2)
+    with pytest.raises(UnsupportedConfigError, match=r"n_shared_experts = 2 .* --shared-as-routed"):
+        dataclasses.replace(two, shared_as_routed=True)
+
+
 def test_attention_costs_as_much_as_the_rest_at_the_published_context():
     """37 G active parameters, less the output head's; 61 x 128 x (192 + 128) products a pair."""
     expected = (37e9 - 129_280 * 7168) / (61 * 128 * (192 + 128))

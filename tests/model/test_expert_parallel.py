@@ -38,8 +38,8 @@ def joined(run, mode, scenario):
     return torch.cat([rank[mode][scenario] for rank in run])
 
 
-def by_expert(layout, values):
-    total = np.zeros((NUM_EXPERTS, *values.shape[1:]))
+def by_expert(layout, values, *, num_experts=NUM_EXPERTS):
+    total = np.zeros((num_experts, *values.shape[1:]))
     np.add.at(total, layout, values)
     return total
 
@@ -66,6 +66,27 @@ def test_neither_the_rows_rank_nor_the_layout_changes_a_bit(runs, size):
     outputs = [joined(runs[size], "row blocks", name) for name in ("even", "idle", "switched")]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("size", [1, *GROUP_SIZES])
+@pytest.mark.parametrize("scenario", ["even", "idle", "switched", "skewed"])
+def test_the_shared_expert_in_slots_changes_no_bit_in_row_blocks(runs, size, scenario):
+    alone = joined(runs[1], "row blocks", scenario)
+    assert torch.equal(joined(runs[size], "shared as routed", scenario), alone)
+
+
+@pytest.mark.parametrize("size", [1, *GROUP_SIZES])
+def test_every_row_is_counted_at_the_shared_expert_in_slots(runs, size):
+    ranks = [rank["shared as routed"] for rank in runs[size]]
+    for layer in range(NUM_LAYERS):
+        counted = sum(
+            by_expert(
+                seen["own layout"][layer], seen["loads"][1][1][layer], num_experts=NUM_EXPERTS + 1
+            )
+            for seen in ranks
+        )
+        assert counted[NUM_EXPERTS] == 2 * NUM_ROWS, "even, then idle"
+        assert counted.sum() == 2 * NUM_ROWS * (TOP_K + 1)
 
 
 @pytest.mark.parametrize("size", GROUP_SIZES)

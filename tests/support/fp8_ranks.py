@@ -34,38 +34,40 @@ def compute_rows_one_by_one():
     grouped.gemm_reference = one_by_one
 
 
-def layout_of(num_ranks, generation):
+def layout_of(config, num_ranks, generation):
     """Every expert somewhere, and the rest anywhere."""
     rng = np.random.default_rng([num_ranks, generation])
-    experts = np.arange(NARROW.n_routed_experts)
+    experts = np.arange(config.num_placed_experts)
     extra = rng.integers(0, len(experts), num_ranks * SLOTS_PER_RANK - len(experts))
     return rng.permutation(np.concatenate([experts, extra]))[np.newaxis]
 
 
-def placement_of(num_ranks, generation):
+def placement_of(config, num_ranks, generation):
     return PlacementTables.from_layout(
-        layout_of(num_ranks, generation),
-        num_experts=NARROW.n_routed_experts,
+        layout_of(config, num_ranks, generation),
+        num_experts=config.num_placed_experts,
         num_ranks=num_ranks,
         generation=generation,
     )
 
 
-def served_alone(folder, rank, chunks):
+def served_alone(folder, rank, chunks, *, shared_as_routed):
     """Logits of one rank's text by a model that holds every expert itself."""
-    checkpoint = Checkpoint.open(folder, keep_fp8=True)
-    model = Fp8Transformer(checkpoint.config, num_slots=NARROW.n_routed_experts, num_spare=0)
+    checkpoint = Checkpoint.open(folder, keep_fp8=True, shared_as_routed=shared_as_routed)
+    config = checkpoint.config
+    model = Fp8Transformer(config, num_slots=config.num_placed_experts, num_spare=0)
     checkpoint.load_dense(model)
-    checkpoint.load_slots(model, [list(range(NARROW.n_routed_experts))])
-    return served(model, ExpertParallel.local(NARROW), rank, chunks)
+    checkpoint.load_slots(model, [list(range(config.num_placed_experts))])
+    return served(model, ExpertParallel.local(config), rank, chunks)
 
 
 class Part:
-    """The model with one rank's slots of `layout_of(num_ranks, 1)`."""
+    """The model with one rank's slots of the first layout."""
 
-    def __init__(self, folder, *, rank, num_ranks, graphs=None):
+    def __init__(self, folder, *, rank, num_ranks, shared_as_routed=False, graphs=None):
         self.rank, self.num_ranks = rank, num_ranks
-        self.checkpoint = Checkpoint.open(folder, keep_fp8=True)
+        self.checkpoint = Checkpoint.open(folder, keep_fp8=True, shared_as_routed=shared_as_routed)
+        self.config = self.checkpoint.config
         self.model = Fp8Transformer(
             self.checkpoint.config, num_slots=SLOTS_PER_RANK, num_spare=1, graphs=graphs
         )
@@ -74,7 +76,7 @@ class Part:
 
     def own(self, generation):
         first = self.rank * SLOTS_PER_RANK
-        return layout_of(self.num_ranks, generation)[:, first : first + SLOTS_PER_RANK]
+        return layout_of(self.config, self.num_ranks, generation)[:, first : first + SLOTS_PER_RANK]
 
     def switch(self, experts):
         """To the second generation."""
@@ -85,7 +87,7 @@ class Part:
         }
         if moves:
             StagedExperts.prepare(moves, self.model.slots).apply()
-        experts.switch(placement_of(self.num_ranks, 2))
+        experts.switch(placement_of(self.config, self.num_ranks, 2))
 
     def serve(self, experts):
         return served(

@@ -126,15 +126,24 @@ def settings(checkpoint_path):
 def random_layout():
     """Layouts of 8 experts in random slots, without needless replicas on a rank."""
 
-    def build(generation, *, num_ranks=1, slots_per_rank=12, seed=None):
+    def build(
+        generation,
+        *,
+        num_ranks=1,
+        slots_per_rank=12,
+        seed=None,
+        num_experts=CONFIG.n_routed_experts,
+    ):
         draw = np.random.default_rng(generation if seed is None else seed)
         rows = [
-            _random_row(draw, num_ranks=num_ranks, slots_per_rank=slots_per_rank)
+            _random_row(
+                draw, num_ranks=num_ranks, slots_per_rank=slots_per_rank, num_experts=num_experts
+            )
             for _ in range(CONFIG.num_moe_layers)
         ]
         return Layout(
             generation=generation,
-            num_experts=CONFIG.n_routed_experts,
+            num_experts=num_experts,
             num_ranks=num_ranks,
             expert_of_slot=np.array(rows, dtype=np.int32),
         )
@@ -142,9 +151,8 @@ def random_layout():
     return build
 
 
-def _random_row(draw, *, num_ranks, slots_per_rank):
+def _random_row(draw, *, num_ranks, slots_per_rank, num_experts):
     """Experts drawn like cards: whole decks first, so that every expert is present."""
-    num_experts = CONFIG.n_routed_experts
     if num_ranks == 1:
         decks = [draw.permutation(num_experts) for _ in range(-(-slots_per_rank // num_experts))]
         return np.concatenate(decks)[:slots_per_rank]
@@ -163,7 +171,7 @@ def rank_of_one(settings, random_layout):
 
     def build(**changes):
         core = ModelCore.load(settings(**changes))
-        layout = random_layout(1)
+        layout = random_layout(1, num_experts=core.shape.num_experts)
         core.checkpoint.load_slots(core.model, layout.expert_of_slot)
         return core, held_by(core, layout)
 

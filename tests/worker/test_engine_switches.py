@@ -7,16 +7,18 @@ from equipoise.worker.group import RankGroup
 from tests.support.lone_engine import PROMPTS, Client, engine_of, leave_when_done, request
 
 
+@pytest.mark.parametrize("shared_as_routed", [False, True])
 def test_switching_in_every_other_step_changes_no_token(
-    rank_of_one, staged_from_checkpoint, random_layout, solo
+    rank_of_one, staged_from_checkpoint, random_layout, solo, shared_as_routed
 ):
-    core, held = rank_of_one()
+    core, held = rank_of_one(shared_as_routed=shared_as_routed)
+    num_experts = 9 if shared_as_routed else 8
 
     def then(engine, result):
         if len(client.finished) == len(PROMPTS):
             engine.leave()
         elif result.switch is None:
-            layout = random_layout(engine.generation + 1)
+            layout = random_layout(engine.generation + 1, num_experts=num_experts)
             assert engine.offer(staged_from_checkpoint(core, held.contents.layout, layout))
 
     client = Client(then)

@@ -18,7 +18,7 @@
 {{- fail "balancer.storage.persistent is for a balancer without Redis: disable one of them" -}}
 {{- end -}}
 {{- if and (ne .Values.worker.kind "None") (lt (include "equipoise.spareRanks" . | int) 0) -}}
-{{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d): add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts)) -}}
+{{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d)%s: add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts) (ternary " and the shared expert" "" .Values.worker.sharedAsRouted)) -}}
 {{- end -}}
 {{- include "equipoise.localRankChecks" . -}}
 {{- include "equipoise.portChecks" . -}}

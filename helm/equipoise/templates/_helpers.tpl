@@ -168,10 +168,15 @@ spec:
 {{- end -}}
 {{- end -}}
 
+{{/* Experts per layer that need a slot. Takes the worker's values. */}}
+{{- define "equipoise.placedExperts" -}}
+{{ add .numExperts (ternary 1 0 .sharedAsRouted) }}
+{{- end -}}
+
 {{/* The number of ranks that may be missing while the others hold every expert. */}}
 {{- define "equipoise.spareRanks" -}}
 {{- $w := .Values.worker -}}
-{{- $needed := div (add $w.numExperts $w.slotsPerRank -1) $w.slotsPerRank -}}
+{{- $needed := div (add (include "equipoise.placedExperts" $w | int64) $w.slotsPerRank -1) $w.slotsPerRank -}}
 {{- sub $w.replicas $needed -}}
 {{- end -}}
 

@@ -5,7 +5,7 @@
 {{- $model := index (.Files.Get "files/models.yaml" | fromYaml) $w.checkpoint.model -}}
 {{- $ranks := int64 $w.replicas -}}
 {{- $slots := int64 $w.slotsPerRank -}}
-{{- $least := min $slots (div (add (int64 $w.numExperts) $ranks -1) $ranks) -}}
+{{- $least := min $slots (div (add (include "equipoise.placedExperts" $w | int64) $ranks -1) $ranks) -}}
 {{- $denseBytes := int64 $model.denseBytes -}}
 {{- $slotBytes := int64 $model.slotBytes -}}
 {{- $blockBytes := mul 16 (int64 (index $model.latentBytes $w.latents)) -}}
@@ -14,6 +14,8 @@
 {{- $slotBytes = add $slotBytes (int64 $model.draftSlotBytes) -}}
 {{- $blockBytes = add $blockBytes (mul 16 (int64 (index $model.draftLatentBytes $w.latents))) -}}
 {{- end -}}
+{{/* A routed shared expert is in slots only. */}}
+{{- if $w.sharedAsRouted -}}{{- $denseBytes = sub $denseBytes $slotBytes -}}{{- end -}}
 {{- $perRequest := div (add (int64 $w.contextLength) 15) 16 -}}
 {{- $blocks := add 1 (mul (int64 $w.maxRequests) $perRequest) -}}
 {{- if $w.cacheTokens -}}{{- $blocks = add 1 (div (add (int64 $w.cacheTokens) 15) 16) -}}{{- end -}}
@@ -67,7 +69,7 @@
 {{- end -}}
 {{- $atOnce := .rows -}}
 {{- if gt (int64 $w.replicas) 1 -}}{{- $atOnce = min .rows .room -}}{{- end -}}
-{{- $pairs := min (int64 .model.choices) (int64 $w.slotsPerRank) -}}
+{{- $pairs := min (add (int64 .model.choices) (ternary 1 0 $w.sharedAsRouted)) (int64 $w.slotsPerRank) -}}
 {{- $expertRows := add (mul (int64 $w.replicas) $atOnce $pairs) (mul (int64 $w.slotsPerRank) 128) -}}
 {{- $sampled := min .rows (add (mul (int64 $w.maxRequests) (add 1 (int64 $w.speculate))) (int64 .model.scoredRows)) -}}
 {{- add (mul .rows (int64 .model.residualBytes)) (max (add (mul .rows $attention) $rebuilt) (mul $expertRows (int64 .model.expertRowBytes))) (mul $sampled (int64 .model.logitBytes)) -}}

@@ -58,6 +58,9 @@ spec:
         - --local-ranks={{ $worker.localRanks }}
         {{- end }}
         - --slots-per-rank={{ $worker.slotsPerRank }}
+        {{- if $worker.sharedAsRouted }}
+        - --shared-as-routed
+        {{- end }}
         - --max-requests={{ int64 $worker.maxRequests }}
         - --max-queued-requests={{ int64 $worker.maxQueuedRequests }}
         - --context-length={{ int64 $worker.contextLength }}

@@ -55,7 +55,9 @@ def _ffn_of_blocks(
     gate_up, down = gate_up_SHD.unbind(), down_SDI.unbind()
     hidden = _by_block(x_ND, [gate_up[slot] for slot in slot_of_block], rows_per_block)
     gate_NI, up_NI = hidden.chunk(2, dim=-1)
-    activated_NI = functional.silu(gate_NI) * up_NI
+    # Contiguous, as the gate of a dense network is: vectorised code computes the last elements of a
+    # row with other rounding.
+    activated_NI = functional.silu(gate_NI.contiguous()) * up_NI
     return _by_block(activated_NI, [down[slot] for slot in slot_of_block], rows_per_block)
 
 

@@ -64,11 +64,11 @@ def time_layer(
 def random_layer(config: ModelConfig, *, generator: torch.Generator) -> Fp8MoE:
     """A layer with random codes and a gate that spreads rows over all experts."""
     with generator.device:
-        layer = Fp8MoE(config, num_slots=config.n_routed_experts, num_spare=0)
+        layer = Fp8MoE(config, num_slots=config.num_placed_experts, num_spare=0)
     layer.requires_grad_(requires_grad=False)
     layer.gate.weight.normal_(std=0.02, generator=generator)
     slots, shared = layer.experts, layer.shared_experts
-    linear = (shared.gate_proj, shared.up_proj, shared.down_proj)
+    linear = () if shared is None else (shared.gate_proj, shared.up_proj, shared.down_proj)
     for codes in (slots.gate_up.codes, slots.down.codes, *(one.weight for one in linear)):
         _fill_codes(codes, generator)
     for scales in (

@@ -39,7 +39,7 @@ class Fp8MoE(nn.Module):
             scale_format=scale_format(config),
         )
         shared_dim = config.moe_intermediate_size * config.n_shared_experts
-        self.shared_experts = Fp8SwiGLU(config, shared_dim)
+        self.shared_experts = None if config.shared_as_routed else Fp8SwiGLU(config, shared_dim)
         self._rule = RoutingRule(
             num_experts=config.n_routed_experts,
             num_groups=config.n_group,
@@ -47,6 +47,7 @@ class Fp8MoE(nn.Module):
             top_k=config.num_experts_per_tok,
             normalize=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
+            shared=config.shared_as_routed,
         )
 
     def forward(
@@ -93,6 +94,8 @@ class Fp8MoE(nn.Module):
                 load_S=load_S,
                 is_fixed=step.is_captured,
             )
+        if self.shared_experts is None:
+            return routed_TD
         shared_TD: Tensor = self.shared_experts(rows)
         return routed_TD + shared_TD
 

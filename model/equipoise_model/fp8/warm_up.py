@@ -31,6 +31,9 @@ from equipoise_model.placement import PlacementTables
 _MOST_REPLICAS = 16
 """Replicas of one expert up to which routing is compiled; a layout with more compiles it again."""
 
+_MOST_SHARED_REPLICAS = 64
+"""The same if the shared expert is one of them: every token goes to it, so it has the most."""
+
 _DEEP_EP = "deep_ep"
 
 
@@ -147,8 +150,8 @@ def _step(
 def _placement(model: Fp8Transformer, *, num_replicas: int = 1) -> PlacementTables:
     """Tables that send every expert to one of this rank's slots, so that none is unknown."""
     config, num_slots = model.config, model.slots[0].num_slots
-    shape = (len(model.moe_layers), config.n_routed_experts)
-    slots_E = torch.arange(config.n_routed_experts) % num_slots
+    shape = (len(model.moe_layers), config.num_placed_experts)
+    slots_E = torch.arange(config.num_placed_experts) % num_slots
     return PlacementTables(
         generation=0,
         num_ranks=1,
@@ -161,7 +164,8 @@ def _placement(model: Fp8Transformer, *, num_replicas: int = 1) -> PlacementTabl
 def _replicated(model: Fp8Transformer) -> Iterator[PlacementTables]:
     """Tables with more replicas, with and without shares: kernels are compiled for each width."""
     num_replicas = 1
-    while num_replicas <= _MOST_REPLICAS:
+    most = _MOST_SHARED_REPLICAS if model.config.shared_as_routed else _MOST_REPLICAS
+    while num_replicas <= most:
         even = _placement(model, num_replicas=num_replicas)
         yield even
         yield replace(even, share_ends=torch.full_like(even.slots_of_expert, 1 << 15))
@@ -179,13 +183,13 @@ def _loopbacks(model: Fp8Transformer) -> Iterator[SlotExchange]:
             rank=0,
             num_ranks=1,
             slots_per_rank=model.slots[0].num_slots,
-            top_k=config.num_experts_per_tok,
+            top_k=config.slots_per_token,
             dim=config.hidden_size,
             max_tokens=PART_TOKENS,
             payload=Payload.BF16 if backend == _DEEP_EP else Payload.FP8,
         )
         # Every padding row chooses the same experts, which may share a slot.
-        crowded = replace(shape, max_tokens=PART_TOKENS * config.num_experts_per_tok)
+        crowded = replace(shape, max_tokens=PART_TOKENS * config.slots_per_token)
         loopback = CollectiveBackend(crowded, group=None, timeout_s=1.0)
         buffer = EpBuffer(crowded, loopback, device=model.embed_tokens.weight.device)
         opened = OpenedBuffer(buffer=buffer, shape=shape, backend=backend, passed_over={})

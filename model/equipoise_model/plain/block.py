@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.mlp: MoE | SwiGLU = (
             MoE(
                 config,
-                num_slots=num_slots or config.n_routed_experts,
+                num_slots=num_slots or config.num_placed_experts,
                 row_block=row_block,
                 dtype=dtype,
             )

@@ -7,7 +7,7 @@ from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.layers import SwiGLU
-from equipoise_model.plain.router import Router
+from equipoise_model.plain.router import Router, Routing
 
 
 class MoE(nn.Module):
@@ -25,17 +25,24 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._num_routed = config.n_routed_experts
         dim, hidden_dim = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(config, row_block=row_block)
         self.experts = ExpertSlots(
             dim, hidden_dim, num_slots=num_slots, row_block=row_block, dtype=dtype
         )
-        self.shared_experts = SwiGLU(
-            dim, hidden_dim * config.n_shared_experts, row_block=row_block, dtype=dtype
+        self.shared_experts = (
+            None
+            if config.shared_as_routed
+            else SwiGLU(dim, hidden_dim * config.n_shared_experts, row_block=row_block, dtype=dtype)
         )
 
     def forward(self, x_TD: Tensor, step: ExpertStep) -> Tensor:
         """Return the output for rows [T, D], without the residual; T may be 0."""
-        routed_TD = step.run(x_TD, self.gate(x_TD), self.experts)
-        shared_TD: Tensor = self.shared_experts(x_TD)
-        return routed_TD + shared_TD
+        routing: Routing = self.gate(x_TD)
+        if self.shared_experts is None:
+            y_TD = step.run(x_TD, routing.with_shared(self._num_routed), self.experts)
+        else:
+            # Summed in float32 and in the same order as the weighted sum with the shared expert.
+            y_TD = step.run(x_TD, routing, self.experts) + self.shared_experts(x_TD)
+        return y_TD.to(x_TD.dtype)

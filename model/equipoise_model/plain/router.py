@@ -23,6 +23,14 @@ class Routing(NamedTuple):
     weights_TK: Tensor
     scores_TE: Tensor
 
+    def with_shared(self, expert: int) -> "Routing":
+        """Return the same with the shared expert as every row's last choice, with weight 1."""
+        column = self.expert_ids_TK[:, :1]
+        return self._replace(
+            expert_ids_TK=torch.cat([self.expert_ids_TK, torch.full_like(column, expert)], dim=1),
+            weights_TK=torch.cat([self.weights_TK, self.weights_TK.new_ones(column.shape)], dim=1),
+        )
+
 
 class Router(nn.Module):
     """Float32 sigmoid gate with a correction bias for the choice; Hugging Face calls it `gate`.

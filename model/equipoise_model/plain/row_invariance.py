@@ -11,7 +11,7 @@ from equipoise_kernels.plain.row_invariance import RowVarianceError, verify_row_
 from equipoise_model.latent_cache import LatentCache, blocks_for, stretches
 from equipoise_model.plain.attention import Attention
 from equipoise_model.plain.experts import ExpertSlots
-from equipoise_model.plain.layers import Linear
+from equipoise_model.plain.layers import Linear, SwiGLU
 from equipoise_model.plain.router import Router
 from equipoise_model.plain.transformer import Transformer
 
@@ -19,7 +19,8 @@ from equipoise_model.plain.transformer import Transformer
 def verify_rows(model: Transformer, cache: LatentCache) -> None:
     """Test the shapes of a batch-invariant model before it serves; takes about a second.
 
-    `cache` is the serving cache, not in use yet: its contents are overwritten.
+    `cache` is the serving cache, not in use yet: its contents are overwritten. A model that routes
+    its shared expert must compute it with the bits of one that does not.
 
     Raises:
         RowVarianceError: a row's result depends on more than the row; the message gives the remedy.
@@ -28,6 +29,8 @@ def verify_rows(model: Transformer, cache: LatentCache) -> None:
     device = model.embed_tokens.weight.device
     for dtype, shapes in _weight_shapes(model).items():
         verify_row_invariance(shapes, row_block=model.row_block, dtype=dtype, device=device)
+    if model.config.shared_as_routed:
+        _verify_shared_expert(model)
     for positions in stretches(cache.max_len):
         _verify_attention(model, cache, positions=positions)
 
@@ -48,6 +51,31 @@ def _weight_shapes(model: Transformer) -> dict[torch.dtype, set[tuple[int, int]]
         for weight in weights:
             shapes.setdefault(weight.dtype, set()).add((weight.shape[0], weight.shape[1]))
     return shapes
+
+
+@torch.no_grad()
+def _verify_shared_expert(model: Transformer) -> None:
+    """Compare a slot, which multiplies by gate and up together, with a dense network."""
+    weight = model.lm_head.weight
+    dim, hidden_dim = model.config.hidden_size, model.config.moe_intermediate_size
+    with weight.device:
+        dense = SwiGLU(dim, hidden_dim, row_block=model.row_block, dtype=weight.dtype)
+        slots = ExpertSlots(
+            dim, hidden_dim, num_slots=1, row_block=model.row_block, dtype=weight.dtype
+        )
+    generator = torch.Generator(weight.device).manual_seed(0)
+    for linear in (dense.gate_proj, dense.up_proj, dense.down_proj):
+        linear.weight.normal_(std=dim**-0.5, generator=generator)
+    slots.gate_up[0].copy_(torch.cat([dense.gate_proj.weight, dense.up_proj.weight]))
+    slots.down[0].copy_(dense.down_proj.weight)
+    # More than a block, and not whole blocks.
+    x_TD = weight.new_empty(2 * (model.row_block or 1) + 1, dim).normal_(generator=generator)
+    if not torch.equal(slots(x_TD, [len(x_TD)]), dense(x_TD)):
+        raise RowVarianceError(
+            "--shared-as-routed is not available in batch-invariant mode here: a slot computes the "
+            "shared expert with other bits than workers without that option; serve without one of "
+            "the two, or set MKL_CBWR=COMPATIBLE and try again"
+        )
 
 
 @torch.no_grad()

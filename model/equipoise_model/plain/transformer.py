@@ -41,7 +41,7 @@ class Transformer(ServingModel):
 
     Args:
         config: sizes.
-        num_slots: physical slots per MoE layer; by default one for each logical expert.
+        num_slots: physical slots per MoE layer; by default one for each placed expert.
         row_block: None for the fast form; a number of rows (16) for the batch-invariant form, in
             which a token's result does not depend on its batch, to the last bit.
         dtype: of weights and activations. Routers are in float32 in any case.

@@ -39,6 +39,7 @@ def _plan(settings: WorkerSettings) -> MemoryPlan:
     path, on_gpu = settings.checkpoint / "config.json", _on_gpu(settings)
     try:
         config = ModelConfig.from_json(path)
+        config = replace(config, shared_as_routed=settings.shared_as_routed)
         is_fp8 = wants_fp8(settings.weights, config=config, on_gpu=on_gpu)
     except (OSError, UnsupportedConfigError) as error:
         raise WorkerError(f"checkpoint {settings.checkpoint}: {error}") from error

@@ -32,10 +32,10 @@ def engine_alone(
         CheckpointError, UnsupportedConfigError: the checkpoint is missing, damaged or unsupported.
         WorkerError: the checkpoint does not fit the settings.
     """
-    config = Checkpoint.open(settings.checkpoint).config
+    config = Checkpoint.open(settings.checkpoint, shared_as_routed=settings.shared_as_routed).config
     loading = loading or Loading(log_format=settings.log_format)
     core = ModelCore.load(
-        replace(settings, slots_per_rank=config.n_routed_experts), loading=loading
+        replace(settings, slots_per_rank=config.num_placed_experts), loading=loading
     )
     layout = contiguous_layout(
         num_layers=core.shape.num_layers,

@@ -172,20 +172,22 @@ class ModelCore:
         config = self.checkpoint.config
         return ModelShape(
             num_layers=len(self.slots),
-            num_experts=config.n_routed_experts,
-            num_groups=config.n_group,
+            num_experts=config.num_placed_experts,
+            # The shared expert is in no group.
+            num_groups=1 if config.shared_as_routed else config.n_group,
             expert_bytes=config.expert_bytes,
         )
 
 
 def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
     """Open the checkpoint, with payloads in the format that the chosen operations compute with."""
+    routed = settings.shared_as_routed
     try:
         device = choose_device(settings.device)
     except DeviceError as error:
         raise WorkerError(f"device: {error}") from error
     try:
-        stored = Checkpoint.open(settings.checkpoint, keep_fp8=True)
+        stored = Checkpoint.open(settings.checkpoint, keep_fp8=True, shared_as_routed=routed)
         operations = Operations.choose(
             settings.weights,
             config=stored.config,
@@ -204,7 +206,10 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
                 str(operations.dtype).removeprefix("torch."),
                 operations.dtype.itemsize,
             )
-        return Checkpoint.open(settings.checkpoint, quantize_as=operations.fp8), operations
+        converted = Checkpoint.open(
+            settings.checkpoint, quantize_as=operations.fp8, shared_as_routed=routed
+        )
+        return converted, operations
     except OperationsError as error:
         raise WorkerError(f"weights: {error}") from error
     except (CheckpointError, UnsupportedConfigError) as error:

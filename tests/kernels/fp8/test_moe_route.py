@@ -20,6 +20,13 @@ RULES = [
     RoutingRule(num_experts=18, num_groups=3, top_groups=2, top_k=4, normalize=True, scale=1.5),
     RoutingRule(num_experts=5, num_groups=1, top_groups=1, top_k=5, normalize=False, scale=1.0),
     RoutingRule(num_experts=8, num_groups=4, top_groups=3, top_k=1, normalize=True, scale=1.0),
+    # A shared expert, as the first of more padded choices and within them.
+    RoutingRule(
+        num_experts=8, num_groups=2, top_groups=1, top_k=2, normalize=True, scale=2.5, shared=True
+    ),
+    RoutingRule(
+        num_experts=6, num_groups=1, top_groups=1, top_k=3, normalize=True, scale=2.5, shared=True
+    ),
 ]
 BACKENDS = {
     "reference": route_reference,
@@ -41,7 +48,7 @@ def tables(num_experts, generator, *, max_replicas=3, with_shares=False):
 
 
 def routed(backend, logits, bias, *, rule, tables, layer=3, num_valid=None, first_token=1000):
-    out = guarded_routes(len(logits), rule.top_k)
+    out = guarded_routes(len(logits), rule.num_choices)
     rows = torch.zeros(int(tables.replica_count_E.sum()), dtype=torch.int64)
     BACKENDS[backend](
         logits,
@@ -81,7 +88,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_the_reference(
 ):
     logits = torch.randn(6, rule.num_experts, generator=generator)
     bias = torch.randn(rule.num_experts, generator=generator) - 1
-    layout = tables(rule.num_experts, generator, with_shares=with_shares)
+    layout = tables(rule.num_placed, generator, with_shares=with_shares)
     both = [
         routed(backend, logits, bias, rule=rule, tables=layout, num_valid=5) for backend in BACKENDS
     ]
@@ -90,7 +97,10 @@ def test_the_kernel_chooses_weighs_and_counts_as_the_reference(
     assert (ids[5] == -1).all()
     assert (slots[5] == -1).all()
     assert (weights[5] == 0).all()
-    assert int(rows.sum()) == 5 * rule.top_k
+    assert int(rows.sum()) == 5 * rule.num_choices
+    if rule.shared:
+        assert (ids[:5, -1] == rule.num_experts).all()
+        assert (weights[:5, -1] == 1).all()
     assert all(slots[t, k] in layout.slots_of_expert_ER[ids[t, k]] for t, k in ((0, 0), (4, -1)))
 
 

@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional
 
 from equipoise_kernels.plain.grouped_ffn import grouped_ffn
+from equipoise_kernels.plain.linear import by_row_blocks, linear
 
 DIM, HIDDEN, NUM_SLOTS = 32, 48, 5
 
@@ -41,6 +42,15 @@ def test_a_row_in_blocks_has_the_same_bits_in_every_slot_and_company():
     for row in range(70):
         alone = grouped_ffn(x[row : row + 1], gate_up, down, [0, 0, 0, 0, 1], row_block=16)
         assert torch.equal(alone[0], expected[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_has_the_bits_of_a_dense_network_in_blocks(dtype):
+    gate_up, down = (weight.to(dtype) for weight in weights())
+    x = torch.randn(37, DIM).to(dtype)
+    gate, up = (linear(x, part, row_block=16) for part in gate_up[3].chunk(2))
+    dense = linear(by_row_blocks(functional.silu, gate, row_block=16) * up, down[3], row_block=16)
+    assert torch.equal(grouped_ffn(x, gate_up, down, [0, 0, 0, 37, 0], row_block=16), dense)
 
 
 @pytest.mark.parametrize("row_block", [None, 16])

@@ -1,9 +1,11 @@
 """One rank of `test_ranks`: serves in FP8 with others, and saves its results.
 
 Arguments: rank, number of ranks, folder of the checkpoint, empty folder that all share, backend of
-the exchange. The last rank leaves at the end, and the others continue without it.
+the exchange. The last rank leaves at the end, and the others continue without it, with the shared
+expert in slots.
 """
 
+import dataclasses
 import time
 import warnings
 from datetime import timedelta
@@ -44,13 +46,13 @@ def met(folder, rank, num_ranks, *, epoch):
     )
 
 
-def opened(rank, num_ranks, *, timeout_s=PATIENCE_S):
+def opened(rank, num_ranks, *, config=NARROW, timeout_s=PATIENCE_S):
     """This rank's end, as a worker opens it; rank 0 alone wishes for all the room."""
     shape = EpShape(
         rank=rank,
         num_ranks=num_ranks,
         slots_per_rank=SLOTS_PER_RANK,
-        top_k=NARROW.num_experts_per_tok,
+        top_k=config.slots_per_token,
         dim=NARROW.hidden_size,
         max_tokens=ROOM if rank == 0 else 1,
         payload=Payload.FP8,
@@ -65,13 +67,13 @@ def opened(rank, num_ranks, *, timeout_s=PATIENCE_S):
     )
 
 
-def experts_over(exchange, num_ranks):
+def experts_over(exchange, num_ranks, *, config=NARROW):
     return ExpertParallel.distributed(
-        placement_of(num_ranks, 1), group=dist.group.WORLD, exchange=exchange
+        placement_of(config, num_ranks, 1), group=dist.group.WORLD, exchange=exchange
     )
 
 
-def served_together(checkpoint, rank, num_ranks):
+def served_together(checkpoint, rank, num_ranks, *, shared_as_routed=False):
     """Logits, loads by generation, how steps ran, and how many graphs there are."""
     captures = []
 
@@ -80,11 +82,16 @@ def served_together(checkpoint, rank, num_ranks):
         captures.append(work())
         return work
 
-    exchange = opened(rank, num_ranks)
+    config = dataclasses.replace(NARROW, shared_as_routed=shared_as_routed)
+    exchange = opened(rank, num_ranks, config=config)
     part = Part(
-        checkpoint, rank=rank, num_ranks=num_ranks, graphs=DecodeGraphs(max_rows=4, capture=capture)
+        checkpoint,
+        rank=rank,
+        num_ranks=num_ranks,
+        shared_as_routed=shared_as_routed,
+        graphs=DecodeGraphs(max_rows=4, capture=capture),
     )
-    experts = experts_over(exchange, num_ranks)
+    experts = experts_over(exchange, num_ranks, config=config)
     logits = part.serve(experts)
     seen = {
         "logits": logits,
@@ -146,6 +153,6 @@ def serve(rank, num_ranks, checkpoint, folder, backend):
     dist.destroy_process_group()
     if rank in survivors:
         met(folder, rank, num_ranks - 1, epoch=2)
-        seen["re-formed"] = served_together(checkpoint, rank, num_ranks - 1)
+        seen["re-formed"] = served_together(checkpoint, rank, num_ranks - 1, shared_as_routed=True)
         dist.destroy_process_group()
     torch.save(seen, folder / f"result-{rank}")

@@ -41,8 +41,17 @@ def checkpoint(random_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint, twins):
-    """Logits of each rank's text, step by step, from a model that holds every expert."""
-    return [served_alone(checkpoint, rank, chunks) for rank, chunks in enumerate(CHUNKS)]
+    """Logits of each rank's text, step by step, from models that hold every expert.
+
+    As the ranks of the re-formed group, the second one has the shared expert in a slot.
+    """
+    return [
+        [
+            served_alone(checkpoint, rank, chunks, shared_as_routed=shared_as_routed)
+            for rank, chunks in enumerate(CHUNKS)
+        ]
+        for shared_as_routed in (False, True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +81,16 @@ def groups(runs, backend):
 
 @pytest.mark.parametrize("backend", NUM_RANKS)
 def test_ranks_match_a_single_rank_across_a_switch_and_in_a_new_group(runs, alone, backend):
-    for group in groups(runs, backend):
+    for group, expected in zip(groups(runs, backend), alone, strict=True):
         for rank, seen in enumerate(group):
-            for ours, theirs in zip(seen["logits"], alone[rank], strict=True):
+            for ours, theirs in zip(seen["logits"], expected[rank], strict=True):
                 assert (ours is None) == (theirs is None)
                 assert ours is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", NUM_RANKS)
 def test_receivers_count_every_choice_once_in_its_generation(runs, backend):
-    for group in groups(runs, backend):
+    for group, num_shared in zip(groups(runs, backend), (0, 1), strict=True):
         tokens = CHUNKS[: len(group)]
         sent = {
             2: sum(sum(chunks[SWITCH_BEFORE:]) for chunks in tokens),
@@ -91,7 +100,8 @@ def test_receivers_count_every_choice_once_in_its_generation(runs, backend):
             loads = [seen["loads"][number] for seen in group]
             assert {load_generation for load_generation, _ in loads} == {generation}
             counted = sum(int(rows.sum()) for _, rows in loads)
-            assert counted == sent[generation] * NARROW.num_experts_per_tok
+            slots_per_token = NARROW.num_experts_per_tok + num_shared
+            assert counted == sent[generation] * slots_per_token
 
 
 def test_few_rows_are_captured_by_all_ranks_at_once_where_the_exchange_can_be(runs):

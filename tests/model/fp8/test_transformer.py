@@ -72,7 +72,7 @@ def checkpoint(path):
 
 def loaded(checkpoint, *, graphs=None, layout=FIRST, num_spare=NUM_SPARE):
     model = Fp8Transformer(
-        checkpoint.config, num_slots=NUM_SLOTS, num_spare=num_spare, graphs=graphs
+        checkpoint.config, num_slots=len(layout[0]), num_spare=num_spare, graphs=graphs
     )
     checkpoint.load_dense(model)
     checkpoint.load_slots(model, layout)
@@ -80,8 +80,9 @@ def loaded(checkpoint, *, graphs=None, layout=FIRST, num_spare=NUM_SPARE):
 
 
 def placement(layout, generation=1, *, shares=None):
+    num_experts = 1 + max(map(max, layout))
     return PlacementTables.from_layout(
-        layout, num_experts=4, generation=generation, share_of_slot=shares
+        layout, num_experts=num_experts, generation=generation, share_of_slot=shares
     )
 
 
@@ -116,19 +117,19 @@ def staged(checkpoint, before, after, model):
     return StagedExperts.prepare(moves, model.slots)
 
 
-def served(model, checkpoint, *, steps=STEPS, switched=None, shares=(None, None)):
+def served(model, checkpoint, *, steps=STEPS, first=FIRST, switched=None, shares=(None, None)):
     """Logits of each step, and the loads; before the last step a switch, if there is one.
 
     `shares` are those of the layout before and behind it.
     """
     experts, cache, logits = (
-        ExpertParallel.local(NARROW, placement(FIRST, shares=shares[0])),
+        ExpertParallel.local(NARROW, placement(first, shares=shares[0])),
         cache_of(),
         [],
     )
     for index, step in enumerate(steps):
         if switched is not None and index == len(steps) - 1:
-            staged(checkpoint, FIRST, switched, model).apply()
+            staged(checkpoint, first, switched, model).apply()
             experts.switch(placement(switched, 2, shares=shares[1]))
         logits.append(model.step(batch(step), cache, experts).logits_SV.float())
     return logits, [load.slot_load_LS.tolist() for load in experts.loads()]
@@ -141,6 +142,32 @@ def test_the_twins_match_the_model_within_the_precision_of_fp8(path, checkpoint)
     logits, _ = served(loaded(checkpoint), checkpoint)
     for ours, theirs in zip(logits, expected, strict=True):
         assert difference(ours, theirs) < 5e-3
+
+
+# Expert 4 is the shared one: replicated, and moved by the switch.
+ROUTED_FIRST, ROUTED_SECOND = [[0, 1, 2, 3, 4, 4]], [[4, 1, 2, 3, 0, 4]]
+
+
+def test_the_shared_expert_in_slots_changes_logits_by_no_more_than_rounding(path, checkpoint):
+    expected, _ = served(loaded(checkpoint), checkpoint)
+    routed = Checkpoint.open(path, keep_fp8=True, shared_as_routed=True)
+    how = {"first": ROUTED_FIRST, "switched": ROUTED_SECOND}
+    logits, loads = served(loaded(routed, layout=ROUTED_FIRST), routed, **how)
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert difference(ours, theirs) < 5e-3
+    after, before = loads[0][0], loads[1][0]
+    assert before[4] + before[5] == 7, "every token of the first step"
+    assert after[0] + after[5] == 2
+    assert (sum(before), sum(after)) == (7 * 3, 2 * 3)
+    # Tokens do not depend on the layout, nor on whether the step is captured.
+    elsewhere, _ = served(loaded(routed, layout=ROUTED_SECOND), routed, first=ROUTED_SECOND)
+    graphs = DecodeGraphs(max_rows=8, capture=again)
+    captured = served(loaded(routed, layout=ROUTED_FIRST, graphs=graphs), routed, **how)
+    assert graphs._graphs
+    assert captured[1] == loads
+    for ours, other, replayed in zip(logits, elsewhere, captured[0], strict=True):
+        assert torch.equal(ours, other)
+        assert torch.equal(ours, replayed)
 
 
 def drafted(model, *, dtype):

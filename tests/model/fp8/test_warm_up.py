@@ -60,9 +60,17 @@ def launches(monkeypatch):
     return seen
 
 
-def test_a_warm_up_launches_every_operation_at_every_size_and_changes_no_latent(monkeypatch):
+@pytest.mark.parametrize("shared_as_routed", [False, True])
+def test_a_warm_up_launches_every_operation_at_every_size_and_changes_no_latent(
+    monkeypatch, shared_as_routed
+):
     torch.manual_seed(3)
-    config = replace(NARROW, quantization_config=Fp8Config(), num_nextn_predict_layers=1)
+    config = replace(
+        NARROW,
+        quantization_config=Fp8Config(),
+        num_nextn_predict_layers=1,
+        shared_as_routed=shared_as_routed,
+    )
     model = Fp8Transformer(config, num_slots=3, num_spare=1, mtp=True)
     for name, tensor in model.state_dict().items():
         if tensor.dtype is torch.bfloat16:

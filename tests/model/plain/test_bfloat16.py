@@ -9,10 +9,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from equipoise_kernels.plain.row_invariance import RowVarianceError
+from equipoise_model.checkpoint import Checkpoint, save
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.plain.row_invariance import verify_rows
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.presets import TINY
 from equipoise_model.step import StepBatch
 
 _PRODUCTS = {torch.bmm, functional.linear, functional.scaled_dot_product_attention}
@@ -57,6 +59,26 @@ def served(model, tokens, *, dtype):
         logits.append(model.step(batch, cache, experts).logits_SV)
         start += length
     return torch.cat(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shared_expert_in_slots_changes_no_bit_of_batch_invariant_logits(
+    random_model, tmp_path, dtype
+):
+    save(random_model(TINY), tmp_path)
+    tokens, logits = torch.randint(256, (64,), generator=torch.Generator().manual_seed(1)), []
+    for shared_as_routed in (False, True):
+        checkpoint = Checkpoint.open(tmp_path, shared_as_routed=shared_as_routed)
+        model = Transformer(checkpoint.config, row_block=16, dtype=dtype)
+        checkpoint.load_dense(model)
+        checkpoint.load_slots(model, [range(model.slots[0].num_slots)] * len(model.slots))
+        logits.append(served(model, tokens, dtype=dtype))
+    if dtype == torch.bfloat16:
+        try:
+            verify_rows(model, LatentCache(model.config, num_blocks=8, max_len=80, dtype=dtype))
+        except RowVarianceError:
+            return  # This machine's library cannot do it in bfloat16.
+    assert torch.equal(*logits)
 
 
 def difference(ours, theirs):

@@ -1,8 +1,11 @@
+import dataclasses
+
 import pytest
 
 from equipoise_kernels.plain.row_invariance import RowVarianceError
 from equipoise_model.latent_cache import LatentCache, blocks_for, stretches
 from equipoise_model.plain.attention import Attention
+from equipoise_model.plain.layers import SwiGLU
 from equipoise_model.plain.row_invariance import verify_rows
 from equipoise_model.presets import TINY
 
@@ -42,6 +45,19 @@ def test_products_of_every_weight_are_tried(random_model, monkeypatch):
     verify_rows(model, cache_of(10))
     matrices = {p.shape[-2:] for name, p in model.named_parameters() if p.ndim > 1}
     assert tried == matrices
+
+
+def test_a_shared_expert_whose_bits_depend_on_where_it_is_computed_is_found(
+    random_model, monkeypatch
+):
+    routed = random_model(dataclasses.replace(TINY, shared_as_routed=True), row_block=16)
+    dense = random_model(TINY, row_block=16)
+    verify_rows(routed, cache_of(10))
+    forward = SwiGLU.forward
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: forward(self, x) * (1 + 1e-6))
+    verify_rows(dense, cache_of(10))
+    with pytest.raises(RowVarianceError, match="--shared-as-routed is not available"):
+        verify_rows(routed, cache_of(10))
 
 
 def test_stretches_double_and_end_with_the_cache():

@@ -3,7 +3,8 @@
 Contract: logits [T, E] float32 with contiguous columns; T may be 0. A row's experts are those of
 `plain.route` on the logits' sigmoids: in descending order of biased score, the lower expert first
 among equals, NaN last. Each expert's replica is that of `replica_choice`, bit by bit, and the
-layout's table gives its slot. Tables are in device memory, so that a captured CUDA graph follows a
+layout's table gives its slot. With a shared expert, every row's last choice is that expert, with
+weight 1. Tables are in device memory, so that a captured CUDA graph follows a
 layout switch.
 
 Rows from `num_valid` on are padding: expert and slot -1, weight 0, not counted. Counts are
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import require
@@ -90,7 +92,7 @@ def route_to_slots(
         raise KernelInputError(f"logits must be [T, E], not {list(logits_TE.shape)}")
     num_rows = logits_TE.shape[0]
     require("logits", logits_TE, shape=(num_rows, rule.num_experts), dense=True)
-    require("slots_of_expert", tables.slots_of_expert_ER[:, 0], shape=(rule.num_experts,))
+    require("slots_of_expert", tables.slots_of_expert_ER[:, 0], shape=(rule.num_placed,))
     vectors: list[tuple[str, Tensor, torch.dtype, int]] = [
         ("bias", bias_E, torch.float32, rule.num_experts),
         ("token_ids", token_ids_T, torch.int64, num_rows),
@@ -102,8 +104,8 @@ def route_to_slots(
     for name, vector, dtype, size in vectors:
         require(name, vector, dtype, shape=(size,), contiguous=True, like=logits_TE)
     require("slots_of_expert", tables.slots_of_expert_ER, like=logits_TE)
-    out = out or empty_routes(num_rows, rule.top_k, device=logits_TE.device)
-    require("out", out.slots_TK, shape=(num_rows, rule.top_k), like=logits_TE)
+    out = out or empty_routes(num_rows, rule.num_choices, device=logits_TE.device)
+    require("out", out.slots_TK, shape=(num_rows, rule.num_choices), like=logits_TE)
     ROUTE.on(logits_TE.device)(
         logits_TE,
         bias_E,
@@ -140,6 +142,9 @@ def route_reference(
         normalize=rule.normalize,
         scale=rule.scale,
     )
+    if rule.shared:
+        ids_TK = functional.pad(ids_TK, (0, 1), value=rule.num_experts)
+        weights_TK = functional.pad(weights_TK, (0, 1), value=1.0)
     replicas_TK = choose_replicas(
         ids_TK,
         token_ids_T,
@@ -240,6 +245,7 @@ def route_kernel(
     PADDED_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     PADDED_K: tl.constexpr,
     PADDED_PLACES: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -249,7 +255,7 @@ def route_kernel(
     """Each program routes one row, with experts in registers as [groups, experts of a group]."""
     row = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, PADDED_K)
-    stored = choices < TOP_K
+    stored = choices < CHOICES
     is_valid = row < tl.load(num_valid_ptr) if HAS_PADDING else row >= 0
 
     group = tl.arange(0, PADDED_GROUPS)[:, None]
@@ -264,6 +270,9 @@ def route_kernel(
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.sum(weights, axis=0) + 1e-20 + tl.zeros_like(weights))
     weights *= scale
+    if CHOICES > TOP_K:
+        ids = tl.where(choices == TOP_K, GROUPS * GROUP_SIZE, ids)
+        weights = tl.where(choices == TOP_K, 1.0, weights)
 
     fraction = (tl.load(token_ids_ptr + row) * _GOLDEN + _mix(ids + layer * 65536)) & _MASK
     if HAS_SHARES:
@@ -369,7 +378,8 @@ def _constants(
         "PADDED_SIZE": next_power_of_two(rule.group_size),
         "TOP_GROUPS": rule.top_groups,
         "TOP_K": rule.top_k,
-        "PADDED_K": next_power_of_two(rule.top_k),
+        "CHOICES": rule.num_choices,
+        "PADDED_K": next_power_of_two(rule.num_choices),
         "PADDED_PLACES": next_power_of_two(max_replicas) if has_shares else 1,
         "NORMALIZE": rule.normalize,
         "HAS_SHARES": has_shares,

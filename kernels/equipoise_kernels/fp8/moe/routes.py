@@ -32,9 +32,12 @@ class RoutingRule:
     """Whether to divide weights by their sum."""
     scale: float
     """Factor of the weights."""
+    shared: bool = False
+    """Whether every row also goes to one more expert, numbered last: its last choice, with weight
+    1."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_groups <= self.num_experts <= MAX_EXPERTS:
+        if not 1 <= self.num_groups <= self.num_experts <= self.num_placed <= MAX_EXPERTS:
             raise KernelInputError(f"{self}: need 1 <= groups <= experts <= {MAX_EXPERTS}")
         if self.num_experts % self.num_groups != 0:
             raise KernelInputError(f"{self}: experts must divide into equal groups")
@@ -44,6 +47,16 @@ class RoutingRule:
             raise KernelInputError(f"{self}: groups to choose from need 2 experts each")
         if not 1 <= self.top_k <= self.top_groups * self.group_size:
             raise KernelInputError(f"{self}: a row cannot have {self.top_k} experts")
+
+    @property
+    def num_placed(self) -> int:
+        """Experts with slots: those that rows choose from, and the shared one."""
+        return self.num_experts + self.shared
+
+    @property
+    def num_choices(self) -> int:
+        """Slots of a row, K of `Routes`."""
+        return self.top_k + self.shared
 
     @property
     def group_size(self) -> int:
