@@ -1,7 +1,12 @@
-"""A prefill pool and a decode pool of real processes answer as one pool, and latents travel."""
+"""A prefill pool and a decode pool of real processes answer as one pool, and latents travel.
+
+The decode pool has the shared expert in slots, the prefill pool on every rank.
+"""
 
 import asyncio
+import random
 import signal
+from collections import Counter
 from types import SimpleNamespace
 
 import httpx2
@@ -17,32 +22,64 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 BOUND_S = 200.0
 B = 16
-TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n\nprint("
-NUM_TOKENS = 12
+TOKEN_BYTES = 1600
+"""Latents of the tiny model, in float32."""
+
+CONTEXT, NUM_TOKENS = 256, 8
+TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n\n" * 4
+LENGTHS = (1, B - 1, B, B + 1, 3 * B, CONTEXT - NUM_TOKENS, CONTEXT - 1)
+AT_ONCE = 4
+KINDS = {
+    "greedy": {"temperature": 0, "logprobs": 2},
+    "sampled": {"temperature": 1.0, "seed": 7, "top_p": 0.9, "logprobs": 1},
+    "penalties": {
+        "temperature": 0.7, "seed": 3, "frequency_penalty": 0.6, "presence_penalty": 0.4,
+    },
+    "two choices": {"temperature": 1.0, "seed": 5, "n": 2},
+}  # fmt: skip
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(tmp_path_factory):
-    """A balancer, a worker of each pool, a gateway over both and one over the first alone."""
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[{"prefill": 2, "decode": 2}, {"prefill": 1, "decode": 3}],
+    ids=["2+2", "1+3"],
+)
+async def rig(request, tmp_path_factory):
+    """A balancer, the workers of each pool, a gateway over both and one over the first alone."""
     warm_up()  # Compiling the planner may take longer than the processes may.
-    folder = tmp_path_factory.mktemp("two_pools")
+    folder, num_ranks = tmp_path_factory.mktemp("two_pools"), request.param
     balancer, both, alone = (free_address("127.0.0.1:0") for _ in range(3))
-    metrics = {pool: free_address("127.0.0.1:0") for pool in ("prefill", "decode", "gateway")}
+    workers = {
+        pool: {f"{pool}-{rank}": free_address("127.0.0.1:0") for rank in range(count)}
+        for pool, count in num_ranks.items()
+    }
+    gateway = free_address("127.0.0.1:0")
     async with ForkedFleet(folder) as fleet:
         store = f"--store={folder / 'state.sqlite'}"
         await fleet.start("balancer", ["balancer", f"--listen={balancer}", store])
-        for pool, peer in (("prefill", "decode"), ("decode", "prefill")):
-            await fleet.start(
-                pool,
-                [
-                    "worker", f"--balancer={balancer}", f"--worker={pool}-0", f"--pool={pool}",
-                    f"--phase={pool}", f"--peer-pools={peer}", "--num-ranks=1",
-                    "--slots-per-rank=32", f"--metrics-listen={metrics[pool]}",
-                ],
-            )  # fmt: skip
-        measured = f"--metrics-listen={metrics['gateway']}"
+        for pool, peer, num_experts, options in (
+            ("prefill", "decode", 32, []),
+            ("decode", "prefill", 33, ["--shared-as-routed"]),
+        ):
+            slots = num_experts // num_ranks[pool] + 1
+            for worker, metrics in workers[pool].items():
+                await fleet.start(
+                    worker,
+                    [
+                        "worker", f"--balancer={balancer}", f"--worker={worker}", f"--pool={pool}",
+                        f"--phase={pool}", f"--peer-pools={peer}",
+                        f"--num-ranks={num_ranks[pool]}", f"--slots-per-rank={slots}",
+                        f"--context-length={CONTEXT}", "--step-timeout-s=30",
+                        f"--metrics-listen={metrics}", *options,
+                    ],
+                )  # fmt: skip
         for name, listen, options in (
-            ("both", both, ["--pool=decode", "--prefill-pool=prefill", measured]),
+            (
+                "both",
+                both,
+                ["--pool=decode", "--prefill-pool=prefill", "--metrics-listen", gateway],
+            ),
             ("alone", alone, ["--pool=prefill"]),
         ):
             await fleet.start(
@@ -52,7 +89,7 @@ async def rig(tmp_path_factory):
             httpx2.AsyncClient(base_url=f"http://{both}", timeout=BOUND_S) as two,
             httpx2.AsyncClient(base_url=f"http://{alone}", timeout=BOUND_S) as one,
         ):
-            rig = SimpleNamespace(fleet=fleet, two=two, one=one, metrics=metrics)
+            rig = SimpleNamespace(fleet=fleet, two=two, one=one, workers=workers, gateway=gateway)
             await ready(rig)
             yield rig
 
@@ -68,28 +105,46 @@ async def ready(rig):
                 except httpx2.TransportError:
                     pass
                 await asyncio.sleep(0.2)
-        while not await handed_over(rig):
+        while not await of_gateway(rig, "handovers"):
             await rig.two.post("/v1/completions", json={"prompt": "x" * 40, "max_tokens": 2})
             await asyncio.sleep(0.2)
+    await all_ended(rig)
 
 
-async def handed_over(rig):
-    families = await scrape(rig.metrics["gateway"])
-    return value_of(families, "equipoise_gateway_handovers_total")
+async def of_gateway(rig, name, **labels):
+    return value_of(await scrape(rig.gateway), f"equipoise_gateway_{name}_total", **labels)
+
+
+async def of_pool(rig, pool, name, **labels):
+    """The sum of a metric over a pool's workers."""
+    families = await asyncio.gather(*map(scrape, rig.workers[pool].values()))
+    return sum(value_of(one, f"equipoise_worker_{name}", **labels) for one in families)
 
 
 async def counters(rig):
-    decode = await scrape(rig.metrics["decode"])
+    return Counter(
+        processed=await of_pool(rig, "decode", "tokens_total", kind="processed"),
+        bytes=await of_pool(rig, "decode", "latent_bytes_total", direction="in"),
+        missing=await of_pool(rig, "decode", "prompt_tokens_read_total", why="missing"),
+        own=await of_pool(rig, "decode", "prompt_tokens_read_total", why="own"),
+        fetched=await of_pool(rig, "prefill", "latent_holds_total", ended="fetched"),
+        expired=await of_pool(rig, "prefill", "latent_holds_total", ended="expired"),
+        short=await of_gateway(rig, "direct", reason="short"),
+    )
 
-    def value(name, **labels):
-        return value_of(decode, f"equipoise_worker_{name}_total", **labels)
 
-    return {
-        "processed": value("tokens", kind="processed"),
-        "bytes": value("latent_bytes", direction="in"),
-        "missing": value("prompt_tokens_read", why="missing"),
-        "own": value("prompt_tokens_read", why="own"),
-    }
+async def all_ended(rig):
+    """Wait until no rank holds or uses a block."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            in_use = [
+                await of_pool(rig, pool, name)
+                for pool in rig.workers
+                for name in ("held_tokens", "kv_used_ratio")
+            ]
+            if not any(in_use):
+                return
+            await asyncio.sleep(0.1)
 
 
 async def answer(client, body):
@@ -101,60 +156,88 @@ async def answer(client, body):
     return found["choices"], found["usage"]
 
 
-async def test_one_prompt_is_read_once_and_its_latents_travel(rig):
-    for number, length in enumerate((B, B + 1, 3 * B, 70)):
-        body = {
-            "prompt": f"{number}{TEXT}"[:length], "max_tokens": NUM_TOKENS, "temperature": 0,
-            "ignore_eos": True, "logprobs": 2, "return_token_ids": True,
-        }  # fmt: skip
-        before = await counters(rig)
-        found = await answer(rig.two, body)
-        after = await counters(rig)
-        num_prompt = found[1]["prompt_tokens"]
-        grown = {name: after[name] - before[name] for name in after}
-        per_token = grown.pop("bytes") / (B * (num_prompt // B))
-        assert per_token == 1600, "float32 latents of the tiny model"
-        assert grown == {
-            "processed": num_prompt % B + NUM_TOKENS - 1,
-            "missing": 0,
-            "own": 0,
+async def answers(client, bodies):
+    """Answers to several requests, a few at a time."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(body):
+        async with room:
+            return await answer(client, body)
+
+    return await asyncio.gather(*map(one, bodies))
+
+
+def prompts(seed):
+    """Prompts of all lengths, which no other seed's share a block with."""
+    draw = random.Random(seed)
+    return [[draw.randrange(256) for _ in range(length)] for length in LENGTHS]
+
+
+def bodies_of(kind, *, seed=None):
+    """A request of a kind for each length, with as many tokens as fit and no early end."""
+    return [
+        {
+            "prompt": prompt, "max_tokens": min(NUM_TOKENS, CONTEXT - len(prompt)),
+            "ignore_eos": True, "return_token_ids": True, **KINDS[kind],
         }
-        assert found == await answer(rig.one, body)
+        for prompt in prompts(seed or kind)
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 1.0, "seed": 7, "top_p": 0.9, "logprobs": 1},
-        {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.6, "presence_penalty": 0.4},
-        {"temperature": 1.0, "seed": 5, "n": 2},
-        {"temperature": 0, "max_tokens": 1},
-    ],
-)
-@pytest.mark.parametrize("length", [1, B - 1, 40])
-async def test_every_kind_of_request_is_answered_as_by_one_pool(rig, options, length):
-    body = {"prompt": TEXT[-length:], "max_tokens": NUM_TOKENS, "return_token_ids": True, **options}
-    assert await answer(rig.two, body) == await answer(rig.one, body)
+async def test_prompts_of_every_length_are_read_once_and_their_latents_travel(rig):
+    bodies = [body for kind in ("greedy", "sampled", "penalties") for body in bodies_of(kind)]
+    before = await counters(rig)
+    found = await answers(rig.two, bodies)
+    await all_ended(rig)
+    after = await counters(rig)
+    expected = Counter()
+    for body in bodies:
+        num_prompt, num_tokens = len(body["prompt"]), body["max_tokens"]
+        if num_prompt < B:
+            expected += Counter(short=1, own=num_prompt)
+        elif num_tokens > 1:  # A single token is the prefill rank's.
+            expected += Counter(bytes=TOKEN_BYTES * (num_prompt // B * B), fetched=1)
+        if num_prompt < B or num_tokens > 1:
+            expected += Counter(processed=num_prompt % B + num_tokens - 1)
+    assert after - before == expected
+    assert found == await answers(rig.one, bodies)
+    assert all(
+        usage["completion_tokens"] == body["max_tokens"]
+        for body, (_, usage) in zip(bodies, found, strict=True)
+    )
+
+
+async def test_every_choice_of_a_request_is_that_of_one_pool(rig):
+    bodies = bodies_of("two choices")
+    before = await counters(rig)
+    assert await answers(rig.two, bodies) == await answers(rig.one, bodies)
+    await all_ended(rig)
+    after = await counters(rig)
+    assert (after - before)["missing"] == 0
 
 
 async def test_a_stop_string_over_the_boundary_ends_the_answer_alike(rig):
-    body = {"prompt": TEXT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    ((whole,), _) = await answer(rig.one, body)
-    # It begins with the first token, which the prefill pool generates.
-    for stop in (whole["text"][:1], whole["text"][:2], whole["text"][1:3]):
-        stopped = {**body, "stop": stop}
-        (choices, usage) = await answer(rig.two, stopped)
-        assert (choices, usage) == await answer(rig.one, stopped)
-        assert choices[0]["finish_reason"] == "stop"
+    whole = [
+        {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        for text in (TEXT[:length] for length in LENGTHS[:-1])
+    ]
+    bodies = []
+    for body, (choices, _) in zip(whole, await answers(rig.one, whole), strict=True):
+        # It begins with the first token, which the prefill pool generates.
+        part = (slice(1), slice(2), slice(1, 3))[len(bodies) % 3]
+        bodies.append({**body, "stop": choices[0]["text"][part]})
+    stopped = await answers(rig.two, bodies)
+    assert stopped == await answers(rig.one, bodies)
+    assert {choices[0]["finish_reason"] for choices, _ in stopped} == {"stop"}
 
 
 async def test_without_the_prefill_pool_decode_ranks_read_prompts_and_nothing_fails(rig):
-    body = {"prompt": f"again {TEXT}", "max_tokens": NUM_TOKENS, "temperature": 0}
-    expected = await answer(rig.one, body)
-    before = await counters(rig)
-    await rig.fleet.stop("prefill", with_signal=signal.SIGKILL)
-    assert await answer(rig.two, body) == expected
-    after = await counters(rig)
-    assert after["own"] > before["own"]
-    families = await scrape(rig.metrics["gateway"])
-    assert value_of(families, "equipoise_gateway_direct_total", reason="no_prefill") >= 1
+    bodies = bodies_of("greedy", seed="not cached yet")
+    expected = await answers(rig.one, bodies)
+    for worker in rig.workers["prefill"]:
+        await rig.fleet.stop(worker, with_signal=signal.SIGKILL)
+    own = await of_pool(rig, "decode", "prompt_tokens_read_total", why="own")
+    assert await answers(rig.two, bodies) == expected
+    own = await of_pool(rig, "decode", "prompt_tokens_read_total", why="own") - own
+    assert own == sum(LENGTHS)
+    assert await of_gateway(rig, "direct", reason="no_prefill") >= 1
