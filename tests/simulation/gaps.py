@@ -16,6 +16,10 @@ LOOK_S = 0.5
 CALM_S = 8.0
 """Seconds without a switch after which a pool counts as balanced: two windows at least."""
 
+BEFORE_S = 2.5
+"""Seconds of a gap in which a plan on a window without it may be rolled out: a report interval, in
+which no report is due, and the first wave."""
+
 AFTER_S = 15.0
 """Seconds after a gap in which its consequences would show: five planning intervals."""
 
@@ -36,6 +40,7 @@ class ReportGaps:
         self._until_s: dict[str, float] = {}
         self._switched_s = world.loop.time()
         self._is_watched = False
+        self._watched_from_s = 0.0
 
     def begin(self, name: str, for_s: float) -> None:
         """Lose a rank's reports from now on."""
@@ -44,7 +49,7 @@ class ReportGaps:
         calm_since_s = max(self._switched_s, *self._until_s.values(), 0.0)
         self._until_s[name] = max(self._until_s.get(name, 0.0), now_s + for_s)
         if self.is_alone and now_s > calm_since_s + CALM_S and not self._is_watched:
-            self._is_watched = True
+            self._is_watched, self._watched_from_s = True, now_s + BEFORE_S
             self._look()
 
     @property
@@ -62,7 +67,7 @@ class ReportGaps:
     def switched(self, text: str) -> None:
         """A rank has switched."""
         self._switched_s = self._world.loop.time()
-        if self._is_watched and self.is_alone:
+        if self._is_watched and self.is_alone and self._switched_s >= self._watched_from_s:
             self._world.observer.violate(
                 "switch-from-a-gap", f"{text}, although only reports were lost"
             )
