@@ -1,7 +1,7 @@
 """A Redis primary is cut off and its replica promoted, with a leader on the side of the old one."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from redis import Redis
@@ -10,8 +10,9 @@ from redis.exceptions import ResponseError
 from equipoise.balancer.__main__ import _warn_of_failover
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.leader_state import SKIPPED_TERMS
-from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
+from equipoise.balancer.leadership.lease import Candidate, LeaseRecord, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
+from equipoise.balancer.leadership.register import RegisterError
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.store import StoreError, StoreFault, TermOverError
 from tests.support.redis_replica import (
@@ -23,6 +24,7 @@ from tests.support.redis_replica import (
 )
 from tests.support.redis_server import RedisServer, require_redis
 from tests.support.store_records import layout_of
+from tests.support.tcp_proxy import TcpProxy
 
 WAIT_S = 60.0
 MAX_LAG_S = 1
@@ -150,6 +152,15 @@ async def test_a_server_whose_failover_can_leave_two_leaders_is_warned_of(tmp_pa
             caplog.clear()
             await _warn_of_failover(register)
             assert caplog.text == ""
+            options = {"replicaof": f"127.0.0.1 {primary.port}", "repl-timeout": 60}
+            async with AsyncExitStack() as more:
+                for name in ("second", "third"):
+                    more.enter_context(RedisServer(tmp_path / name, options=options))
+                await until(lambda: client.info("replication")["connected_slaves"] == 3)
+                await _warn_of_failover(register)
+            assert "accepts writes with only 1 of them" in caplog.text
+            assert "set its min-replicas-to-write to 2" in caplog.text
+            caplog.clear()
             client.execute_command("ACL SETUSER default -info")
             await _warn_of_failover(register)
             assert "cannot tell" in caplog.text
@@ -193,3 +204,20 @@ async def test_an_account_that_may_not_see_replication_keeps_its_term(tmp_path):
         assert (await store.committed("p")).generation == 1
         await store.close()
         client.execute_command("ACL SETUSER default +info")
+
+
+async def test_a_lease_is_found_at_the_new_primary_behind_the_same_address(tmp_path):
+    """The old primary lives on as a replica, and keeps the connections that were made to it."""
+    async with replicated(tmp_path) as (primary, _, replica), TcpProxy(primary.port) as address:
+        register = RedisRegister(f"redis://127.0.0.1:{address.port}/0", timeout_s=20.0)
+        record = LeaseRecord(holder="a", address="a:1", term=3, renewals=0, duration_s=3.0)
+        await register.write(record, replacing=None)
+        with Redis.from_url(primary.url) as client:
+            await until_replicated(client)
+            promote(replica)
+            address.redirect(replica.port)
+            client.replicaof("127.0.0.1", replica.port)
+        with pytest.raises(RegisterError, match="read-only replica"):
+            await register.read()
+        assert (await register.read()).record == record
+        await register.close()

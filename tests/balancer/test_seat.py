@@ -1,7 +1,7 @@
 """From follower to leader and back: what is read and shown, and what ends with a term."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from opentelemetry.trace import NoOpTracer
@@ -21,8 +21,10 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.pool import Pool
-from equipoise.pool.records import PoolMemory
+from equipoise.pool.records import Hold, PoolMemory
+from tests.simulation.store import SimStore, StoreServer
 from tests.support.balancers import ThreadPlanner
+from tests.support.store_records import AN_ORDER
 
 WAIT_S = 60.0
 QUICK = LeaseTiming(duration_s=0.6, renew_deadline_s=0.4, retry_s=0.05, request_timeout_s=0.1)
@@ -216,6 +218,29 @@ async def test_an_archive_changes_only_when_the_store_does(store):
     waiting = asyncio.create_task(remembered.until_changed(remembered.pool.revision))
     archive.close_streams()
     await asyncio.wait_for(waiting, WAIT_S)
+
+
+async def test_an_archive_keeps_what_a_store_lost():
+    """It may be the only one that knows what operators requested."""
+    server = StoreServer()
+    leader = SimStore(server)
+    archive = Archive(
+        store=SimStore(server), policies=PolicyBook(Policy()), unreadable=UnreadablePools()
+    )
+    await leader.adopt("p", layout_of(1), term=1)
+    hold = Hold(paused="ann: night")
+    await leader.add_audit("p", AN_ORDER, hold=hold, term=1)
+    await archive.refresh(elsewhere="ask a:7070")
+    server.forget()
+    for term in (2, 3):
+        with suppress(StoreError):
+            await leader.fence(term=term)
+    with pytest.raises(StoreError, match="lost its contents"):
+        await archive.refresh(elsewhere="ask a:7070")
+    await archive.refresh(elsewhere="ask a:7070")
+    journal = archive.journals()["p"]
+    assert journal.hold == hold
+    assert [record.what for record in journal.audit] == [AN_ORDER.what]
 
 
 async def test_an_archive_drops_a_pool_that_the_leader_forgot_and_no_other(store):

@@ -35,6 +35,10 @@ class TcpProxy:
         for direction in directions or self._passes:
             self._passes[direction].clear()
 
+    def redirect(self, target: int) -> None:
+        """Take new connections to another port, as a service address does after a failover."""
+        self._target = target
+
     def heal(self) -> None:
         """Pass everything again, beginning with what was held back."""
         for passes in self._passes.values():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from equipoise.balancer.changed import Changed
 from equipoise.balancer.persistence import recall, warn_of_dropped
 from equipoise.balancer.pools import pick
-from equipoise.balancer.store.store import Store
+from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.journal import Journal
@@ -54,12 +54,21 @@ class Archive:
     async def refresh(self, *, elsewhere: str) -> None:
         """Read the store; `elsewhere` says why the ranks are not here, and where to ask.
 
-        A pool that the store had and has no more was forgotten by the leader. What is known of one
-        that has become unreadable stays, to be written back.
+        A pool that the store had and has no more was forgotten by the leader, unless the store lost
+        its contents. What is known of a pool that was lost or has become unreadable stays, to be
+        written back.
 
         Raises:
             StoreError: the store cannot be read; what was read before stays.
         """
+        try:
+            await self._read(elsewhere)
+        except StoreError as error:
+            if error.fault is StoreFault.LOST:
+                self._stored = frozenset()
+            raise
+
+    async def _read(self, elsewhere: str) -> None:
         has_new_policy = self._policy_revision != self._policies.revision
         stored = frozenset(await self._store.pools())
         for name in (self._stored - stored) & self._pools.keys():

@@ -207,7 +207,7 @@ class Elector:
         if self._state is not before:
             if before.has_run_out(now=now):
                 self._lease = self._lease.again(f"term {before.term} ended: it was not renewed")
-            _report(before, self._state)
+            _report(before, self._state, event)
             self._changed.notify()
         return request
 
@@ -216,7 +216,7 @@ def _position(state: LeaderState) -> tuple[LeaderRole, int, str]:
     return state.role, state.term, state.leader_address
 
 
-def _report(before: LeaderState, after: LeaderState) -> None:
+def _report(before: LeaderState, after: LeaderState, event: LeaseEvent) -> None:
     if after.role is LeaderRole.LEADING and before.role is not LeaderRole.LEADING:
         _log.info("this balancer leads in term %d", after.term)
     elif before.role is LeaderRole.LEADING and after.role is not LeaderRole.LEADING:
@@ -224,4 +224,5 @@ def _report(before: LeaderState, after: LeaderState) -> None:
     elif after.leader_address != before.leader_address and after.leader_address:
         _log.info("the balancer at %s leads", after.leader_address)
     elif after.reason != before.reason and after.role is LeaderRole.FOLLOWING:
-        _log.debug("following: %s", after.reason)
+        level = logging.WARNING if isinstance(event, Failed) else logging.DEBUG
+        _log.log(level, "following: %s", after.reason)

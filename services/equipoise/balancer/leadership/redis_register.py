@@ -6,6 +6,8 @@ cut off together with the old primary keeps renewing its lease there, unless tha
 replicas for its writes (`failover_risk`).
 """
 
+import sys
+
 from equipoise.balancer.leadership.lease import LeaseRecord, Sighting
 from equipoise.balancer.leadership.register import RegisterError, record_from_text, record_to_text
 from equipoise.balancer.store.redis_link import RedisLink
@@ -103,16 +105,30 @@ class RedisRegister:
         except StoreError as error:
             raise RegisterError(str(error)) from error
         num_replicas = int(found.get("connected_slaves", 0))
+        if found.get("role") != "master" or not num_replicas:
+            return ""
         # The server shows this field only if it requires replicas for its writes.
-        if found.get("role") != "master" or not num_replicas or "min_slaves_good_slaves" in found:
+        required = await self._required_replicas() if "min_slaves_good_slaves" in found else 0
+        majority = (num_replicas + 1) // 2  # Of the servers, with the primary itself.
+        if required >= majority:
             return ""
         replicas = f"{num_replicas} replica{'s' if num_replicas > 1 else ''}"
         return (
-            f"{self._link.name} has {replicas} but accepts writes without them: after a failover, "
+            f"{self._link.name} has {replicas} but accepts writes "
+            f"{f'with only {required} of them' if required else 'without them'}: after a failover, "
             "a balancer that still reaches the old server keeps leading. To prevent it, set its "
-            "min-replicas-to-write to 1 and its min-replicas-max-lag below the time that a "
-            "failover takes, or use --lease=kubernetes"
+            f"min-replicas-to-write to {majority} and its min-replicas-max-lag below the time that "
+            "a failover takes, or use --lease=kubernetes"
         )
+
+    async def _required_replicas(self) -> int:
+        """Return how many replicas the server requires; many, if it does not show its settings."""
+        setting = "min-replicas-to-write"
+        try:
+            async with self._link.request():
+                return int(str((await self._link.redis.config_get(setting))[setting]))
+        except (LookupError, StoreError, ValueError):
+            return sys.maxsize
 
     async def close(self) -> None:
         """Close the connection."""

@@ -93,8 +93,9 @@ class RedisLink:
             self._turns.release()
 
     async def _fault(self, error: faults.RedisError | OSError) -> StoreError:
-        if isinstance(error, faults.ConnectionError):
-            # The other connections are dead too; each would fail one more request.
+        if isinstance(error, faults.ConnectionError | faults.ReadOnlyError):
+            # The other connections are dead too, or lead to a server that is a replica now, while
+            # the address may be that of the new primary; each would fail one more request.
             await self.redis.connection_pool.disconnect(inuse_connections=False)
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             return StoreError(
