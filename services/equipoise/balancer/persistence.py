@@ -25,9 +25,13 @@ _log = logging.getLogger(__name__)
 async def recall(store: Store, pool: str) -> PoolMemory:
     """Read a pool; one that the store does not know gives an empty memory.
 
+    The leader may write meanwhile. The hold is read after the audit records: an older hold with a
+    newer record would look as if the store had lost the hold.
+
     Raises:
         StoreError: the store cannot be used.
     """
+    audit = await store.audit(pool, limit=MAX_AUDIT)
     averages = {name: await store.average(pool, name) for name in (FAST, SLOW, SLOW_SQUARES)}
     decisions = await store.decisions(pool, limit=1)
     return PoolMemory(
@@ -38,7 +42,7 @@ async def recall(store: Store, pool: str) -> PoolMemory:
         averages={name: record for name, record in averages.items() if record is not None},
         last_decision=decisions[0] if decisions else None,
         hold=await store.hold(pool),
-        audit=await store.audit(pool, limit=MAX_AUDIT),
+        audit=audit,
     )
 
 
