@@ -5,9 +5,15 @@ The rank is a real engine of the tiny checkpoint in this process, behind real gR
 
 import asyncio
 import json
+import os
+import random
+import re
+from collections import Counter
+from contextlib import asynccontextmanager
 
 import grpc
 import httpx2
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -18,6 +24,7 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from tests.support.live_rank import live_rank
+from tests.support.random_bodies import random_body
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -166,6 +173,75 @@ async def test_no_value_in_a_message_ends_the_rank_or_the_gateway(client, field)
     ] + [[f'"messages": [{value}, {MESSAGE}]'] for value in VALUES]
     await asyncio.gather(*(post(client, "/v1/chat/completions", body) for body in bodies))
     await check_serves(client)
+
+
+NUM_BODIES = int(os.environ.get("EQUIPOISE_FUZZ_BODIES", "500"))
+"""`make fuzz` sends a million."""
+NUM_SENDERS = 8
+GROWTH_MIB = 48
+
+
+async def test_no_random_body_ends_the_rank_or_the_gateway_and_memory_stays_flat(client):
+    """Every answer is whole: a success, a fault of the client's, or a queue that is full."""
+    seed = int(os.environ.get("EQUIPOISE_FUZZ_SEED", "0"))
+    dice, counts, sizes = random.Random(seed), Counter(), []
+    bodies = (random_body(dice) for _ in range(NUM_BODIES))
+
+    async def send():
+        async with connected(client.base_url) as post:
+            for path, body in bodies:
+                status, text = await post(path, body)
+                counts[status] += 1
+                check_answer(status, text, sent=(path, body))
+                if sum(counts.values()) in (NUM_BODIES // 4, NUM_BODIES):
+                    sizes.append(psutil.Process().memory_info().rss / 2**20)
+
+    await asyncio.gather(*(send() for _ in range(NUM_SENDERS)))
+    await check_serves(client)
+    began, ended = sizes
+    print(f"{NUM_BODIES} bodies: {dict(counts)}; {began:.0f} MiB after a quarter, {ended:.0f} then")
+    assert sum(counts.values()) == NUM_BODIES
+    assert counts[200] > NUM_BODIES / 10
+    assert counts[400] > NUM_BODIES / 10
+    assert ended < began + GROWTH_MIB
+
+
+def check_answer(status, text, *, sent):
+    assert status in {200, 400, 404, 429, 503}, (status, sent, text)
+    if status == 200:
+        assert "internal error" not in text, (sent, text)
+        return
+    error = json.loads(text)["error"]
+    assert error["message"], sent
+    assert status != 503 or error["code"] in {"queue_full", "queue_timeout"}, (sent, text)
+
+
+@asynccontextmanager
+async def connected(url):
+    """Post over one kept connection; gives a function for it. A library takes longer than that."""
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+
+    async def post_kept(path, body):
+        """Status and text of the answer."""
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        async with asyncio.timeout(BOUND_S):
+            writer.write(head.encode() + body)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            data = b""
+            if "transfer-encoding: chunked" in head:
+                while size := int(await reader.readuntil(b"\r\n"), 16):
+                    data += (await reader.readexactly(size + 2))[:-2]
+                await reader.readexactly(2)
+            else:
+                (size,) = re.findall(r"content-length: (\d+)", head)
+                data = await reader.readexactly(int(size))
+        return int(head.split()[1]), data.decode()
+
+    try:
+        yield post_kept
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 FLOATS = [0.0, -0.0, 1.0, 5e-324, 1e-300, 1e-38, 0.01, 1e38, 1e308, float("nan"), float("inf")]
