@@ -12,6 +12,7 @@ from equipoise.cli.live.view import pool_view
 from equipoise.planning.moves import checksums_digest
 from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.pool.effects import WriteAudit
+from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.requests import AdminRequest, Rebalance
 from equipoise_api.v1 import status_pb2 as pb
 from tests.support.scripted_worker import MODEL, expert_table
@@ -48,6 +49,28 @@ def test_no_uneven_share_is_planned(engine_bench, skewed):
     engine_bench.run_traffic(skewed(1), seconds=40)
     assert any(one.accepted for one in engine_bench.decisions())
     assert engine_bench.pool.layouts.current.share_of_slot is None
+
+
+@pytest.mark.parametrize(
+    ("slots_per_rank", "room", "is_taken"),
+    [(10, 3, False), (10, 4, True), (10, 0, True), (8, 1, True), (9, 3, False)],
+)
+def test_an_engine_without_room_for_every_layouts_replicas_is_rejected(
+    make_harness, slots_per_rank, room, is_taken
+):
+    """Four ranks, 32 experts: an expert has at most a replica on each, and no more than fit."""
+    harness = make_harness()
+    worker = next(iter(harness.workers.values()))
+    hello = dataclasses.replace(
+        worker.hello, engine=ENGINE, slots_per_rank=slots_per_rank, max_replicas=room
+    )
+    assert (hello.num_ranks, hello.model.num_experts) == (4, 32)
+    if is_taken:
+        harness.hello(hello)
+        return
+    with pytest.raises(RejectedWorkerError, match=f"at most {room - 1} redundant") as caught:
+        harness.hello(hello)
+    assert caught.value.kind == "hello_replicas"
 
 
 def test_a_lost_rank_is_reported_and_the_epoch_kept(engine_bench):

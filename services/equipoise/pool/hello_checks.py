@@ -106,8 +106,18 @@ def check_running_layout(hello: Hello, ours: Layout | None) -> None:
 
 
 def check_slots(hello: Hello) -> None:
-    """Reject a worker whose pool could not hold all experts."""
+    """Reject a worker whose pool could not hold all experts, or whose engine not every layout."""
     num_slots = hello.num_ranks * hello.slots_per_rank
+    # All other experts have one slot each, and no rank holds an expert twice without need.
+    per_rank = -(-hello.slots_per_rank // hello.model.num_experts)
+    most = min(num_slots - hello.model.num_experts + 1, hello.num_ranks * per_rank)
+    if 0 < hello.max_replicas < most:
+        raise RejectedWorkerError(
+            "hello_replicas",
+            f"worker {hello.worker}: a layout can give an expert {most} replicas, but its engine "
+            f"has room for {hello.max_replicas}: start it with at most {hello.max_replicas - 1} "
+            f"redundant experts, or on at most {hello.max_replicas} ranks",
+        )
     if num_slots < hello.model.num_experts:
         raise RejectedWorkerError(
             "hello_too_few_slots",
