@@ -6,8 +6,8 @@ folder=$1
 shift
 [ $# -gt 0 ] || set -- vllm==0.33.0 sglang==0.5.23
 here=$(dirname "$0") python=$folder/bin/python
-# The oldest that the plugin runs with.
-oldest=$(sed -nE 's/^ *"(grpcio|protobuf)>=([0-9.]+)".*/\1==\2/p' "$here/../../engine/pyproject.toml" | xargs)
+# The oldest gRPC that the plugin runs with, and protobuf 6: some engines cannot have 7.
+oldest="$(sed -nE 's/^ *"grpcio>=([0-9.]+)".*/grpcio==\1/p' "$here/../../engine/pyproject.toml") protobuf~=6.33"
 if [ "$(cat "$folder/releases" 2>/dev/null)" != "$* $oldest" ]; then
   rm -rf "$folder"
   python3 -m venv "$folder" >&2

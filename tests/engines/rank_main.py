@@ -23,7 +23,10 @@ class Options:
     engine: str
     folder: str
     ranks: int = 4
+    stages: int = 1
+    """Pipeline stages that share the ranks."""
     layers: int = 6
+    """Of each stage."""
     experts: int = 32
     redundant: int = 8
     dim: int = 32
@@ -42,6 +45,11 @@ class Options:
     """Whether by the engine's own method, or behind its back."""
     equal: bool = False
     """Compare each switch with the engine's own mover."""
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage, which share its experts."""
+        return self.ranks // self.stages
 
 
 @dataclass(kw_only=True)
@@ -113,6 +121,37 @@ def _run_rank(module, options: Options, rank: int) -> None:
     os._exit(code)
 
 
+class Stage:
+    """A rank's pipeline stage: its group, and what it passes on to the next stage."""
+
+    def __init__(self, options: Options, rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.num, self.rank, self.dist = options.stage_ranks, rank, dist
+        firsts = range(0, options.ranks, self.num)
+        groups = [dist.new_group(range(first, first + self.num)) for first in firsts]
+        self.group = groups[rank // self.num]
+        self.is_first, self.is_last = rank < self.num, rank + self.num >= options.ranks
+        self.activations = torch.zeros(1)
+
+    def receive(self) -> None:
+        """Wait for what the previous stage has computed."""
+        if not self.is_first:
+            self.dist.recv(self.activations, self.rank - self.num)
+
+    def send(self) -> None:
+        """Let the next stage begin."""
+        if not self.is_last:
+            self.dist.send(self.activations, self.rank + self.num)
+
+    def differs(self, table) -> bool:
+        """Whether the stage's ranks have different tables."""
+        tables = [table.clone() for _ in range(self.num)]
+        self.dist.all_gather(tables, table.contiguous(), self.group)
+        return any(not one.equal(table) for one in tables)
+
+
 def drive(one, options: Options) -> Record:
     """Take passes, and check after each that weights and tables agree on this rank and on all."""
     import numpy as np
@@ -121,12 +160,14 @@ def drive(one, options: Options) -> Record:
 
     record = Record(rank=one.rank)
     window = torch.zeros(options.layers, options.experts + options.redundant)
+    stage = Stage(options, one.rank)
     hook_us = []
     one.record = record
     table = None
     for number in range(options.passes):
         if number == options.pause_at:
             time.sleep(options.pause_s)
+        stage.receive()
         began = time.perf_counter()
         window += one.route(int(number >= options.passes // 2))
         hook = time.perf_counter()
@@ -134,20 +175,17 @@ def drive(one, options: Options) -> Record:
         if number == options.update_at:
             one.update()
         hook_us.append(1e6 * (time.perf_counter() - hook))
+        stage.send()
         if fault := one.fault():
             record.faults.append(f"pass {number}: {fault}")
         table = record.count_moves(table, one.table())
-        if number % 10 == 0:
-            mine = torch.tensor([hash(one.table().numpy().tobytes()) & 0x7FFFFFFFFFFF])
-            rows = [torch.empty_like(mine) for _ in range(options.ranks)]
-            dist.all_gather(rows, mine)
-            if len({int(row) for row in rows}) != 1:
-                record.faults.append(f"pass {number}: tables differ between ranks")
+        if number % 10 == 0 and stage.differs(one.table()):
+            record.faults.append(f"pass {number}: tables differ between ranks")
         if number % 50 == 49:
             total = window.clone()
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=stage.group)
             window.zero_()
-            load = total.view(options.layers, options.ranks, -1).sum(-1)
+            load = total.view(options.layers, options.stage_ranks, -1).sum(-1)
             ratio = load.max(1).values / load.mean(1)
             record.imbalance.append(round(float(ratio.mean()), 3))
         rest_s = options.pass_ms / 1e3 - (time.perf_counter() - began)

@@ -1,6 +1,9 @@
 """One rank of SGLang's expert balancing on a CPU: its real recorder, dispatch, tables and mover."""
 
+import importlib
+import inspect
 import os
+import pkgutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +18,7 @@ from sglang.srt.eplb.expert_location_dispatch import (
     ExpertLocationDispatchInfo,
     topk_ids_logical_to_physical,
 )
-from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.runtime_context import get_context, get_parallel
 
 from equipoise.engines import sglang
 from equipoise.engines.settings import settings_from
@@ -27,18 +28,48 @@ DENSE = 1
 """Dense layers before the MoE layers, which SGLang counts too."""
 
 
+def configure(place, **options):
+    """Publish SGLang's options and a rank's place, as its release does; returns the options."""
+    try:
+        context = importlib.import_module("sglang.srt.runtime_context")
+        override = context.get_context().override_server_args
+    except (ImportError, AttributeError):  # Before 0.5.16, its manager has the place.
+        server_args = importlib.import_module("sglang.srt.server_args")
+        known = dict.fromkeys(server_args.ServerArgs.__dataclass_fields__) | options
+        server_args.set_global_server_args_for_scheduler(SimpleNamespace(**known))
+        return server_args.get_global_server_args()
+    context.get_parallel().override_permanently(**place)
+    return override(**options).install()
+
+
+def updater_of_this_release():
+    """The class whose methods write weights in place."""
+    return pkgutil.resolve_name(next(sglang._updates()).rpartition(".")[0])
+
+
 class Rank:
     def __init__(self, options, rank):
         self.options, self.rank, self.record = options, rank, None
         ours = options.planner == "equipoise"
-        total, slots = options.layers + DENSE, options.experts + options.redundant
-        self.layers = list(range(DENSE, total))
-        get_context().override_server_args(
+        total, slots = options.layers * options.stages + DENSE, options.experts + options.redundant
+        stage, in_stage = divmod(rank, options.stage_ranks)
+        first_layer = DENSE + stage * options.layers
+        self.layers = list(range(first_layer, first_layer + options.layers))
+        self.place = {
+            "tp_rank": in_stage,
+            "moe_ep_rank": in_stage,
+            "moe_ep_size": options.stage_ranks,
+            "pp_rank": stage,
+            "pp_size": options.stages,
+        }
+        self.server_args = configure(
+            self.place,
             device="cpu",
             enable_eplb=True,
             ep_num_redundant_experts=options.redundant,
-            ep_size=options.ranks,
-            tp_size=options.ranks,
+            ep_size=options.stage_ranks,
+            tp_size=options.stage_ranks,
+            pp_size=options.stages,
             nnodes=1,
             moe_a2a_backend="none",
             deepep_mode="normal",
@@ -46,8 +77,7 @@ class Rank:
             expert_distribution_recorder_mode="stat",
             expert_distribution_recorder_buffer_size=1 if ours else 50,
             eplb_rebalance_num_iterations=10**9 if ours else 100,
-        ).install()
-        get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
+        )
         if not hasattr(torch.cpu, "empty_cache"):
             torch.cpu.empty_cache = lambda: None
         torch.cpu.is_current_stream_capturing = lambda: False
@@ -62,15 +92,17 @@ class Rank:
         expert_location.set_global_expert_location_metadata(self.metadata_of(first))
         self.metadata = expert_location.get_global_expert_location_metadata()
         expert_distribution.set_global_expert_distribution_recorder(
-            expert_distribution.ExpertDistributionRecorder.init_new(self.metadata, rank=rank)
+            self.call(
+                expert_distribution.ExpertDistributionRecorder.init_new,
+                expert_location_metadata=self.metadata,
+                rank=rank,
+            )
         )
         self.recorder = expert_distribution.get_global_expert_distribution_recorder()
-        self.num_own = slots // options.ranks
-        own = first[0, rank * self.num_own : (rank + 1) * self.num_own].tolist()
-        self.weights = {
-            layer: self.layer_weights(row, own, options.dim)
-            for row, layer in enumerate(self.layers)
-        }
+        self.num_own = slots // options.stage_ranks
+        self.own = slice(in_stage * self.num_own, (in_stage + 1) * self.num_own)
+        own = first[0, self.own].tolist()
+        self.weights = {layer: self.layer_weights(layer, own, options.dim) for layer in self.layers}
         self.hooks = None
         if options.planner != "engine":
             sglang.check_seam()
@@ -79,12 +111,23 @@ class Rank:
         HookRegistry.apply_hooks()
         model = SimpleNamespace(routed_experts_weights_of_layer=self.weights)
         updater = expert_location_updater.ExpertLocationUpdater()
-        self.manager = eplb_manager.EPLBManager(
+        self.manager = self.call(
+            eplb_manager.EPLBManager,
             model_config=self.config,
+            ps=None,
             get_model=lambda: model,
             get_expert_location_updater=lambda: updater,
             get_expert_backup_client=lambda: None,
             get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
+            model_runner=SimpleNamespace(
+                server_args=self.server_args,
+                model_config=self.config,
+                model=model,
+                update_expert_location=lambda to, update_layer_ids: updater.update(
+                    self.weights, to, update_layer_ids=update_layer_ids, nnodes=1, rank=rank
+                ),
+                **self.place,
+            ),
         )
         rebalance = self.manager.rebalance
 
@@ -104,9 +147,18 @@ class Rank:
         self._watched = False
 
     def metadata_of(self, table):
-        return expert_location.ExpertLocationMetadata.init_by_mapping(
-            self.config, table, moe_ep_rank=None
+        return self.call(
+            expert_location.ExpertLocationMetadata.init_by_mapping,
+            model_config=self.config,
+            physical_to_logical_map=table,
+            moe_ep_rank=None,
         )
+
+    def call(self, function, **named):
+        """Call with those arguments that this release takes."""
+        wanted = inspect.signature(function).parameters
+        named["server_args"] = self.server_args
+        return function(**{name: value for name, value in named.items() if name in wanted})
 
     @staticmethod
     def layer_weights(row, experts, dim):
@@ -123,7 +175,7 @@ class Rank:
 
     def route(self, phase, tokens=32, k=4):
         self.number += 1
-        counts = torch.zeros(self.options.layers, self.num_own * self.options.ranks)
+        counts = torch.zeros(self.options.layers, self.num_own * self.options.stage_ranks)
         with self.recorder.with_forward_pass(self.number, None):
             for row, layer in enumerate(self.layers):
                 skew = self.skews[phase][row]
@@ -156,34 +208,42 @@ class Rank:
         if not self.options.announced:
             write()
             return
-        runner = SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_disk=write))
-        manager = object.__new__(weight_updater.SchedulerWeightUpdaterManager)
-        manager.tp_worker = SimpleNamespace(weight_update_runners=lambda: [("target", runner)])
-        manager.draft_worker = manager.metrics_collector = None
-        manager.scheduler = SimpleNamespace(record_weight_version_change=lambda **_named: None)
-        manager.flush_cache = lambda **_named: True
-        manager.update_weights_from_disk(
-            SimpleNamespace(
-                model_path="",
-                load_format="",
-                recapture_cuda_graph=False,
-                weight_version=None,
-                flush_cache=True,
-                torch_empty_cache=False,
-            )
+        request = SimpleNamespace(
+            model_path="",
+            load_format="",
+            recapture_cuda_graph=False,
+            weight_version=None,
+            flush_cache=True,
+            torch_empty_cache=False,
         )
+        worker = SimpleNamespace(
+            update_weights_from_disk=write,
+            weight_update_runners=lambda: [
+                (
+                    "target",
+                    SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_disk=write)),
+                )
+            ],
+        )
+        updater = updater_of_this_release()
+        manager = object.__new__(updater)
+        manager.tp_worker, manager.draft_worker = worker, None
+        manager.flush_cache = lambda **_named: True
+        if hasattr(updater, "_observe_weight_load"):
+            manager.metrics_collector = None
+            manager.scheduler = SimpleNamespace(record_weight_version_change=lambda **_named: None)
+        manager.update_weights_from_disk(request)
 
     def fault(self):
-        own = slice(self.rank * self.num_own, (self.rank + 1) * self.num_own)
-        for row, layer in enumerate(self.layers):
+        for layer in self.layers:
             marks = self.weights[layer][2]
-            told = self.metadata.physical_to_logical_map[layer, own]
-            if not torch.equal(marks[:, 0].long(), told) or not (marks[:, 1] == row).all():
-                return f"layer {row} holds {marks.tolist()}, its table says {told.tolist()}"
+            told = self.metadata.physical_to_logical_map[layer, self.own]
+            if not torch.equal(marks[:, 0].long(), told) or not (marks[:, 1] == layer).all():
+                return f"layer {layer} holds {marks.tolist()}, its table says {told.tolist()}"
         return ""
 
     def table(self):
-        return self.metadata.physical_to_logical_map
+        return self.metadata.physical_to_logical_map[self.layers]
 
     def copies(self):
         return {layer: [tensor.clone() for tensor in self.weights[layer]] for layer in self.layers}

@@ -35,12 +35,13 @@ class Operations(TorchDispatchMode):
 
 def vllm_tables(experts, slots):
     state = SimpleNamespace(
+        model=SimpleNamespace(),
         physical_to_logical_map=torch.zeros(2, slots, dtype=torch.int64),
         logical_to_physical_map=torch.full((2, experts, 8), -1),
         logical_replica_count=torch.ones(2, experts, dtype=torch.int64),
     )
     names = ("physical_to_logical_map", "logical_to_physical_map", "logical_replica_count")
-    return [getattr(state, name) for name in names], *vllm._tables_of(state)
+    return [getattr(state, name) for name in names], *vllm._tables_of(state, 2)
 
 
 def sglang_tables(experts, slots):
@@ -57,7 +58,9 @@ def sglang_tables(experts, slots):
         *("physical_to_logical_map_cpu", "logical_to_all_physical_map_cpu"),
         "logical_to_all_physical_map_num_valid",
     )
-    return [getattr(state, name) for name in names], *sglang._tables_of(state, [0, 1], rank=0)
+    return [getattr(state, name) for name in names], *sglang._tables_of(
+        state, [0, 1], rank=0, options=None
+    )
 
 
 BOTH = pytest.mark.parametrize("tables_of", [vllm_tables, sglang_tables])

@@ -122,7 +122,7 @@ def test_a_release_that_the_plugin_does_not_fit_serves_by_itself(caplog):
 
 def vllm_options(*, num_models=1, **changes):
     eplb = {"use_async": False, "step_interval": 10**9, "window_size": 1}
-    options = {"enable_elastic_ep": False, "pipeline_parallel_size": 1}
+    options = {"enable_elastic_ep": False}
     for name, value in changes.items():
         (eplb if name in eplb else options)[name] = value
     parallel = SimpleNamespace(eplb_config=SimpleNamespace(**eplb), **options)
@@ -134,7 +134,6 @@ def vllm_options(*, num_models=1, **changes):
     [
         ({"num_models": 2}, "draft model"),
         ({"enable_elastic_ep": True}, "elastic EP"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
         ({"use_async": True}, "--eplb-config"),
         ({"step_interval": 3000}, "--eplb-config"),
         ({"window_size": 1000}, "--eplb-config"),
@@ -146,46 +145,63 @@ def test_a_vllm_with_an_option_that_does_not_fit_is_left_alone_by_name(changes, 
         vllm_options(**changes)
 
 
-def sglang_options(monkeypatch, *, is_old=False, ranks=4, **changes):
-    monkeypatch.setattr(sglang.dist, "get_world_size", lambda: ranks)
-    options = SimpleNamespace(
-        **{
-            "eplb_rebalance_num_iterations": 10**9,
-            "expert_distribution_recorder_buffer_size": 1,
-            "ep_dispatch_algorithm": "dynamic",
-        }
-        | changes
-    )
-    manager, context = SimpleNamespace(_get_model=None), SimpleNamespace()
-    if is_old:
+def sglang_options(monkeypatch, *, release="0.5.23", size=4, **changes):
+    """Check the options of a release, which keeps them in a place of its own."""
+    monkeypatch.setattr(sglang.dist, "get_world_size", lambda: size)
+    parallel = {"moe_ep_rank": 0, "moe_ep_size": 4, "pp_rank": 0, "pp_size": 1}
+    options = {
+        "eplb_rebalance_num_iterations": 10**9,
+        "expert_distribution_recorder_buffer_size": 1,
+        "ep_dispatch_algorithm": "dynamic",
+        "elastic_ep_backend": None,
+    }
+    for name, value in changes.items():
+        (options if name in options else parallel)[name] = value
+    options, parallel = SimpleNamespace(**options), SimpleNamespace(**parallel)
+    context = SimpleNamespace(get_parallel=lambda: parallel)
+    manager = SimpleNamespace(_get_model=lambda: "model")
+    if release == "0.5.11":
+        runner = SimpleNamespace(server_args=options, model="model", **vars(parallel))
+        manager = SimpleNamespace(_model_runner=runner, _server_args=options)
+    elif release == "0.5.16":
         manager._server_args = options
     else:
         context.get_exec = lambda: SimpleNamespace(moe=options)
-    sglang._check(sglang._options(context, manager), 4)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    found = sglang._places(manager)
+    assert found.model == "model"
+    sglang._check(found.options, found.parallel)
 
 
+RELEASES = pytest.mark.parametrize("release", ["0.5.11", "0.5.16", "0.5.23"])
+
+
+@RELEASES
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
         ({"eplb_rebalance_num_iterations": 1000}, "--eplb-rebalance-num-iterations 1000000000"),
         ({"expert_distribution_recorder_buffer_size": 50}, "recorder-buffer-size 1"),
         ({"ep_dispatch_algorithm": "lp"}, "use dynamic"),
-        ({"ranks": 8}, "--ep-size 8"),
+        ({"elastic_ep_backend": "mooncake"}, "remove --elastic-ep-backend"),
+        ({"size": 8}, "--ep-size 8"),
+        ({"size": 16, "pp_size": 2}, "only 4 of 8 ranks share experts: set --ep-size 8"),
     ],
 )
 def test_an_sglang_with_an_option_that_does_not_fit_is_left_alone_by_name(
-    changes, remedy, monkeypatch
+    changes, remedy, release, monkeypatch
 ):
-    for is_old in (False, True):
-        sglang_options(monkeypatch, is_old=is_old)
-        with pytest.raises(UnsupportedEngineError, match=re.escape(remedy)):
-            sglang_options(monkeypatch, is_old=is_old, **changes)
+    sglang_options(monkeypatch, release=release)
+    sglang_options(monkeypatch, release=release, size=8, pp_size=2)
+    with pytest.raises(UnsupportedEngineError, match=re.escape(remedy)):
+        sglang_options(monkeypatch, release=release, **changes)
 
 
 @pytest.mark.parametrize("manager", [SimpleNamespace(), SimpleNamespace(_get_model=None)])
-def test_an_sglang_whose_options_are_elsewhere_is_left_alone_by_name(manager):
-    with pytest.raises(UnsupportedEngineError, match=re.escape("install 0.5.16 or later")):
-        sglang._options(SimpleNamespace(), manager)
+def test_an_sglang_whose_options_are_elsewhere_is_left_alone_by_name(manager, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", SimpleNamespace())
+    with pytest.raises(UnsupportedEngineError, match=re.escape("install 0.5.23")):
+        sglang._places(manager)
 
 
 class EplbState:
@@ -224,10 +240,10 @@ def test_a_vllm_release_that_differs_is_left_alone_by_name(release, state, messa
 @pytest.mark.parametrize(
     ("release", "message"),
     [
-        ("0.5.16", ""),
+        ("0.5.11", ""),
         ("0.5.23.post1", ""),
         ("0.6.0rc1", ""),
-        ("0.5.15", "SGLang 0.5.15 is too old: install 0.5.16 or later"),
+        ("0.5.10.post1", "SGLang 0.5.10.post1 is too old: install 0.5.11 or later"),
         ("main", "the version of SGLang is unknown"),
     ],
 )

@@ -6,6 +6,7 @@ dispatch rule and plugin mechanism are real, and compared with ours after every 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,12 +105,17 @@ def engine_ranks(folder, port, **options):
                 process.wait()
 
 
-def records(folder, process, *, ranks=4):
+def records(folder, process, *, ranks=4, stages=1):
+    """What the ranks recorded; by stage if there are several."""
     assert process.wait(540) == 0, (folder / "ranks.log").read_text()[-4000:]
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     assert [one["faults"] for one in found] == [[]] * ranks
-    assert len({json.dumps([s[:2] for s in one["switches"]]) for one in found}) == 1
-    return found
+    of_stage = [
+        found[first : first + ranks // stages] for first in range(0, ranks, ranks // stages)
+    ]
+    for one in of_stage:
+        assert len({json.dumps([s[:2] for s in rank["switches"]]) for rank in one}) == 1
+    return found if stages == 1 else of_stage
 
 
 @pytest.fixture
@@ -237,6 +243,24 @@ def test_an_observer_reports_loads_and_moves_nothing(tmp_path, balancer, engine)
         found = records(tmp_path, process)
     assert [one["switches"] for one in found] == [[]] * 4
     assert "only observes" in balancer.log
+
+
+@BOTH
+def test_pipeline_stages_are_pools_of_their_own(tmp_path, balancer, engine):
+    """Two stages of two ranks; the second waits in each pass for what the first has computed."""
+    options = {"engine": engine, "passes": 1200, "stages": 2}
+    with engine_ranks(tmp_path, balancer.port, **options) as process:
+        stages = records(tmp_path, process, stages=2)
+    for stage in stages:
+        for one in stage:
+            assert one["switches"]
+            assert (one["planner_runs"], one["stopped"]) == (0, "")
+            assert one["imbalance"][0] > 1.2
+            assert one["imbalance"][-1] < 1.1
+    log = (tmp_path / "ranks.log").read_text()
+    assert {"rank 0 of pool moe-stage0", "rank 1 of pool moe-stage1"} <= set(
+        re.findall(r"rank \d of pool [\w-]+", log)
+    )
 
 
 @BOTH

@@ -26,10 +26,16 @@ class Group:
 
     device_communicator = None
 
-    def __init__(self, rank, ranks):
-        self.cpu_group = dist.new_group(list(range(ranks)), backend="gloo")
-        self.device_group = dist.new_group(list(range(ranks)), backend="gloo")
-        self.world_size, self.rank_in_group, self.device = ranks, rank, torch.device("cpu")
+    def __init__(self, options, rank):
+        self.world_size, self.device = options.stage_ranks, torch.device("cpu")
+        stage, self.rank_in_group = divmod(rank, options.stage_ranks)
+        self.cpu_group, self.device_group = (self.groups(options)[stage] for _ in range(2))
+
+    @staticmethod
+    def groups(options):
+        num = options.stage_ranks
+        firsts = range(0, options.ranks, num)
+        return [dist.new_group(range(first, first + num), backend="gloo") for first in firsts]
 
 
 class Event:
@@ -84,24 +90,29 @@ class Model(MixtureOfExperts):
     num_expert_groups, num_shared_experts = 1, 0
 
     def __init__(self, options, rank):
+        stage, rank = divmod(rank, options.stage_ranks)
         self.expert_weights = []
-        self.num_moe_layers = options.layers
+        # Some models count those of all stages, so that tables have more rows than are used.
+        self.num_moe_layers = options.layers * options.stages
         self.num_logical_experts = self.num_routed_experts = options.experts
         self.num_redundant_experts = options.redundant
         self.num_physical_experts = options.experts + options.redundant
-        self.num_local_physical_experts = num = self.num_physical_experts // options.ranks
+        self.num_local_physical_experts = num = self.num_physical_experts // options.stage_ranks
         first = EplbState.build_initial_global_physical_to_logical_map(
             options.experts, options.redundant
         )
         own = first[rank * num : (rank + 1) * num]
-        self.moe_layers = [Layer(layer, own, options.dim) for layer in range(options.layers)]
+        first_layer = stage * options.layers
+        self.moe_layers = [
+            Layer(first_layer + layer, own, options.dim) for layer in range(options.layers)
+        ]
 
 
 class Rank:
     def __init__(self, options, rank):
         self.options, self.rank, self.record = options, rank, None
-        parallel_state._EP = Group(rank, options.ranks)
-        parallel_state._EPLB = Group(rank, options.ranks)
+        parallel_state._EP, parallel_state._EPLB = Group(options, rank), Group(options, rank)
+        parallel_state._PP = SimpleNamespace(rank_in_group=rank // options.stage_ranks)
         parallel_state._NODE_COUNT = 1
         eplb_state.get_node_count = lambda: 1
         eplb_communicator.is_local_first_rank = lambda: False
@@ -118,7 +129,11 @@ class Rank:
             communicator="torch_nccl",
         )
         parallel = SimpleNamespace(
-            eplb_config=config, enable_elastic_ep=False, num_ubatches=0, enable_eplb=True
+            eplb_config=config,
+            enable_elastic_ep=False,
+            num_ubatches=0,
+            enable_eplb=True,
+            pipeline_parallel_size=options.stages,
         )
         self.state = EplbState(parallel, torch.device("cpu"))
         self.model = Model(options, rank)
@@ -159,7 +174,7 @@ class Rank:
             assert (slot >= 0).all()
             one = torch.ones(slot.numel(), dtype=state.expert_load_view.dtype)
             state.expert_load_view.scatter_add_(0, slot.flatten(), one)
-        return self.model_state.expert_load_pass
+        return self.model_state.expert_load_pass[: self.options.layers]
 
     def step(self):
         self.state.step()
@@ -187,15 +202,16 @@ class Rank:
 
     def fault(self):
         num = self.model.num_local_physical_experts
-        own = self.model_state.physical_to_logical_map[:, self.rank * num : (self.rank + 1) * num]
+        stage, rank = divmod(self.rank, self.options.stage_ranks)
+        own = self.table()[:, rank * num : (rank + 1) * num]
         for layer, one in enumerate(self.model.moe_layers):
-            held = one.scale[:, 0].long()
-            if not torch.equal(held, own[layer]) or not (one.scale[:, 1] == layer).all():
+            held, number = one.scale[:, 0].long(), stage * self.options.layers + layer
+            if not torch.equal(held, own[layer]) or not (one.scale[:, 1] == number).all():
                 return f"layer {layer} holds {held.tolist()}, its table says {own[layer].tolist()}"
         return ""
 
     def table(self):
-        return self.model_state.physical_to_logical_map
+        return self.model_state.physical_to_logical_map[: self.options.layers]
 
     def compare(self, before, after, copies):
         """Compare a switch with vLLM's own mover and maps."""

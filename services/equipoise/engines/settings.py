@@ -3,8 +3,9 @@
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.settings.address import dial_address, listen_address
@@ -39,7 +40,7 @@ class EngineSettings:
     """host:port of the balancers, comma-separated: EQUIPOISE_BALANCER."""
 
     pool: str
-    """Pool to join: EQUIPOISE_POOL."""
+    """Pool to join: EQUIPOISE_POOL, followed by "-stage" and a number in a pipeline."""
 
     worker: str
     """Prefix of the ranks' names; each appends "-" and its rank: EQUIPOISE_WORKER, or the host."""
@@ -76,6 +77,10 @@ class EngineSettings:
     def worker_of(self, rank: int) -> str:
         """Return the name of a rank's worker."""
         return f"{self.worker}-{rank}"
+
+    def of_stage(self, stage: int, stages: int) -> Self:
+        """Return the settings of a pipeline stage, from 0: in a pipeline, each has its own pool."""
+        return replace(self, pool=f"{self.pool}-stage{stage}") if stages > 1 else self
 
     def __post_init__(self) -> None:
         for address in self.balancer.split(","):

@@ -5,13 +5,13 @@ options (`SILENT_PLANNER`) make the recorder count every pass.
 """
 
 import importlib
-import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,23 +37,24 @@ SILENT_PLANNER = (
 )
 """SGLang's options with which only Equipoise plans."""
 
-MIN_VERSION = (0, 5, 16)
-"""Oldest release with plugins and this form of its manager."""
+MIN_VERSION = (0, 5, 11)
+"""Oldest release with plugins."""
 
 _MANAGER = "sglang.srt.eplb.eplb_manager.EPLBManager"
 _ACCUMULATOR = "sglang.srt.eplb.expert_distribution._StatAccumulator"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
-_UPDATES = tuple(
-    f"{_UPDATER}.SchedulerWeightUpdaterManager.{name}"
-    for name in (
-        "update_weights_from_disk",
-        "update_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-        "end_weight_update",
-    )
+_UPDATERS = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+    "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",
 )
-"""What writes weights in place, where a release has it."""
+"""Where releases have the methods that write weights in place: since 0.5.14, before."""
+_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",
+)
+"""Those methods; older releases lack some."""
 _SILENT_ITERATIONS = 10**8
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -109,9 +110,8 @@ class Hooks:
         around, after = registry.HookType.AROUND, registry.HookType.AFTER
         registry.HookRegistry.register(f"{_MANAGER}.on_forward_pass_end", self.end_pass, around)
         registry.HookRegistry.register(f"{_ACCUMULATOR}.append", self.take_counts, after)
-        if _exists(_UPDATER):
-            for update in _UPDATES:
-                registry.HookRegistry.register(update, self.note_update, around)
+        for update in _updates():
+            registry.HookRegistry.register(update, self.note_update, around)
 
     def take_counts(self, _result: None, _accumulator: Any, *args: Any, **named: Any) -> None:
         """Keep what the recorder counted in this pass, by physical expert."""
@@ -157,17 +157,18 @@ class Hooks:
             TrustError: a certificate or key is unusable.
         """
         location = importlib.import_module("sglang.srt.eplb.expert_location")
-        context = importlib.import_module("sglang.srt.runtime_context")
         metadata = location.get_global_expert_location_metadata()
-        _check(_options(context, manager), int(metadata.ep_size))
-        link = EngineLink(self._settings)
-        weights = manager._get_model().routed_experts_weights_of_layer  # noqa: SLF001
+        options, model, parallel = _places(manager)
+        _check(options, parallel)
+        ranks, rank = int(parallel.moe_ep_size), int(parallel.moe_ep_rank)
+        settings = self._settings.of_stage(int(parallel.pp_rank), int(parallel.pp_size))
+        link = EngineLink(settings)
+        weights = _weights_of_layer(model)
+        # Numbered over the whole model, dense layers and other pipeline stages included.
         self._layers = sorted(weights)
         slots = [EngineSlots(list(weights[layer])) for layer in self._layers]
         table = metadata.physical_to_logical_map_cpu[list(self._layers)]
-        ranks, rank = int(metadata.ep_size), int(context.get_parallel().moe_ep_rank)
-        group = dist.new_group(list(range(ranks)), backend="gloo", timeout=_GROUP_TIMEOUT)
-        tables, commit = _tables_of(metadata, self._layers, rank=rank)
+        tables, commit = _tables_of(metadata, self._layers, rank=rank, options=options)
         return EngineSeat(
             EngineModel(
                 engine=f"SGLang {version('sglang')}",
@@ -183,48 +184,102 @@ class Hooks:
                 commit=commit,
                 max_replicas=int(metadata.physical_to_logical_map.shape[1]),
             ),
-            Lockstep(group, rank=rank, num_ranks=ranks),
-            worker=self._settings.worker_of(rank),
+            Lockstep(_group_of(parallel), rank=rank, num_ranks=ranks),
+            worker=settings.worker_of(rank),
             on_ready=link.start,
         )
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
+def _updates() -> Iterator[str]:
+    """The methods of this release that write weights in place."""
+    for updater in _UPDATERS:
+        try:
+            found = pkgutil.resolve_name(updater)
+        except (ImportError, AttributeError):
+            continue
+        yield from (f"{updater}.{name}" for name in _UPDATES if hasattr(found, name))
 
 
-def _options(context: Any, manager: Any) -> Any:
-    """Return SGLang's options for experts, which a manager of an older release has itself.
+class _Places(NamedTuple):
+    """What releases of SGLang keep in different places."""
+
+    options: Any
+    """The options for experts."""
+    model: Any
+    parallel: Any
+    """This process's place, as `moe_ep_rank` of `moe_ep_size`, and `pp_rank` of `pp_size`."""
+
+
+def _places(manager: Any) -> _Places:
+    """Return what an `EPLBManager` works with.
 
     Raises:
-        UnsupportedEngineError: this release has them elsewhere.
+        UnsupportedEngineError: this release has it elsewhere.
     """
+    runner = getattr(manager, "_model_runner", None)
+    if runner is not None:  # Before 0.5.16.
+        return _Places(runner.server_args, runner.model, runner)
+    context = importlib.import_module("sglang.srt.runtime_context")
     options = getattr(manager, "_server_args", None)
-    if hasattr(context, "get_exec"):
+    if options is None and hasattr(context, "get_exec"):  # Since 0.5.19.
         options = context.get_exec().moe
     if options is None or not hasattr(manager, "_get_model"):
-        raise UnsupportedEngineError("its EPLBManager is unknown: install 0.5.16 or later")
-    return options
+        raise UnsupportedEngineError("its EPLBManager is unknown: install 0.5.23")
+    return _Places(options, manager._get_model(), context.get_parallel())  # noqa: SLF001
 
 
-def _check(moe: Any, ranks: int) -> None:
-    size = dist.get_world_size()
+def _weights_of_layer(model: Any) -> Mapping[int, Sequence[Tensor]]:
+    """Return the tensors of each MoE layer of this process's stage.
+
+    Raises:
+        UnsupportedEngineError: there are none, or the model does not list them.
+    """
+    try:
+        weights: Mapping[int, Sequence[Tensor]] = model.routed_experts_weights_of_layer
+    except AttributeError as error:
+        raise UnsupportedEngineError(
+            "the model does not list its experts, as most do not in a pipeline: set --pp-size 1, "
+            "or serve a model that SGLang's own EPLB supports"
+        ) from error
+    if not weights:
+        raise UnsupportedEngineError("this pipeline stage has no experts to balance")
+    return weights
+
+
+def _group_of(parallel: Any) -> dist.ProcessGroup:
+    """Return a CPU group of the stage's ranks.
+
+    Only these meet for it: the first stage must not wait for one that needs its activations.
+    """
+    ranks, stage = int(parallel.moe_ep_size), int(parallel.pp_rank)
+    group: dist.ProcessGroup = dist.new_group(
+        list(range(stage * ranks, (stage + 1) * ranks)),
+        backend="gloo",
+        timeout=_GROUP_TIMEOUT,
+        use_local_synchronization=True,
+    )
+    return group
+
+
+def _check(options: Any, parallel: Any) -> None:
+    size = dist.get_world_size() // int(parallel.pp_size)
     problems = (
         (
-            moe.eplb_rebalance_num_iterations < _SILENT_ITERATIONS
-            or moe.expert_distribution_recorder_buffer_size != 1,
+            options.eplb_rebalance_num_iterations < _SILENT_ITERATIONS
+            or options.expert_distribution_recorder_buffer_size != 1,
             f"SGLang's own planner is active: start it with {SILENT_PLANNER}",
         ),
         (
-            moe.ep_dispatch_algorithm == "lp",
+            options.ep_dispatch_algorithm == "lp",
             "--ep-dispatch-algorithm lp chooses replicas by a plan of its own: use dynamic",
         ),
         (
-            ranks != size,
-            f"only {ranks} of {size} ranks share experts: set --ep-size {size}",
+            getattr(options, "elastic_ep_backend", None) is not None,
+            "elastic EP is on: remove --elastic-ep-backend",
+        ),
+        (
+            parallel.moe_ep_size != size,
+            f"only {parallel.moe_ep_size} of {size} ranks share experts: set --ep-size {size}",
         ),
     )
     for is_wrong, remedy in problems:
@@ -233,7 +288,7 @@ def _check(moe: Any, ranks: int) -> None:
 
 
 def _tables_of(
-    metadata: Any, layers: Sequence[int], *, rank: int
+    metadata: Any, layers: Sequence[int], *, rank: int, options: Any
 ) -> tuple[Callable[[Layout], list[tuple[Tensor, Tensor]]], Callable[[Any], None]]:
     """Return what makes SGLang's tables, and what copies them into place.
 
@@ -257,7 +312,7 @@ def _tables_of(
             (metadata.logical_to_all_physical_map_num_valid, counts),
         ]
         if metadata.logical_to_rank_dispatch_physical_map is not None:
-            static = _static_table(slots, ranks=layout.num_ranks, num_slots=num_slots, rank=rank)
+            static = _static_table(slots, layout=layout, rank=rank, options=options)
             pairs.append((metadata.logical_to_rank_dispatch_physical_map, static))
         return [(table, values.to(table)) for table, values in pairs]
 
@@ -277,18 +332,17 @@ def _tables_of(
     return tables, commit
 
 
-def _static_table(slots: Tensor, *, ranks: int, num_slots: int, rank: int) -> Tensor:
+def _static_table(slots: Tensor, *, layout: Layout, rank: int, options: Any) -> Tensor:
     """Return a rank's static dispatch table, by SGLang's own function."""
     location = importlib.import_module("sglang.srt.eplb.expert_location")
     make = location.compute_logical_to_rank_dispatch_physical_map
     named: dict[str, Any] = {}
-    if "server_args" in inspect.signature(make).parameters:  # In older releases.
-        context = importlib.import_module("sglang.srt.runtime_context")
-        named["server_args"] = context.get_server_args()
+    if "server_args" in inspect.signature(make).parameters:  # Before 0.5.18.
+        named["server_args"] = options
     table: Tensor = make(
         logical_to_all_physical_map=slots,
-        ep_size=ranks,
-        num_physical_experts=num_slots,
+        ep_size=layout.num_ranks,
+        num_physical_experts=layout.num_slots,
         ep_rank=rank,
         **named,
     )

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -40,6 +41,7 @@ MIN_VERSION = (0, 20)
 
 _STEP = ("self", "is_dummy", "is_profile", "log_stats")
 _SILENT_INTERVAL = 10**8
+_FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner"
 _UPDATES = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker that write weights in place; older releases have the first only."""
 
@@ -84,7 +86,8 @@ def install(settings: EngineSettings) -> None:
         load_LP = None
         if seat is not None and not is_dummy:
             (model_state,) = self.model_states.values()
-            load_LP = model_state.expert_load_pass.to(torch.int64, copy=True)
+            load_LP = model_state.expert_load_pass[: seat.model.shape.num_layers]
+            load_LP = load_LP.to(torch.int64, copy=True)
         original(self, is_dummy, is_profile, log_stats)
         if seat is not None:
             seat.on_step(load_LP)
@@ -138,7 +141,7 @@ def check_seam(state: type) -> None:
         raise UnsupportedEngineError(
             f"vLLM {release} is too old: install {'.'.join(map(str, MIN_VERSION))} or later"
         )
-    found = tuple(inspect.signature(vars(state)["step"]).parameters)
+    found = tuple(inspect.signature(getattr(state, "step", lambda: None)).parameters)
     if found != _STEP or not hasattr(state, "_should_record_current_step"):
         raise UnsupportedEngineError(
             f"EplbState.step of vLLM {release} takes {found}, not {_STEP}: install another release"
@@ -169,13 +172,25 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
     parallel = state.parallel_config
     _check(parallel, num_models=len(state.model_states))
     (model_state,) = state.model_states.values()
-    group = importlib.import_module("vllm.distributed.parallel_state").get_eplb_group()
+    groups = importlib.import_module("vllm.distributed.parallel_state")
+    group, stages = groups.get_eplb_group(), getattr(parallel, "pipeline_parallel_size", 1)
+    if stages > 1:
+        stage = int(groups.get_pp_group().rank_in_group)
+        if stage + 1 < stages and _is_called_by(_FIRST_RUNNER):
+            raise UnsupportedEngineError(
+                "vLLM's first model runner counts no passes in the stages before the last: set "
+                "VLLM_USE_V2_MODEL_RUNNER=1"
+            )
+        settings = settings.of_stage(stage, stages)
     lockstep = Lockstep(group.cpu_group, rank=group.rank_in_group, num_ranks=group.world_size)
+    # Only the MoE layers of this stage, numbered from 0; tables may have rows for the whole model.
     slots = [EngineSlots(list(tensors)) for tensors in model_state.model.expert_weights]
-    table = model_state.physical_to_logical_map.cpu().numpy().astype(np.int32)
+    if not slots:
+        raise UnsupportedEngineError("this pipeline stage has no experts to balance")
+    table = model_state.physical_to_logical_map[: len(slots)].cpu().numpy().astype(np.int32)
     num_experts = int(model_state.logical_replica_count.shape[1])
     num_groups = int(getattr(model_state.model, "num_expert_groups", None) or 1)
-    tables, commit = _tables_of(model_state)
+    tables, commit = _tables_of(model_state, len(slots))
     link = EngineLink(settings)
     return EngineSeat(
         EngineModel(
@@ -204,10 +219,6 @@ def _check(parallel: Any, *, num_models: int) -> None:
         (num_models != 1, "it has a draft model with experts: start it without one"),
         (getattr(parallel, "enable_elastic_ep", False), "elastic EP is on: remove the option"),
         (
-            getattr(parallel, "pipeline_parallel_size", 1) > 1,
-            "it has pipeline stages: set --pipeline-parallel-size 1",
-        ),
-        (
             eplb.use_async or eplb.step_interval < _SILENT_INTERVAL or eplb.window_size != 1,
             f"vLLM's own planner is active: start it with {SILENT_PLANNER}",
         ),
@@ -217,23 +228,29 @@ def _check(parallel: Any, *, num_models: int) -> None:
             raise UnsupportedEngineError(remedy)
 
 
-def _tables_of(
-    model_state: Any,
-) -> tuple[Callable[[Layout], list[Tensor]], Callable[[list[Tensor]], None]]:
-    """Return what makes vLLM's three tables, and what copies them into place.
+def _is_called_by(module: str) -> bool:
+    """Whether a function of a module is on this thread's stack."""
+    return any(frame.f_globals.get("__name__") == module for frame, _ in traceback.walk_stack(None))
 
-    vLLM's own commit makes them in Python on the engine's thread and copies all 1024 columns; only
-    as many as the most replicas are ever read.
+
+def _tables_of(
+    model_state: Any, num_layers: int
+) -> tuple[Callable[[Layout], list[Tensor]], Callable[[list[Tensor]], None]]:
+    """Return what makes the tables of a layout, and what copies them into place.
+
+    vLLM's own commit makes its three in Python on the engine's thread and copies all 1024 columns;
+    only as many as the most replicas are ever read.
     """
-    slot_of = model_state.logical_to_physical_map
-    expert_of, count = model_state.physical_to_logical_map, model_state.logical_replica_count
+    slot_of = model_state.logical_to_physical_map[:num_layers]
+    expert_of = model_state.physical_to_logical_map[:num_layers]
+    count = model_state.logical_replica_count[:num_layers]
     used = int(count.max())
 
     def tables(layout: Layout) -> list[Tensor]:
         made = replica_tables(layout, max_replicas=slot_of.shape[2])
         pairs = zip(made, (expert_of, slot_of, count), strict=True)
         cast = [torch.from_numpy(table).to(like.dtype) for table, like in pairs]
-        return [table.pin_memory() for table in cast] if expert_of.is_cuda else cast
+        return cast if expert_of.device.type == "cpu" else [one.pin_memory() for one in cast]
 
     def commit(made: list[Tensor]) -> None:
         nonlocal used
