@@ -31,7 +31,7 @@ class _Taken(NamedTuple):
     passes: int
     load_LP: Tensor
     """On the host, once `copied` has happened."""
-    copied: torch.cuda.Event | None
+    copied: torch.Event | None
 
 
 class SeatLoads:
@@ -70,11 +70,11 @@ class SeatLoads:
 
     def take(self, passes: int) -> None:
         """Set aside what was counted until now, to be added up; no copy is waited for."""
-        copied = None
-        if self._load_LP.is_cuda:
+        copied, device = None, self._load_LP.device
+        if device.type != "cpu":
             load_LP = torch.empty_like(self._load_LP, device="cpu", pin_memory=True)
             load_LP.copy_(self._load_LP, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.get_device_module(device).Event()
             copied.record()
         else:
             load_LP = self._load_LP.clone()

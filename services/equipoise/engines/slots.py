@@ -20,6 +20,8 @@ class EngineSlots:
         """`tensors` are [slots, ...] each, with the same number of slots on one device."""
         self._tensors = tuple(tensors)
         self._sizes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+        # The end of the copies of the last switch, on the engine's stream; None on a CPU.
+        self._settled: torch.Event | None = None
 
     @property
     def num_slots(self) -> int:
@@ -40,12 +42,15 @@ class EngineSlots:
     def read(self, slot: int) -> Tensor:
         """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host."""
         rows = [_as_bytes(tensor[slot]) for tensor in self._tensors]
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return torch.cat(rows)
-        # Not on the engine's stream, which must not wait; but after what the engine wrote.
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.default_stream(self.device))
-        with torch.cuda.stream(stream):
+        # Not on the engine's stream, which must not wait; but after what was written on it.
+        streams = torch.get_device_module(self.device)
+        stream = streams.Stream(self.device)
+        stream.wait_stream(streams.default_stream(self.device))
+        if self._settled is not None:  # Some engines compute on a stream of their own.
+            stream.wait_event(self._settled)
+        with streams.stream(stream):
             return torch.cat(rows).to("cpu")
 
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
@@ -62,12 +67,17 @@ class EngineSlots:
             torch.stack([_as_rows(part[index], tensor) for part in parts]).to(self.device)
             for index, tensor in enumerate(self._tensors)
         ]
+        on_host = self.device.type == "cpu"
+        settled = None if on_host else torch.get_device_module(self.device).Event()
 
         def settle(arrive: Arrive) -> None:
             arrive(slots, *staged)
             for tensor, rows in zip(self._tensors, staged, strict=True):
                 # As bytes: `index_copy_` does not know every quantised type.
                 _byte_rows(tensor).index_copy_(0, slots, _byte_rows(rows))
+            if settled is not None:
+                settled.record()
+                self._settled = settled
 
         # The copy must not find a tensor that it cannot view in place.
         for tensor in self._tensors:

@@ -1,16 +1,17 @@
 """The plugin for vLLM: wraps `EplbState.step`, which vLLM calls after each pass on all EP ranks.
 
 Entry point `vllm.general_plugins`. vLLM keeps its slots, tables and kernels; its own planner must
-be silent, by the options that `SILENT_PLANNER` names.
+be silent, by the options that `SILENT_PLANNER` names. vllm-ascend's state derives from vLLM's.
 """
 
+import copy
 import functools
 import importlib
 import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -28,6 +29,7 @@ from equipoise.engines.slots import EngineSlots
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
+from equipoise.rank.errors import StageRejectedError
 from equipoise.trust.errors import TrustError
 
 SILENT_PLANNER = (
@@ -194,7 +196,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
     link = EngineLink(settings)
     return EngineSeat(
         EngineModel(
-            engine=f"vLLM {version('vllm')}",
+            engine=_engine(model_state),
             shape=ModelShape(
                 num_layers=len(slots),
                 num_experts=num_experts,
@@ -233,33 +235,96 @@ def _is_called_by(module: str) -> bool:
     return any(frame.f_globals.get("__name__") == module for frame, _ in traceback.walk_stack(None))
 
 
+def _engine(model_state: Any) -> str:
+    own = f"vLLM {version('vllm')}"
+    is_ascend = any(map(_is_ascend, _layer_states(model_state)))
+    return f"{own} with vllm-ascend {version('vllm-ascend')}" if is_ascend else own
+
+
+def _layer_states(model_state: Any) -> list[Any]:
+    """What each MoE layer reads of the tables, by layer; None if a release keeps it elsewhere."""
+    layers = getattr(model_state.model, "moe_layers", ())
+    return [getattr(layer, "eplb_state", None) for layer in layers]
+
+
+def _is_ascend(layer_state: Any) -> bool:
+    return type(layer_state).__module__.startswith("vllm_ascend.")
+
+
 def _tables_of(
     model_state: Any, num_layers: int
 ) -> tuple[Callable[[Layout], list[Tensor]], Callable[[list[Tensor]], None]]:
     """Return what makes the tables of a layout, and what copies them into place.
 
     vLLM's own commit makes its three in Python on the engine's thread and copies all 1024 columns;
-    only as many as the most replicas are ever read.
+    only as many as the most replicas are ever read. vllm-ascend has one more for each layer.
     """
     slot_of = model_state.logical_to_physical_map[:num_layers]
     expert_of = model_state.physical_to_logical_map[:num_layers]
     count = model_state.logical_replica_count[:num_layers]
+    layer_states = _layer_states(model_state)
+    ascend = layer_states if any(map(_is_ascend, layer_states)) else []
+    routing = _routing_tables(ascend)
     used = int(count.max())
 
     def tables(layout: Layout) -> list[Tensor]:
         made = replica_tables(layout, max_replicas=slot_of.shape[2])
         pairs = zip(made, (expert_of, slot_of, count), strict=True)
         cast = [torch.from_numpy(table).to(like.dtype) for table, like in pairs]
+        cast += _routes(ascend, slots=cast[1], counts=cast[2])
         return cast if expert_of.device.type == "cpu" else [one.pin_memory() for one in cast]
 
     def commit(made: list[Tensor]) -> None:
         nonlocal used
-        experts, slots, counts = made
+        experts, slots, counts, *routes = made
         most = slots.shape[2]
         expert_of.copy_(experts, non_blocking=True)
         slot_of[:, :, :most].copy_(slots, non_blocking=True)
         slot_of[:, :, most:used].fill_(-1)
         count.copy_(counts, non_blocking=True)
+        for table, rows in zip(routing, routes, strict=True):
+            table.copy_(rows, non_blocking=True)
         used = most
 
     return tables, commit
+
+
+def _routing_tables(layer_states: Sequence[Any]) -> list[Tensor]:
+    """Return the tables that vllm-ascend's kernels read, which its graphs keep the addresses of.
+
+    Raises:
+        UnsupportedEngineError: this release has none, or has them elsewhere.
+    """
+    tables = []
+    for state in layer_states:
+        table = getattr(state, "expert_replica_routing_table", None)
+        if not isinstance(table, Tensor) or not hasattr(
+            state, "refresh_expert_replica_routing_table"
+        ):
+            raise UnsupportedEngineError(
+                "this release of vllm-ascend has no routing table for each layer: install another "
+                "one"
+            )
+        tables.append(table)
+    return tables
+
+
+def _routes(layer_states: Sequence[Any], *, slots: Tensor, counts: Tensor) -> list[Tensor]:
+    """Make routing tables of vLLM's tables, on the host and by vllm-ascend's own method.
+
+    Raises:
+        StageRejectedError: it made a table of another shape than the one in use.
+    """
+    made = []
+    for layer, state in enumerate(layer_states):
+        # A copy: the state in use must not change before the switch.
+        draft = copy.copy(state)
+        draft.logical_to_physical_map, draft.logical_replica_count = slots[layer], counts[layer]
+        draft.expert_replica_routing_table = None
+        draft.refresh_expert_replica_routing_table()
+        made.append(draft.expert_replica_routing_table)
+        if made[-1].shape != state.expert_replica_routing_table.shape:
+            raise StageRejectedError(
+                f"vllm-ascend's routing table of layer {layer} has another shape for this layout"
+            )
+    return made
