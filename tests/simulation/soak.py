@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.simulation.loop import SimLoop
 from tests.simulation.schedule import Schedule
 from tests.simulation.seams import Seams
 
@@ -65,26 +64,26 @@ def soak(seams: Seams, *, epochs: int, switches: int, terms: int, every: int) ->
         if rounds % every == 0 or enough or observer.violation is not None:
             observer.log.clear()
             world.operators.forget_answered()
-            _collect(world.loop)
+            gc.collect()
+            objects, tasks = _counted()
             yield Soaked(
                 epochs=observer.num_epochs,
                 switches=observer.num_switches,
                 terms=observer.num_terms,
                 virtual_s=world.elapsed_s,
                 resident_mib=_resident_mib(),
-                objects=len(found := gc.get_objects()),
-                tasks=sum(isinstance(one, asyncio.Task) and not one.done() for one in found),
+                objects=objects,
+                tasks=tasks,
                 violation=str(observer.violation or ""),
             )
         if enough or observer.violation is not None:
             return
 
 
-def _collect(loop: SimLoop) -> None:
-    """Free what dead processes had. Collecting their tasks schedules callbacks that keep them."""
-    for _ in range(3):
-        gc.collect()
-        loop.run_until(loop.time())
+def _counted() -> tuple[int, int]:
+    """Return how many objects and unfinished tasks there are. The list of them is not kept."""
+    found = gc.get_objects()
+    return len(found), sum(isinstance(one, asyncio.Task) and not one.done() for one in found)
 
 
 def _resident_mib() -> float:
