@@ -12,7 +12,12 @@ from tests.simulation.gaps import AFTER_S
 from tests.simulation.loop import Process, outside
 from tests.simulation.schedule import BALANCERS, WORKERS
 from tests.simulation.store import NAME
-from tests.simulation.takeover import TAKEOVER_S, lose_store_behind
+from tests.simulation.takeover import (
+    JOINING_S,
+    TAKEOVER_S,
+    lose_control_plane,
+    lose_store_behind,
+)
 
 _FILE = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\ndefaults:\n  "
 EDITS = (
@@ -70,7 +75,11 @@ class Faults:
 
     def do_restart_everything(self, back_after_s: float) -> bool:
         killed = [self._kill(one, self.start_worker, back_after_s) for one in sorted(self.wanted)]
-        killed += [self._kill(one, self.start_balancer, back_after_s) for one in BALANCERS]
+        return self.kill_balancers(back_after_s) and all(killed)
+
+    def kill_balancers(self, back_after_s: float) -> bool:
+        """Kill all balancers; returns whether all were alive."""
+        killed = [self._kill(one, self.start_balancer, back_after_s) for one in BALANCERS]
         return all(killed)
 
     def do_stop_worker(self, name: str, back_after_s: float) -> bool:
@@ -143,6 +152,11 @@ class Faults:
         coroutine = lose_store_behind(self, leader, kind, how, loss_s=loss_s, wake_s=wake_s)
         self.loop.create_task(coroutine, context=outside())
         self._until(TAKEOVER_S + loss_s + wake_s, lambda: None)
+
+    def do_lose_control_plane(self, back_after_s: float) -> None:
+        """Both balancers die while ranks join a group, and the store is emptied."""
+        self.loop.create_task(lose_control_plane(self, back_after_s), context=outside())
+        self._until(JOINING_S + back_after_s, lambda: None)
 
     def _cut(self, kind: str, source: str, target: str, for_s: float) -> None:
         self.network.cut(source, target)

@@ -158,6 +158,7 @@ MAKERS: dict[str, Any] = {
         round(r.uniform(0.0, 8.0), 2),
         round(r.uniform(0.0, 3.0), 2),
     ),
+    "lose_control_plane": lambda r: (_duration(r),),
 }
 """What may happen: arguments of each kind from a random source."""
 
@@ -176,6 +177,7 @@ LATER = (
     "other_step",
     "lose_store_behind_leader",
     "set_store_back_behind_leader",
+    "lose_control_plane",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

@@ -121,7 +121,7 @@ RANK_PLANTS = {
     "epoch-unsaid": Plant(
         breaks="a worker does not say which epoch it has taken up",
         patches=_epoch_unsaid,
-        kinds=("store_forgets", "store_goes_back", "kill_worker", "kill_leader", "disk_hangs"),
+        kinds=("lose_control_plane", "kill_worker", "disk_hangs"),
     ),
     "running-unsaid": Plant(
         breaks="a worker that reconnects does not say what it runs",
