@@ -93,6 +93,23 @@ async def test_text_is_tokenized_and_tokens_are_detokenized(gateway, fleet):
     assert fleet.num_requests == 0
 
 
+async def test_the_tokenizers_special_tokens_and_template_are_shown(run_gateway, checkpoint):
+    """As lm-eval's remote tokenizer asks for them; a model without any has names alone."""
+    config = {"eos_token": {"content": "<end>"}, "bos_token": "<begin>", "model_max_length": 9}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    async with run_gateway(workers=("127.0.0.1:9",)) as gateway:
+        answer = await gateway.client.get("/tokenizer_info")
+    assert answer.json() == {
+        "bos_token": "<begin>", "eos_token": "<end>", "unk_token": None, "pad_token": None,
+        "chat_template": (checkpoint / "chat_template.jinja").read_text(),
+    }  # fmt: skip
+    (checkpoint / "chat_template.jinja").unlink()
+    (checkpoint / "tokenizer_config.json").unlink()
+    async with run_gateway(workers=("127.0.0.1:9",)) as gateway:
+        answer = await gateway.client.get("/tokenizer_info")
+    assert set(answer.json().values()) == {None}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

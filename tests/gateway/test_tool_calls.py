@@ -12,6 +12,7 @@ from equipoise.gateway.tool_formats import FORMATS, PLAIN_JSON, ToolCallParser
 
 DEEPSEEK, HERMES = FORMATS[ToolCallParser.DEEPSEEK_V3], FORMATS[ToolCallParser.HERMES]
 DEEPSEEK_V31 = FORMATS[ToolCallParser.DEEPSEEK_V31]
+DEEPSEEK_V32 = FORMATS[ToolCallParser.DEEPSEEK_V32]
 CALLS, END_CALLS = DEEPSEEK.structure
 (SEP,) = DEEPSEEK.other_special
 ARGUMENTS = st.dictionaries(
@@ -30,6 +31,20 @@ def deepseek(name, arguments):
 def deepseek_v31(name, arguments):
     """As the chat template of DeepSeek-V3.1 and its model card write a call."""
     return f"{DEEPSEEK.begin}{name}{SEP}{arguments}{DEEPSEEK.end}"
+
+
+def dsml_values(arguments):
+    """Arguments as DeepSeek-V3.2's encoding.py writes them."""
+    return "\n".join(
+        f'<\uff5cDSML\uff5cparameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
+        f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        "</\uff5cDSML\uff5cparameter>"
+        for name, value in json.loads(arguments).items()
+    )
+
+
+def dsml(name, arguments):
+    return f'{DEEPSEEK_V32.begin} name="{name}">\n{dsml_values(arguments)}\n{DEEPSEEK_V32.end}'
 
 
 def hermes(name, arguments):
@@ -73,6 +88,36 @@ def test_calls_of_deepseek_are_read_as_they_were_written(before, calls, cuts):
         assert split.has_called == bool(calls)
 
 
+VALUES = st.one_of(
+    st.integers(),
+    st.text('{}"\\é<>/`\n ', max_size=6),
+    st.lists(st.text("<é", max_size=2), max_size=2),
+    st.none(),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.sampled_from(["", "I look.", "a < b"]),
+    st.lists(
+        st.tuples(
+            NAMES,
+            st.dictionaries(st.text("ab{é ", min_size=1, max_size=3), VALUES, max_size=3).map(
+                lambda values: json.dumps(values, ensure_ascii=False)
+            ),
+        )
+    ),
+    CUTS,
+)
+def test_calls_in_dsml_become_json(before, calls, cuts):
+    begin, end = DEEPSEEK_V32.structure
+    written = "\n".join(dsml(*call) for call in calls)
+    text = before + (f"\n\n{begin}\n{written}\n{end}" if calls else "")
+    content, got, split = check_any_cut(DEEPSEEK_V32, text, cuts)
+    assert (content, got) == (before, calls)
+    assert split.has_called == bool(calls)
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(["", "I look.", "a < b"]), st.lists(st.tuples(NAMES, ARGUMENTS)), CUTS)
 def test_calls_of_hermes_are_read_as_they_were_written(before, calls, cuts):
@@ -101,6 +146,11 @@ def test_calls_in_plain_json_are_read_as_they_were_written(calls, space, cuts):
 PIECES = {
     DEEPSEEK: [DEEPSEEK.begin, DEEPSEEK.end, CALLS, END_CALLS, SEP, "function", "```json", "```"],
     DEEPSEEK_V31: [DEEPSEEK.begin, DEEPSEEK.end, CALLS, END_CALLS, SEP, "name"],
+    DEEPSEEK_V32: [
+        *(DEEPSEEK_V32.begin, DEEPSEEK_V32.end, *DEEPSEEK_V32.structure, ' name="f">', ' name="'),
+        *(dsml_values('{"a": "1"}'), dsml_values('{"b": 1}')[:-2], "</\uff5cDSML\uff5cparameter>"),
+        *('<\uff5cDSML\uff5cparameter name="p">', "<\uff5cDSML\uff5cparameter", '"'),
+    ],
     HERMES: ["<tool_call>", "</tool_call>", '{"name": "', '", "arguments": ', '"'],
 }
 
@@ -108,7 +158,7 @@ PIECES = {
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_whatever_a_model_writes_the_cut_does_not_matter_and_no_word_is_lost(data):
-    form = data.draw(st.sampled_from([DEEPSEEK, DEEPSEEK_V31, HERMES]))
+    form = data.draw(st.sampled_from([*PIECES]))
     piece = st.sampled_from([*PIECES[form], *PIECES[form], "{", "}", "\n", " ", "<", "WORD"])
     pieces = data.draw(st.lists(piece, max_size=25))
     words = (f"w{number}w" for number in itertools.count())
@@ -137,6 +187,18 @@ def test_whatever_a_model_writes_the_cut_does_not_matter_and_no_word_is_lost(dat
         (DEEPSEEK_V31, deepseek_v31("f", "no JSON"), deepseek_v31("f", "no JSON"), []),
         (DEEPSEEK_V31, deepseek_v31(" f\n", "\n{}\n"), "", [("f", "{}")]),
         (DEEPSEEK_V31, deepseek_v31("f", "{}") + " and more", "and more", [("f", "{}")]),
+        (DEEPSEEK_V32, dsml("f", "{}") + " and more", "and more", [("f", "{}")]),
+        (DEEPSEEK_V32, dsml("f", '{"a": 1}').replace("1", "True"), "", [("f", '{"a": "True"}')]),
+        (DEEPSEEK_V32, dsml("f", '{"a": 1}').replace(' string="false"', ""), "",
+         [("f", '{"a": 1}')]),
+        (DEEPSEEK_V32, dsml("f", '{"a": 1}').replace("<\uff5cDSML\uff5cp", "so <\uff5cDSML\uff5cp"),
+         "\nso", [("f", '{"a": 1}')]),
+        (DEEPSEEK_V32, dsml("f", "{}").replace("\n\n", ' {"a":\n{}} '), "",
+         [("f", '{"a":\n{}}')]),
+        (DEEPSEEK_V32, dsml("f", '{"a": "b"}').partition("b<")[0] + "b</", "",
+         [("f", '{"a": "b</')]),
+        (DEEPSEEK_V32, dsml("f", '{"a": 1}').partition("1<")[0], "", [("f", '{"a": ')]),
+        (DEEPSEEK_V32, DEEPSEEK_V32.begin + ">", DEEPSEEK_V32.begin + ">", []),
         (DEEPSEEK, deepseek("f", '{"a": "'), "", [("f", '{"a": "\n```' + DEEPSEEK.end)]),
     ],
 )  # fmt: skip
@@ -154,6 +216,18 @@ def test_a_call_has_its_name_first_and_its_arguments_as_they_arrive(form, write)
     calls = [call for _, calls in parts for call in calls]
     assert [call.name for call in calls] == ["f", *[None] * 9]
     assert [call.arguments for call in calls] == [*'{"a": [1]}']
+
+
+def test_text_in_dsml_arrives_as_it_is_written_and_other_values_at_once():
+    split = ToolCallSplit(DEEPSEEK_V32)
+    written = dsml("f", json.dumps({"a": 'x"y', "b": [1, 2]}))
+    parts = [split.read(letter, final=False) for letter in written]
+    assert not any(text for text, _ in parts)
+    name, *arguments = [call for _, calls in parts for call in calls]
+    assert (name.name, name.arguments) == ("f", "")
+    assert [call.arguments for call in arguments] == [
+        *('{"a": "', "x", '\\"', "y", '"', ', "b": ', "[1, 2]", "}")
+    ]
 
 
 def test_an_incomplete_call_is_no_call_to_act_on():

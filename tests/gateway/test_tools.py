@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from equipoise.gateway.tool_formats import FORMATS, ToolCallParser
 from equipoise_api.v1 import worker_pb2 as pb
-from tests.gateway.test_tool_calls import deepseek, deepseek_v31, hermes
+from tests.gateway.test_tool_calls import deepseek, deepseek_v31, dsml, hermes
 from tests.support.scripted_ranks import BOUND_S, TRUSTING_NOBODY, Fault, says
 
 WEATHER = {
@@ -35,6 +35,8 @@ IN_DEEPSEEKS_FORM = (
 IN_DEEPSEEK_V31S_FORM = (
     f"I look.\n\n{CALLS}{deepseek_v31('weather', ROME)}{deepseek_v31('weather', OSLO)}{END_CALLS}"
 )
+BEGIN_DSML, END_DSML = FORMATS[ToolCallParser.DEEPSEEK_V32].structure
+IN_DSML = f"I look.\n\n{BEGIN_DSML}\n{dsml('weather', ROME)}\n{dsml('weather', OSLO)}\n{END_DSML}"
 IN_HERMES_FORM = f"I look.\n{hermes('weather', ROME)}\n{hermes('weather', OSLO)}"
 
 
@@ -131,6 +133,19 @@ async def test_a_stream_has_each_calls_id_and_name_first(model, fleet):
     assert [one.id is not None for one in deltas if one.index == 1] == [
         at == 0 for at in range(len(OSLO))
     ]
+
+
+async def test_calls_in_dsml_become_json(run_gateway, fleet):
+    async with clients(run_gateway, fleet, tool_call_parser="deepseek_v32") as client:
+        fleet.fail(says(IN_DSML), says(IN_DSML))
+        (choice,) = (await ask(client)).choices
+        choices, _ = await streamed(client)
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    wanted = [("weather", ROME), ("weather", '{"city": "Oslo"}')]
+    calls = [call.function for call in choice.message.tool_calls]
+    assert [(call.name, call.arguments) for call in calls] == wanted
+    assert (choices[0]["content"], choices[0]["finish"]) == ("I look.", "tool_calls")
+    assert [tuple(call[1:]) for call in choices[0]["calls"].values()] == wanted
 
 
 async def test_a_call_ends_the_answer_unless_calls_may_be_parallel(model, fleet):
@@ -309,7 +324,7 @@ async def test_without_a_parser_the_model_cannot_choose_to_call(gateway):
     response = await gateway.client.post("/v1/chat/completions", json=body)
     assert response.json()["error"]["param"] == "tools"
     assert (
-        "--tool-call-parser (deepseek_v3 or deepseek_v31 or hermes)"
+        "--tool-call-parser (deepseek_v3 or deepseek_v31 or deepseek_v32 or hermes)"
         in response.json()["error"]["message"]
     )
 

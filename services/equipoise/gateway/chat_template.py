@@ -56,19 +56,10 @@ class ChatTemplate:
         Raises:
             GatewayError: a file cannot be read.
         """
-        path = folder / "tokenizer_config.json"
-        config: Any = {}
-        try:
-            if path.exists():
-                config = json.loads(path.read_text(encoding="utf-8"))
-            path = folder / "chat_template.jinja"
-            source = path.read_text(encoding="utf-8") if path.exists() else _default(config)
-        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-            raise GatewayError(f"{path}: cannot be read: {error}") from None
-        if source is None:
+        info = tokenizer_info(folder)
+        if (source := info.pop("chat_template")) is None:
             return None
-        named = {name: _content(value) for name, value in config.items() if name in _SPECIAL}
-        return cls(source, special={name: text for name, text in named.items() if text})
+        return cls(source, special={name: text for name, text in info.items() if text})
 
     def render(
         self,
@@ -118,6 +109,27 @@ class ChatTemplate:
         return _up_to_end_of(messages[-1]["content"] or "", text) if continues_final else text
 
 
+def tokenizer_info(folder: Path) -> dict[str, str | None]:
+    """The model's special tokens and its `chat_template`, which may be in a file of its own.
+
+    None stands for each that the model lacks.
+
+    Raises:
+        GatewayError: a file cannot be read.
+    """
+    path = folder / "tokenizer_config.json"
+    config: Any = {}
+    try:
+        if path.exists():
+            config = json.loads(path.read_text(encoding="utf-8"))
+        special = {name: _content(config.get(name)) for name in _SPECIAL}
+        path = folder / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.exists() else _default(config)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise GatewayError(f"{path}: cannot be read: {error}") from None
+    return {**special, "chat_template": source}
+
+
 def _up_to_end_of(content: str, text: str) -> str:
     """A conversation without what the template adds after the last message, as transformers cuts.
 
@@ -148,7 +160,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-_SPECIAL = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def _default(config: dict[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from starlette.routing import Route, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from equipoise.gateway.access import ApiKeys
-from equipoise.gateway.chat_template import ChatTemplate
+from equipoise.gateway.chat_template import ChatTemplate, tokenizer_info
 from equipoise.gateway.completions import CompletionEndpoint
 from equipoise.gateway.errors import (
     GatewayError,
@@ -155,6 +155,7 @@ class _Model:
         self.name = settings.model_name
         self.tokenizer = Tokenizer.of_checkpoint(settings.checkpoint)
         self.defaults = SamplingDefaults.of_checkpoint(settings.checkpoint)
+        self.tokenizer_info = tokenizer_info(settings.checkpoint)
         template = ChatTemplate.of_checkpoint(settings.checkpoint)
         self.prompts = PromptReader(settings, tokenizer=self.tokenizer, template=template)
         self.keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
@@ -258,9 +259,17 @@ def _model_routes(model: _Model, context_length: Callable[[], int]) -> list[Rout
             raise UnknownModelError(f"the model {wanted} is not served here; use {model.name}")
         return JSONResponse(entry())
 
+    async def show_tokenizer(_: Request) -> JSONResponse:
+        return JSONResponse(model.tokenizer_info)
+
     return [
         Route(path, _BehindKey(request_response(answer), model.keys), methods=["GET"])
-        for path, answer in (("/v1/models", list_models), ("/v1/models/{name:path}", show_model))
+        for path, answer in (
+            ("/v1/models", list_models),
+            ("/v1/models/{name:path}", show_model),
+            # lm-eval's remote tokenizer asks for it, as vLLM has it.
+            ("/tokenizer_info", show_tokenizer),
+        )
     ]
 
 

@@ -53,9 +53,9 @@ class GatewaySettings:
     """How chat answers are split into reasoning_content and content: deepseek_r1 at </think>."""
 
     tool_call_parser: ToolCallParser = ToolCallParser.NONE
-    """How the model writes calls of tools: deepseek_v3 for V3 and R1, deepseek_v31 for V3.1, or
-    hermes for JSON in <tool_call> tags. Without it, a model calls tools only when
-    `tool_choice` forces it."""
+    """How the model writes calls of tools: deepseek_v3 for V3 and R1, deepseek_v31 for V3.1,
+    deepseek_v32 for V3.2, or hermes for JSON in <tool_call> tags. Without it, a model calls tools
+    only when `tool_choice` forces it."""
 
     api_keys: Path | None = None
     """File of accepted API keys, one per line; reloaded when it changes. Default: no

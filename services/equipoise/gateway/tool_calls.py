@@ -79,7 +79,7 @@ class ToolCallSplit:
         self._num_calls = 0
         self._content: list[str] = []
         self._parts: list[CallDelta] = []
-        self._object = _JsonObject()
+        self._arguments = form.arguments()
         self._read: dict[_State, Callable[[bool], bool]] = {
             _State.CONTENT: self._read_content,
             _State.HEAD: self._read_head,
@@ -159,15 +159,16 @@ class ToolCallSplit:
             self._end_call(_State.CONTENT)
         return True
 
-    def _read_arguments(self, _final: bool) -> bool:
-        text = self._held
-        size = self._object.read(text)
-        self._say_arguments(text[:size])
-        self._held = text[size:]
-        if not self._object.is_complete:
-            return False
-        self._end_call(_State.CLOSE)
-        return True
+    def _read_arguments(self, final: bool) -> bool:
+        part = self._arguments.read(self._held, final=final)
+        self._say_arguments(part.arguments)
+        self._say(part.content)
+        self._held = self._held[part.size :]
+        if self._arguments.is_complete:
+            self._end_call(_State.CLOSE)
+        elif final:
+            self._space = ""
+        return self._arguments.is_complete
 
     def _read_close(self, final: bool) -> bool:
         rest, close = self._held.lstrip(), self._form.close
@@ -199,7 +200,7 @@ class ToolCallSplit:
         self._space = ""
         self._parts.append(CallDelta(index=self._num_calls, name=name))
         self._num_calls += 1
-        self._object = _JsonObject()
+        self._arguments = self._form.arguments()
         self._state = _State.ARGUMENTS
 
     def _say_arguments(self, text: str) -> None:
@@ -209,33 +210,8 @@ class ToolCallSplit:
     def _end_call(self, state: _State) -> None:
         is_last = self._num_calls == self._max_calls
         self._state = _State.ENDED if is_last else state
+        self._space = ""
         self._is_after_call = True
-
-
-class _JsonObject:
-    """Finds the end of a JSON object in a text that arrives in parts."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._is_escaped = False
-        self.is_complete = False
-
-    def read(self, text: str) -> int:
-        """The number of characters that belong to the object."""
-        for index, letter in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped = letter == "\\"
-                self._in_string = letter != '"'
-            elif letter == '"':
-                self._in_string = True
-            elif letter in "{}":
-                self._depth += 1 if letter == "{" else -1
-                if not self._depth:
-                    self.is_complete = True
-                    return index + 1
-        return len(text)
 
 
 def _call_of(text: str) -> CallDelta | None:

@@ -1,10 +1,17 @@
 """How models write calls of tools: `CallFormat`, and those that are supported. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+
+from equipoise.gateway.tool_arguments import (
+    ArgumentsReader,
+    DsmlArguments,
+    JsonArguments,
+    dsml,
+)
 
 
 class ToolCallParser(StrEnum):
@@ -19,13 +26,16 @@ class ToolCallParser(StrEnum):
     DEEPSEEK_V31 = "deepseek_v31"
     """As DeepSeek-V3.1 does, between the same markers, with nothing but name and arguments."""
 
+    DEEPSEEK_V32 = "deepseek_v32"
+    """As DeepSeek-V3.2 does, in DSML, its markup with a tag for each argument."""
+
     HERMES = "hermes"
     """As Hermes and Qwen do, a JSON object between <tool_call> and </tool_call>."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How calls are written: `begin`, what `head` matches, a JSON object, `close`."""
+    """How calls are written: `begin`, what `head` matches, the arguments, `close`."""
 
     begin: str
     """Text that begins a call."""
@@ -44,6 +54,9 @@ class CallFormat:
 
     other_special: tuple[str, ...] = ()
     """Special tokens within calls."""
+
+    arguments: Callable[[], ArgumentsReader] = JsonArguments
+    """A new reader of a call's arguments."""
 
     is_object: bool = False
     """Whether a call is a JSON object, whose fields may come in any order."""
@@ -86,6 +99,15 @@ FORMATS: Mapping[ToolCallParser, CallFormat] = MappingProxyType(
         ),
         ToolCallParser.DEEPSEEK_V31: _deepseek(
             rf"\s*(?P<name>[^\s<]+)\s*{_token('sep')}\s*(?=\{{)", close=""
+        ),
+        ToolCallParser.DEEPSEEK_V32: CallFormat(
+            begin=f"<{dsml('invoke')}",
+            head=re.compile(r'\s+name="(?P<name>[^">]+)"\s*>'),
+            close="",
+            end=f"</{dsml('invoke')}>",
+            structure=(f"<{dsml('function_calls')}>", f"</{dsml('function_calls')}>"),
+            other_special=(dsml(""),),
+            arguments=DsmlArguments,
         ),
         ToolCallParser.HERMES: CallFormat(
             begin="<tool_call>",
