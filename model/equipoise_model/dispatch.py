@@ -9,14 +9,12 @@ Both data planes begin a step here and read its tables; they differ in what foll
 
 No row is ever dropped, however skewed the routing.
 
-In the plain plane a layer costs two all-to-all exchanges: every rank sends its rows and their slots
-to all ranks, each runs its own slots' experts, and every output returns separately. Sending a row
-only to the ranks of its experts, as the kernels' `EpBuffer` does, needs a third exchange for the
-counts. That saves no traffic while a pool has about as many ranks as a row has experts, and the
-number of exchanges determines the time of a small step: between four ranks over gloo on two busy
-cores, with rows of 256 numbers and 4 choices, medians of 60 alternating rounds were 8.8 ms against
-20.9 ms with 2 rows per rank, and 8.8 ms against 17.4 ms with 64. On GPUs the counts travel with the
-rows, and the host does not need them.
+In the plain plane a layer costs two all-to-all exchanges: rows travel with their slots, each rank
+runs its own slots' experts, and every output returns separately. A group of more ranks than a row
+has choices sends a row only to the ranks of its experts, once each, which costs an exchange of
+counts before. A smaller group sends every row to all ranks: that adds few bytes, and the number of
+exchanges determines the time of a small step (docs/overlap.md has figures). On GPUs the kernels'
+`EpBuffer` sends counts with the rows, and the host does not need them.
 """
 
 import time
@@ -142,7 +140,7 @@ class ExpertParallel:
         """
         tokens_by_rank, self._agreed = self._agreed, None
         if tokens_by_rank is None:
-            tokens_by_rank = self._ranks.gather_numbers(num_tokens)
+            tokens_by_rank = tuple(self._ranks.swap_numbers([num_tokens] * self._ranks.count))
         assert tokens_by_rank[self._ranks.rank] == num_tokens
         # Ranks take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
@@ -291,9 +289,15 @@ class ExpertStep:
         ranks, num_slots, dim = self.ranks, experts.num_slots, x_TD.shape[1]
         if not any(self.tokens_by_rank):
             return x_TD.new_zeros(0, dim)
+        ranks_TK = slots_TK // num_slots
+        is_exact = ranks.count > slots_TK.shape[1]
+        wanted_RT = torch.full((ranks.count, len(x_TD)), not is_exact, device=x_TD.device)
+        wanted_RT.scatter_(0, ranks_TK.T, value=True)
+        send = wanted_RT.sum(1).tolist()
+        receive = ranks.swap_numbers(send) if is_exact else self.tokens_by_rank
         # Slots travel next to their row, reinterpreted as its dtype; nothing computes with them.
         message = torch.cat([x_TD, slots_TK.to(torch.int32).view(x_TD.dtype)], dim=1)
-        message = ranks.share(message, tokens_by_rank=self.tokens_by_rank)
+        message = ranks.exchange(message[wanted_RT.nonzero()[:, 1]], send=send, receive=receive)
         x_AD, slots_AK = message[:, :dim], message[:, dim:].contiguous().view(torch.int32)
         here_AK = slots_AK.to(torch.int64) - ranks.rank * num_slots
         own_AK = (here_AK >= 0) & (here_AK < num_slots)
@@ -307,10 +311,10 @@ class ExpertStep:
             top_k=slots_TK.shape[1],
             pace_s_per_row=self.pace_s_per_row,
         )
-        ranks_N = slots_TK.flatten() // num_slots
+        ranks_N = ranks_TK.flatten()
         y_ND = ranks.exchange(
             y_ND,
-            send=[int(rows.sum()) for rows in own_AK.split(list(self.tokens_by_rank))],
+            send=[int(rows.sum()) for rows in own_AK.split(list(receive))],
             receive=torch.bincount(ranks_N, minlength=ranks.count).tolist(),
         )
         return unpermute_rows(y_ND, slot_order(ranks_N))

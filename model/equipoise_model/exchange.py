@@ -48,27 +48,17 @@ class RowExchange:
         """Release the group; its threads and sockets end with its last user."""
         self._group = None
 
-    def gather_numbers(self, number: int) -> tuple[int, ...]:
-        """Gather every rank's number, in rank order.
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """Send each rank its number and return the number that each sent to this one.
 
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
         """
         if self.alone:
-            return (number,)
-        sent = torch.full((self.count, 1), number, dtype=torch.int64)
+            return list(numbers)
         ones = [1] * self.count
-        gathered = self.exchange(sent, send=ones, receive=ones)
-        return tuple(int(value) for value in gathered.flatten())
-
-    def share(self, x_TD: Tensor, *, tokens_by_rank: Sequence[int]) -> Tensor:
-        """Gather every rank's rows, [sum of tokens_by_rank, D], in rank order.
-
-        Raises:
-            ExchangeError: another rank is gone or slower than the group's timeout.
-        """
-        own = [x_TD.shape[0]] * self.count
-        return self.exchange(x_TD.repeat(self.count, 1), send=own, receive=tokens_by_rank)
+        swapped = self.exchange(torch.tensor(numbers).unsqueeze(1), send=ones, receive=ones)
+        return [int(number) for number in swapped.flatten()]
 
     def exchange(self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send each rank its share of the rows and receive one from each, in rank order.

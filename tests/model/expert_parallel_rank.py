@@ -5,13 +5,15 @@ groups of any size compute the same model on the same rows.
 """
 
 import dataclasses
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import distributed as dist
 
-from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.dispatch import ExpertParallel, ExpertStep
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.experts import StagedExperts
 from equipoise_model.placement import PlacementTables
@@ -118,6 +120,28 @@ def rows_of_rank(rank, splits):
     return x.split(splits)[rank].clone()
 
 
+@contextmanager
+def recorded():
+    """The slots that rows chose in each layer, and the rows sent with them to each rank."""
+    slots, sent = [], []
+    choose, send = ExpertStep._choose_slots, dist.all_to_all_single
+
+    def chosen(step, expert_ids, *, layer):
+        slots.append(choose(step, expert_ids, layer=layer))
+        return slots[-1]
+
+    def counted(received, rows, receive, send_splits, **options):
+        if rows.shape[1] > CONFIG.hidden_size:
+            sent.extend(send_splits)
+        return send(received, rows, receive, send_splits, **options)
+
+    with (
+        patch.object(ExpertStep, "_choose_slots", chosen),
+        patch.object(dist, "all_to_all_single", counted),
+    ):
+        yield slots, sent
+
+
 def run_mode(*, rank, num_ranks, row_block, group, config=CONFIG):
     """Outputs and loads of all scenarios in one mode."""
     place = {
@@ -130,7 +154,8 @@ def run_mode(*, rank, num_ranks, row_block, group, config=CONFIG):
     seen = {}
     with torch.no_grad():
         model = RankModel(**place)
-        seen["even"] = model.forward(rows_of_rank(rank, even))
+        with recorded() as (seen["even slots"], seen["even sent"]):
+            seen["even"] = model.forward(rows_of_rank(rank, even))
         model.ep.agree(last_only)
         seen["idle"] = model.forward(rows_of_rank(rank, last_only))
         model.ep.agree([0] * num_ranks)
@@ -143,7 +168,8 @@ def run_mode(*, rank, num_ranks, row_block, group, config=CONFIG):
         model = RankModel(**place)
         for moe in model.layers:
             moe.gate.e_score_correction_bias[[0, 1, 2, 3]] = 100.0
-        seen["skewed"] = model.forward(rows_of_rank(rank, even))
+        with recorded() as (seen["skewed slots"], seen["skewed sent"]):
+            seen["skewed"] = model.forward(rows_of_rank(rank, even))
         seen["skewed loads"] = model.ep.loads()[0].slot_load_LS
     model = RankModel(**place)
     x = rows_of_rank(rank, even).requires_grad_()

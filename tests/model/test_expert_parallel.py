@@ -9,13 +9,13 @@ import torch
 from tests.support.rank_processes import run_ranks
 
 PROGRAM = Path(__file__).with_name("expert_parallel_rank.py")
-GROUP_SIZES = (2, 4)
-NUM_ROWS, TOP_K, NUM_LAYERS, NUM_EXPERTS = 26, 4, 2, 16
+GROUP_SIZES = (2, 4, 8)
+NUM_ROWS, TOP_K, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 26, 4, 2, 16, 24
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What every rank of groups of 1, 2 and 4 saw: by group size, a list by rank."""
+    """What every rank of groups of 1, 2, 4 and 8 saw: by group size, a list by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     sizes = (1, *GROUP_SIZES)
     run_ranks(
@@ -112,6 +112,21 @@ def test_the_worst_skew_drops_no_row(runs, size):
             for rank in runs[size]
         )
         assert counted.tolist() == [NUM_ROWS] * TOP_K + [0] * (NUM_EXPERTS - TOP_K)
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("scenario", ["even", "skewed"])
+def test_rows_are_sent_once_to_each_rank_that_needs_them_or_to_all_of_a_few(runs, size, scenario):
+    for seen in (rank["fast"] for rank in runs[size]):
+        # Slots of every layer's rows, of which a rank has consecutive ones.
+        ranks_of_rows = [slots // (NUM_SLOTS // size) for slots in seen[f"{scenario} slots"]]
+        wanted = [
+            sum(rank in row for row in rows.tolist()) for rows in ranks_of_rows
+            for rank in range(size)
+        ]  # fmt: skip
+        everywhere = [len(rows) for rows in ranks_of_rows for _ in range(size)]
+        assert seen[f"{scenario} sent"] == (wanted if size > TOP_K else everywhere)
+        assert size <= TOP_K or sum(wanted) < sum(everywhere)
 
 
 @pytest.mark.parametrize("size", GROUP_SIZES)
