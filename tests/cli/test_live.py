@@ -26,7 +26,7 @@ from equipoise.formats.format import Format
 from equipoise.planning.layout import contiguous_layout
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
-from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2_grpc
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2_grpc, worker_link_pb2
 from equipoise_api.v1 import status_pb2 as pb
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 8, 4
@@ -120,6 +120,29 @@ def test_a_layout_is_shown_by_layer_and_one_layer_by_rank(address, capsys):
     assert first_rank.split() == ["0", "a", "0", "1", "2"]
     with pytest.raises(InvalidSettingsError, match="--layer must be from 0 to 2, not 3"):
         layouts.show(LayoutShowSettings(address=address, layer=3))
+
+
+def test_a_shared_expert_in_slots_is_named_wherever_experts_are(address, balancer, capsys):
+    model = worker_link_pb2.ModelShape(num_layers=3, num_experts=8, has_shared_expert=True)
+    balancer.status.model.CopyFrom(model)
+    layouts.show(LayoutShowSettings(address=address))
+    out = capsys.readouterr().out
+    assert "generation 2: 3 layers x 7 experts and the shared one in 12 slots on 4 ranks" in out
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["1"])
+    assert row[-2:] == ["shared", "x2"]
+    layouts.show(LayoutShowSettings(address=address, layer=1))
+    ranks = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "a", "shared", "1", "2"] in ranks
+    layouts.show(LayoutShowSettings(address=address, json=True))
+    assert json.loads(capsys.readouterr().out)["shared_expert"] == 7
+    assert layouts.diff(LayoutDiffSettings(address=address, before="1", after="2")) == 3
+    assert "shared +1" in capsys.readouterr().out
+    a_window(balancer)
+    busy = np.ones((NUM_LAYERS, NUM_EXPERTS))
+    busy[:, 7] = 7
+    balancer.loads.window_assignments = busy.tobytes()
+    loads.run(LoadsSettings(address=address, top=2))
+    assert "shared 50.0%      0  7.1%" in capsys.readouterr().out
 
 
 def test_a_layout_as_json_is_whole(address, capsys):
@@ -217,6 +240,7 @@ def test_more_ranks_than_columns_show_the_busiest_of_neighbours():
         generation=1,
         rank_load=np.ones((1, 400)) + 399 * np.eye(1, 400, k=200),
         expert_load=np.zeros((1, 8)),
+        shared_expert=None,
     )
     console = loads.console()
     with console.capture() as caught:

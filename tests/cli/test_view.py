@@ -86,6 +86,15 @@ def test_planned_and_realised_uneven_shares_are_shown():
     assert "layer 2, slot 17 served 0.412 of expert 9, planned 0.400" in text
 
 
+def test_a_shared_expert_in_slots_has_no_number():
+    status = a_pool()
+    status.model.num_experts, status.model.has_shared_expert = 257, True
+    status.shares.CopyFrom(pb.ShareStatus(layer=2, expert=256, uneven_layers=1))
+    text = " ".join(printed(pool_view(status), width=200).split())
+    assert "layers x 256 experts and the shared one" in text
+    assert "of the shared expert, planned" in text
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_a_pool_fits_the_terminal(width):
     status = a_pool()
@@ -217,7 +226,7 @@ def test_pools_show_their_phases_and_which_prefill_pool_has_no_partner():
     assert "prefill pool q" not in shown
 
 
-def test_pools_show_the_ranks_that_their_traffic_asks_for():
+def test_pools_show_the_ranks_that_their_traffic_calls_for():
     pools = [
         pb.PoolSummary(pool="p", ranks_serving=4, num_ranks=4, advised_ranks=37),
         pb.PoolSummary(pool="d", ranks_serving=6, num_ranks=6),

@@ -12,7 +12,7 @@ from equipoise.planning.shared_expert import (
     shape_with_shared_expert,
     with_shared_expert,
 )
-from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.topology import ModelShape, Topology, expert_name, expert_text
 
 ROUTED = ModelShape(num_layers=2, num_experts=256, num_groups=8, expert_bytes=1)
 MODEL = shape_with_shared_expert(ROUTED)
@@ -118,3 +118,23 @@ def test_with_several_slots_per_rank_no_rank_has_the_shared_expert_twice():
     made = plan(load, model=MODEL, topology=ranks(32, slots_per_rank=9))
     layout_of(made, 32)
     assert made.balancedness > 0.99
+
+
+def test_the_last_expert_is_the_shared_one_and_is_named():
+    routed = ModelShape(num_layers=1, num_experts=256, num_groups=8, expert_bytes=1)
+    assert routed.shared_expert is None
+    shared = shape_with_shared_expert(routed).shared_expert
+    assert shared == 256
+    assert [expert_name(one, shared=shared) for one in (255, 256)] == ["255", "shared"]
+    assert [expert_text(one, shared=shared) for one in (255, 256)] == [
+        "expert 255",
+        "the shared expert",
+    ]
+    assert expert_name(256, shared=None) == "256"
+
+
+def test_a_shared_expert_is_in_no_group():
+    with pytest.raises(ValueError, match="needs one group, which the shared expert is not in"):
+        ModelShape(
+            num_layers=1, num_experts=4, num_groups=2, expert_bytes=1, has_shared_expert=True
+        )

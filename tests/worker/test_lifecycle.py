@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import gc
+import logging
+import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 
@@ -12,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.phase import Phase
-from equipoise.rank.errors import WorkerError
+from equipoise.rank.errors import GroupError, PeerLeftError, WorkerError
 from equipoise.rank.held import HeldExperts
 from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.block_keys import keys_of
@@ -27,6 +30,7 @@ from equipoise.wire.messages import (
     Wait,
 )
 from equipoise.worker.core import ModelCore
+from equipoise.worker.engine import Engine
 from equipoise.worker.errors import RejectedError
 from equipoise.worker.health import LIVE
 from equipoise.worker.lifecycle import Worker, serve
@@ -490,3 +494,49 @@ def test_a_machine_that_cannot_compute_batch_invariantly_fails_before_serving(
     with pytest.raises(WorkerError, match="serve without it"):
         ModelCore.load(settings())
     assert ModelCore.load(settings(batch_invariant=False)).model.row_block is None
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(PeerLeftError, logging.INFO), (GroupError, logging.WARNING)]
+)
+async def test_a_peer_that_left_is_no_warning_and_one_that_failed_is(
+    balancer, settings, join_epoch, random_layout, monkeypatch, caplog, error, level
+):
+    def ends(headers, *, names):
+        raise error("w-1 is not there")
+
+    async with running(settings(balancer=balancer.address)):
+        link, _ = await join(balancer, join_epoch, random_layout(1))
+        with caplog.at_level(logging.INFO, "equipoise.worker.epochs"):
+            monkeypatch.setattr("equipoise.worker.engine.check_group", ends)
+            await link.until(GroupLost)
+        (line,) = (one for one in caplog.records if "epoch 1 ended" in one.getMessage())
+        assert line.levelno == level
+
+
+async def test_peers_that_leave_while_a_rank_stops_leave_no_error_in_its_log(
+    balancer, settings, join_epoch, random_layout, monkeypatch, caplog
+):
+    calls, leave, stepping = threading.Semaphore(0), Engine.leave, threading.Event()
+
+    def leaves(engine):
+        leave(engine)
+        calls.release()
+
+    def ends(headers, *, names):
+        stepping.set()
+        for _ in range(2):  # It is told to leave, then cancelled, while its header is out.
+            calls.acquire(timeout=60)
+        raise PeerLeftError("w-1 left the pool")
+
+    async with running(settings(balancer=balancer.address)) as rig:
+        await join(balancer, join_epoch, random_layout(1))
+        monkeypatch.setattr(Engine, "leave", leaves)
+        monkeypatch.setattr("equipoise.worker.engine.check_group", ends)
+        assert await asyncio.to_thread(stepping.wait, 60)
+        rig.stop.set()
+        await rig.task
+    del rig
+    gc.collect()
+    await asyncio.sleep(0)
+    assert [one.getMessage() for one in caplog.records if one.levelno > logging.INFO] == []

@@ -26,7 +26,11 @@ def test_the_balancer_is_told_of_one_more_expert_and_no_groups(settings):
         num_layers=2, num_experts=8, num_groups=2, expert_bytes=num_bytes
     )
     assert core.shape == ModelShape(
-        num_layers=2, num_experts=9, num_groups=1, expert_bytes=num_bytes
+        num_layers=2,
+        num_experts=9,
+        num_groups=1,
+        expert_bytes=num_bytes,
+        has_shared_expert=True,
     )
     assert core.payload_checksums.shape == (2, 9, 16)
     for layer in range(2):

@@ -277,7 +277,7 @@ Global___RolloutStatus: _TypeAlias = RolloutStatus  # noqa: Y015
 
 @_typing.final
 class RejectionStatus(_message.Message):
-    """RejectionStatus is a kind of input that was rejected, and how often."""
+    """RejectionStatus is a kind of input that was rejected, and the number of times."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -287,7 +287,7 @@ class RejectionStatus(_message.Message):
     kind: _builtins.str
     """Constant kind, for example "report_shrinking_counter"."""
     count: _builtins.int
-    """How often since the balancer started."""
+    """Number of times since the balancer started."""
     latest: _builtins.str
     """The latest reason, with worker and value."""
     def __init__(
@@ -307,7 +307,7 @@ Global___RejectionStatus: _TypeAlias = RejectionStatus  # noqa: Y015
 
 @_typing.final
 class TimeoutStatus(_message.Message):
-    """TimeoutStatus is a wait that has a timeout, and how often it was reached."""
+    """TimeoutStatus is a wait that has a timeout, and the number of times it was reached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,9 +322,9 @@ class TimeoutStatus(_message.Message):
     together, once one has reported: those of WorkerTimeout.
     """
     timeout_s: _builtins.float
-    """Longest wait, seconds."""
+    """Timeout, seconds."""
     reached: _builtins.int
-    """How often it was reached: since the balancer leads; those of the election since it started,
+    """Number of times it was reached: since the balancer leads; those of the election since it started,
     those of the workers since they did.
     """
     latest: _builtins.str
@@ -610,7 +610,7 @@ class PoolStatus(_message.Message):
 
     @_builtins.property
     def advice(self) -> Global___AdviceStatus:
-        """How many ranks the measured traffic asks for; absent in mixed pools, and in the first minute of
+        """How many ranks the measured traffic calls for; absent in mixed pools, and in the first minute of
         an epoch.
         """
 
@@ -682,8 +682,8 @@ Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
 class AdviceStatus(_message.Message):
-    """AdviceStatus is how many ranks the traffic of a prefill or decode pool asks for. Nothing follows
-    it by itself.
+    """AdviceStatus is how many ranks the traffic of a prefill or decode pool calls for. Nothing acts
+    on it automatically.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1217,7 +1217,7 @@ class PoolSummary(_message.Message):
     the pool, whose ranks may serve. Empty if it can.
     """
     advised_ranks: _builtins.int
-    """Ranks that the measured traffic asks for, as in AdviceStatus; 0 if unknown."""
+    """Ranks that the measured traffic calls for, as in AdviceStatus; 0 if unknown."""
     @_builtins.property
     def latent_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Latent forms of the ranks, as in Hello, without duplicates; one if all ranks agree."""

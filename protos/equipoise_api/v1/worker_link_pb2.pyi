@@ -173,14 +173,17 @@ class ModelShape(_message.Message):
     NUM_EXPERTS_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     EXPERT_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_SHARED_EXPERT_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """MoE layers, counted from 0 over MoE layers only (dense layers do not count)."""
     num_experts: _builtins.int
-    """Logical experts per MoE layer, shared experts excluded."""
+    """Logical experts per MoE layer, with the shared one if `has_shared_expert`."""
     num_groups: _builtins.int
     """Expert groups per layer, for group-limited routing and hierarchical placement."""
     expert_bytes: _builtins.int
     """Bytes of one expert's weights and scales in one layer: the cost of a move."""
+    has_shared_expert: _builtins.bool
+    """Whether the last logical expert is the layer's shared expert, which every token activates."""
     def __init__(
         self,
         *,
@@ -188,10 +191,11 @@ class ModelShape(_message.Message):
         num_experts: _builtins.int = ...,
         num_groups: _builtins.int = ...,
         expert_bytes: _builtins.int = ...,
+        has_shared_expert: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_bytes", b"expert_bytes", "num_experts", b"num_experts", "num_groups", b"num_groups", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_bytes", b"expert_bytes", "has_shared_expert", b"has_shared_expert", "num_experts", b"num_experts", "num_groups", b"num_groups", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

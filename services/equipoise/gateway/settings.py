@@ -30,7 +30,7 @@ class GatewaySettings:
     """host:port of the HTTP server. Port 0 picks a free port, shown in the first log line."""
 
     balancer: tuple[str, ...] = ("127.0.0.1:7070",)
-    """host:port of the balancers to ask for the ranks, tried in order. While no balancer answers,
+    """host:port of the balancers that list the ranks, tried in order. While no balancer answers,
     the gateway keeps using the ranks it last saw."""
 
     pool: str = "default"
@@ -68,7 +68,7 @@ class GatewaySettings:
     """Maximum length of a prompt. Workers may have a lower limit and then reject the request."""
 
     max_tokens: Annotated[int, Range(1, 2**20)] = 8192
-    """Maximum number of tokens that a request may ask for."""
+    """Maximum number of tokens that a request may generate."""
 
     context_length: Annotated[int, Range(0, 2**20)] = 0
     """Tokens of prompt and output together. A chat request without a token limit may use what

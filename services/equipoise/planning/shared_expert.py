@@ -33,7 +33,7 @@ def shape_with_shared_expert(model: ModelShape) -> ModelShape:
 
     The shared expert is assumed to be as large as a routed one, so that any slot can hold it.
     """
-    return replace(model, num_experts=model.num_experts + 1, num_groups=1)
+    return replace(model, num_experts=model.num_experts + 1, num_groups=1, has_shared_expert=True)
 
 
 def plan_with_shared_ranks(

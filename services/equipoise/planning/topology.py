@@ -16,6 +16,8 @@ class ModelShape:
     """Expert groups of group-limited routing; 1 if there are none."""
     expert_bytes: int
     """Bytes of one expert's weights and scales in one layer: the cost of a move."""
+    has_shared_expert: bool = False
+    """Whether the last logical expert is the shared one, which every token activates."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "num_groups", "expert_bytes"):
@@ -25,6 +27,26 @@ class ModelShape:
             raise ValueError(
                 f"{self.num_experts} experts do not divide evenly into {self.num_groups} groups"
             )
+        if self.has_shared_expert and (self.num_groups > 1 or self.num_experts < 2):
+            raise ValueError(
+                "has_shared_expert needs one group, which the shared expert is not in, and a "
+                f"routed expert: there are {self.num_groups} groups, {self.num_experts} experts"
+            )
+
+    @property
+    def shared_expert(self) -> int | None:
+        """The number of the shared expert among the logical ones; None if it is not in slots."""
+        return self.num_experts - 1 if self.has_shared_expert else None
+
+
+def expert_name(expert: int, *, shared: int | None) -> str:
+    """Return what tables call a logical expert: its number, or `shared`."""
+    return "shared" if expert == shared else str(expert)
+
+
+def expert_text(expert: int, *, shared: int | None) -> str:
+    """Return what sentences call a logical expert, such as `expert 9`."""
+    return "the shared expert" if expert == shared else f"expert {expert}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

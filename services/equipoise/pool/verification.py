@@ -11,6 +11,7 @@ import numpy as np
 from equipoise.planning.arrays import Checksums
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import checksums_digest
+from equipoise.planning.topology import ModelShape, expert_text
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 
@@ -71,7 +72,8 @@ class Verification:
             return None
         if rank >= layout.num_ranks or checksums.shape[:2] != shape:
             return None
-        return _difference(layout, rank, held=checksums, table=table)
+        model = member.hello.model
+        return _difference(layout, rank, held=checksums, table=table, model=model)
 
     def compare(self) -> Mapping[int, str]:
         """Compare what was noted, once the table is known; returns the difference by rank.
@@ -85,7 +87,8 @@ class Verification:
             if member.hello.experts_digest != self._digest:
                 continue
             del self._waiting[rank]
-            difference = _difference(layout, rank, held=checksums, table=table)
+            model = member.hello.model
+            difference = _difference(layout, rank, held=checksums, table=table, model=model)
             if difference is None:
                 self._verified.add(rank)
             else:
@@ -93,7 +96,9 @@ class Verification:
         return differences
 
 
-def _difference(layout: Layout, rank: int, *, held: Checksums, table: Checksums) -> str | None:
+def _difference(
+    layout: Layout, rank: int, *, held: Checksums, table: Checksums, model: ModelShape
+) -> str | None:
     own = layout.own_slots(rank)
     experts = layout.expert_of_slot[:, own]
     layers = np.arange(layout.num_layers)[:, None]
@@ -103,7 +108,8 @@ def _difference(layout: Layout, rank: int, *, held: Checksums, table: Checksums)
     if not differs.any():
         return None
     layer, slot = (int(index) for index in np.argwhere(differs)[0])
+    expert = expert_text(int(experts[layer, slot]), shared=model.shared_expert)
     return (
         f"{int(differs.sum())} of its slots differ from the checkpoint; the first is slot "
-        f"{own.start + slot} of layer {layer}, for expert {int(experts[layer, slot])}"
+        f"{own.start + slot} of layer {layer}, for {expert}"
     )

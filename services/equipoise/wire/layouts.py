@@ -153,6 +153,7 @@ def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelSha
             num_experts=message.num_experts,
             num_groups=message.num_groups,
             expert_bytes=message.expert_bytes,
+            has_shared_expert=message.has_shared_expert,
         )
     except ValueError as error:
         raise InvalidMessageError(f"{kind}_model", f"{kind}: {error}") from error

@@ -176,6 +176,7 @@ class ModelCore:
             # The shared expert is in no group.
             num_groups=1 if config.shared_as_routed else config.n_group,
             expert_bytes=config.expert_bytes,
+            has_shared_expert=config.shared_as_routed,
         )
 
 

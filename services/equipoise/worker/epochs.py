@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 
-from equipoise.rank.errors import GroupError, TransferError, WorkerError
+from equipoise.rank.errors import GroupError, PeerLeftError, TransferError, WorkerError
 from equipoise.rank.scrubber import Scrubber
 from equipoise.telemetry.loading import Loading
 from equipoise.telemetry.logs import about
@@ -99,7 +99,7 @@ class Epochs:
         except GroupError as error:
             if isinstance(error, StepTimeoutError):
                 self._parts.waits.note(Wait.STEP, f"epoch {join_epoch.epoch} ended: {error}")
-            self._lose(join_epoch, str(error), unreached=error.unreached)
+            self._lose(join_epoch, error)
 
     async def _serve(self, joined: EpochGroup) -> None:
         scrubber = self._scrubber_of(joined.held)
@@ -147,18 +147,19 @@ class Epochs:
         if rank.last_switch is not None:
             self._parts.send(rank.last_switch)
 
-    def _lose(self, join_epoch: JoinEpoch, reason: str, *, unreached: tuple[str, ...]) -> None:
+    def _lose(self, join_epoch: JoinEpoch, error: GroupError) -> None:
         """Report that the group is lost; requests wait for the next one, up to a timeout."""
         if self._ended:
             return
-        held = self._slots.held
+        held, reason = self._slots.held, str(error)
         lost = self.state.lose(
             join_epoch,
             reason,
             expert_of_slot=None if held is None else held.expert_of_slot,
-            unreached=unreached,
+            unreached=error.unreached,
         )
-        _log.warning("epoch %d ended: %s", join_epoch.epoch, reason)
+        level = logging.INFO if isinstance(error, PeerLeftError) else logging.WARNING
+        _log.log(level, "epoch %d ended: %s", join_epoch.epoch, reason)
         if self.state.is_newest(join_epoch):
             self._parts.send(lost)
         if self._outage is None or self._outage.cancelled():

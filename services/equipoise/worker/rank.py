@@ -99,7 +99,8 @@ class Rank:
             scrubbing.cancel()
             if self._reporting is not None:
                 self._reporting.cancel()
-            await asyncio.wait([stepping, reports, scrubbing])
+            # Collects their exceptions, too: at a stop, peers that leave end this rank's last step.
+            await asyncio.gather(stepping, reports, scrubbing, return_exceptions=True)
             await self.stager.close()
             await self.puller.close()
             self._thread.shutdown()

@@ -81,7 +81,8 @@ export class View {
       ["busiest rank", busiest ? busiest.toFixed(2) : "no data", busiest ? " × mean" : ""],
       ...engines.map((engine) => ["engine", engine, ""]),
       ...(pool.advice?.ranks ? [["ranks advised", pool.advice.ranks, ` · load of ${pool.advice.needed.toFixed(1)}`, "", pool.advice.reason]] : []),
-      ["ranks", pool.num_ranks, [pool.phase, pool.model && `${pool.model.num_layers} layers`].filter(Boolean).map((one) => ` · ${one}`).join("")],
+      ["ranks", pool.num_ranks, pool.phase ? ` · ${pool.phase}` : ""],
+      ...(pool.model ? [["MoE layers", pool.model.num_layers, ` · ${expertsOf(pool.model)}`]] : []),
       ["generation", pool.generation, ` · epoch ${pool.epoch}`],
       ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
       ["rollout now", rollout ? rollout.state : "none", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
@@ -180,6 +181,10 @@ function factsOf(one) {
   }
   if (one.kind !== "plan" || !one.balancedness_proposed) return one.kind;
   return `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)}${steps} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · planned in ${seconds(one.plan_ms / 1e3)}`;
+}
+
+function expertsOf({ num_experts, has_shared_expert }) {
+  return has_shared_expert ? `${count(num_experts - 1, "expert")} and the shared one` : count(num_experts, "expert");
 }
 
 function costOf({ is_measured, share, cost_s, step_s, reason }) {

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,12 +20,14 @@ from equipoise.cli.live.settings import (
     LayoutImportSettings,
     LayoutShowSettings,
 )
+from equipoise.cli.live.view import experts_text, shared_expert
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.shares import WHOLE
+from equipoise.planning.topology import expert_name
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.layouts import layout_from_proto, layout_to_proto
 from equipoise_api.v1 import admin_pb2 as pb
@@ -31,6 +35,9 @@ from equipoise_api.v1 import status_pb2
 
 EXIT_DIFFERENT = 3
 """Exit status of `diff`."""
+
+ExpertName = Callable[[int], str]
+"""What operators call a logical expert."""
 
 _NUM_NAMED = 6
 _RETRY_S = 1.0
@@ -45,22 +52,25 @@ def show(settings: LayoutShowSettings) -> int:
     """
     with connected(settings) as client:
         response = client.layout(settings.generation)
+        model = client.status().model
     layout = layout_from_proto(response.layout)
     if settings.layer is not None and not 0 <= settings.layer < layout.num_layers:
         raise InvalidSettingsError(
             f"--layer must be from 0 to {layout.num_layers - 1}, not {settings.layer}"
         )
     if settings.json:
-        print_json(_document(layout, list(response.node_of_rank)))
+        print_json(_document(layout, list(response.node_of_rank), shared=shared_expert(model)))
         return 0
     out = console()
+    experts = experts_text(layout.num_experts, shared=shared_expert(model))
     out.print(
-        f"generation {layout.generation}: {layout.num_layers} layers x {layout.num_experts} "
-        f"experts in {layout.num_slots} slots on {layout.num_ranks} ranks"
+        f"generation {layout.generation}: {layout.num_layers} layers x {experts} in "
+        f"{layout.num_slots} slots on {layout.num_ranks} ranks"
     )
-    table = _layers_table(layout)
+    name = partial(expert_name, shared=shared_expert(model))
+    table = _layers_table(layout, name)
     if settings.layer is not None:
-        table = _ranks_table(layout, settings.layer, list(response.node_of_rank))
+        table = _ranks_table(layout, settings.layer, list(response.node_of_rank), name)
     out.print(table)
     return 0
 
@@ -76,6 +86,7 @@ def diff(settings: LayoutDiffSettings) -> int:
     with connected(settings) as client:
         after = _either(settings.after, client)
         before = _either(settings.before, client, like=after)
+        name = partial(expert_name, shared=shared_expert(client.status().model))
     if before.expert_of_slot.shape != after.expert_of_slot.shape:
         raise InvalidSettingsError(
             f"cannot compare {settings.before} with {settings.after}: {_shape(before)} against "
@@ -94,7 +105,7 @@ def diff(settings: LayoutDiffSettings) -> int:
     if settings.json:
         print_json(document)
     else:
-        _print_diff(before, after, document)
+        _print_diff(before, after, document, name)
     return 0 if is_same else EXIT_DIFFERENT
 
 
@@ -205,18 +216,18 @@ def _read(
         raise InvalidSettingsError(f"{path}: {error}") from None
 
 
-def _layers_table(layout: Layout) -> Table:
+def _layers_table(layout: Layout, name: ExpertName) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("layer", "most replicas", "replicated", "experts with the most replicas"):
-        table.add_column(name, justify="left" if name.startswith("experts") else "right")
+    for title in ("layer", "most replicas", "replicated", "experts with the most replicas"):
+        table.add_column(title, justify="left" if title.startswith("experts") else "right")
     for layer, counts in enumerate(layout.replica_counts()):
         chosen = [int(e) for e in np.argsort(-counts, kind="stable")[:_NUM_NAMED] if counts[e] > 1]
-        replicas = "  ".join(f"{expert} x{counts[expert]}" for expert in chosen)
+        replicas = "  ".join(f"{name(expert)} x{counts[expert]}" for expert in chosen)
         table.add_row(str(layer), str(counts.max()), str(int((counts > 1).sum())), replicas)
     return table
 
 
-def _ranks_table(layout: Layout, layer: int, nodes: list[str]) -> Table:
+def _ranks_table(layout: Layout, layer: int, nodes: list[str], name: ExpertName) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("rank", justify="right")
     if nodes:
@@ -227,14 +238,14 @@ def _ranks_table(layout: Layout, layer: int, nodes: list[str]) -> Table:
         cell = Text()
         for slot in range(layout.first_slot[rank], layout.first_slot[rank + 1]):
             expert = int(layout.expert_of_slot[layer, slot])
-            cell.append(f"{expert:>4}", style="bold cyan" if counts[expert] > 1 else "")
+            cell.append(f" {name(expert):>3}", style="bold cyan" if counts[expert] > 1 else "")
             if shares is not None and counts[expert] > 1:
                 cell.append(f" ({shares[layer, slot] / WHOLE:.0%})", style="dim")
         table.add_row(str(rank), *([Text(nodes[rank])] if nodes else []), cell)
     return table
 
 
-def _print_diff(before: Layout, after: Layout, document: dict[str, Any]) -> None:
+def _print_diff(before: Layout, after: Layout, document: dict[str, Any], name: ExpertName) -> None:
     if document["same"]:
         print("the layouts place experts identically")
         return
@@ -245,17 +256,18 @@ def _print_diff(before: Layout, after: Layout, document: dict[str, Any]) -> None
             continue
         gained = counts_after[layer] - counts_before[layer]
         changes = [int(e) for e in np.argsort(-np.abs(gained), kind="stable") if gained[e]]
-        named = "  ".join(f"{expert} {gained[expert]:+d}" for expert in changes[:_NUM_NAMED])
+        named = "  ".join(f"{name(expert)} {gained[expert]:+d}" for expert in changes[:_NUM_NAMED])
         more = f"  and {len(changes) - _NUM_NAMED} more" if len(changes) > _NUM_NAMED else ""
         replicas = f"; replicas per expert: {named}{more}" if named else ""
         print(f"  layer {layer}: {moves:,} moves{replicas}")
 
 
-def _document(layout: Layout, nodes: list[str]) -> dict[str, Any]:
+def _document(layout: Layout, nodes: list[str], *, shared: int | None) -> dict[str, Any]:
     shares = layout.share_of_slot
     return {
         "generation": layout.generation,
         "num_experts": layout.num_experts,
+        "shared_expert": shared,
         "num_ranks": layout.num_ranks,
         "node_of_rank": nodes,
         "expert_of_slot": layout.expert_of_slot.tolist(),

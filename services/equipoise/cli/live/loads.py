@@ -10,9 +10,10 @@ from rich.text import Text
 from equipoise.cli.display import console, print_json
 from equipoise.cli.live.client import BalancerRejectedError, connected
 from equipoise.cli.live.settings import LoadsSettings
-from equipoise.cli.live.view import balance_text
+from equipoise.cli.live.view import balance_text, shared_expert
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
+from equipoise.planning.topology import expert_name
 
 HIGHEST = 1.6
 """Rank load over the mean at which the colour scale ends; it begins at the reciprocal."""
@@ -39,6 +40,9 @@ class Heat:
     expert_load: Load
     """[layers, experts]."""
 
+    shared_expert: int | None
+    """Number of the shared expert; None if it is not in slots."""
+
     @property
     def balancedness(self) -> float:
         """Mean over layers of mean / max rank load; not a number without load."""
@@ -62,14 +66,15 @@ def run(settings: LoadsSettings) -> int:
         FormatError: the image cannot be written.
     """
     with connected(settings) as client:
-        pool = settings.pool or client.status().pool
+        status = client.status()
         loads = client.loads()
     layers, ranks, experts = loads.num_layers, loads.num_ranks, loads.num_experts
     heat = Heat(
-        pool=pool,
+        pool=status.pool,
         generation=loads.window_generation,
         rank_load=load_table(loads.window_rank_assignments, (layers, ranks)),
         expert_load=load_table(loads.window_assignments, (layers, experts)),
+        shared_expert=shared_expert(status.model),
     )
     if settings.out is not None:
         from equipoise.cli.plots import draw_loads
@@ -89,6 +94,7 @@ def run(settings: LoadsSettings) -> int:
             ],
             "rank_load": heat.rank_load.tolist(),
             "expert_load": heat.expert_load.tolist(),
+            "shared_expert": heat.shared_expert,
         }
         print_json(document)
     elif settings.out is not None:
@@ -194,6 +200,10 @@ def _busiest(heat: Heat, top: int) -> list[Text]:
         if total <= 0:
             continue
         chosen = np.argsort(-row, kind="stable")[:top]
-        shares = "   ".join(f"{expert:>4} {row[expert] / total:5.1%}" for expert in chosen)
+        names = [expert_name(int(one), shared=heat.shared_expert) for one in chosen]
+        shares = "   ".join(
+            f"{name:>4} {row[expert] / total:5.1%}"
+            for name, expert in zip(names, chosen, strict=True)
+        )
         lines.append(Text.assemble((f"{layer:>5}  ", "dim"), shares))
     return lines

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from equipoise.cli.display import format_bytes, format_time
 from equipoise.cli.live.ranks import balance_style, format_duration, ranks_view, worst_first
-from equipoise_api.v1 import status_pb2
+from equipoise.planning.topology import expert_text
+from equipoise_api.v1 import status_pb2, worker_link_pb2
 
 NO_DATA = "no data"
 """In place of a measure of nothing."""
@@ -66,9 +67,10 @@ def pool_view(
         (health_name(status.health), f"bold {_health_style(status.health)}"),
         (f"  {status.phase}" if status.phase else "", "dim"),
     )
+    experts = experts_text(status.model.num_experts, shared=shared_expert(status.model))
     subtitle = Text(
         f"generation {status.generation} · epoch {status.epoch} · "
-        f"{status.model.num_layers} layers x {status.model.num_experts} experts"
+        f"{status.model.num_layers} layers x {experts}"
     )
     if not framed:
         return Group(title, subtitle, body)
@@ -191,7 +193,7 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
     if status.HasField("imbalance"):
         views.append(Text(imbalance_text(status.imbalance)))
     if status.HasField("shares") and status.shares.uneven_layers:
-        views.append(Text(shares_text(status.shares), style="dim"))
+        views.append(Text(shares_text(status.shares, model=status.model), style="dim"))
     return Group(*views)
 
 
@@ -207,12 +209,23 @@ def imbalance_text(imbalance: status_pb2.ImbalanceStatus) -> str:
     return f"imbalance costs {at_most}{cost}{share} ({imbalance.reason})"
 
 
-def shares_text(shares: status_pb2.ShareStatus) -> str:
+def shared_expert(model: worker_link_pb2.ModelShape) -> int | None:
+    """The number of the shared expert among the logical ones; None if it is not in slots."""
+    return model.num_experts - 1 if model.has_shared_expert else None
+
+
+def experts_text(num_experts: int, *, shared: int | None) -> str:
+    """How many experts a layer has in slots, such as "256 experts and the shared one"."""
+    return f"{num_experts} experts" if shared is None else f"{shared} experts and the shared one"
+
+
+def shares_text(shares: status_pb2.ShareStatus, *, model: worker_link_pb2.ModelShape) -> str:
     """Planned and realised shares, for layouts with uneven shares."""
+    expert = expert_text(shares.expert, shared=shared_expert(model))
     return (
         f"uneven shares in {shares.uneven_layers} layers: {shares.misplaced:.1%} of replicated "
         f"experts' assignments misplaced; worst: layer {shares.layer}, slot {shares.slot} served "
-        f"{shares.realised:.3f} of expert {shares.expert}, planned {shares.planned:.3f}"
+        f"{shares.realised:.3f} of {expert}, planned {shares.planned:.3f}"
     )
 
 
