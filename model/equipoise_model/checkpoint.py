@@ -27,7 +27,7 @@ from equipoise_model.checkpoint_shard import CheckpointError, Shard, stored_byte
 from equipoise_model.checkpoint_tensors import F32, FP8, SCALE_SUFFIX, TensorSpec, tensor_specs
 from equipoise_model.checkpoint_writer import CONFIG, INDEX, WEIGHTS, save
 from equipoise_model.config import Fp8Config, ModelConfig
-from equipoise_model.experts import CHECKSUM_BYTES
+from equipoise_model.experts import CHECKSUM_BYTES, checksum
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
 from equipoise_model.tensor_names import dense_tensors, is_mtp, payload_names, placed_expert
@@ -49,9 +49,9 @@ class Checkpoint:
     """An opened checkpoint: every tensor is present, with the right shape and type.
 
     Reads are verified against the manifest, if there is one: a read of other bytes raises
-    CheckpointError, which names file and tensor, and what was read must not be used. Weights are
-    memory-mapped: opening is cheap, and a read touches only its own bytes and keeps a few MiB of
-    them in memory. Safe to read from any thread.
+    CheckpointError, which names file and tensor, and what was read must not be used. Opening is
+    cheap, and a read touches only its own bytes and keeps a few MiB of them in memory. Safe to read
+    from any thread.
     """
 
     def __init__(
@@ -232,9 +232,32 @@ class Checkpoint:
         Modules' layers, which must be stored, come last, and so does a shared expert if placed.
 
         Gate, up and down in BF16, or with `keep_fp8` their codes, then their scales.
+
+        Raises:
+            CheckpointError: a file is damaged, or the manifest contradicts itself about the expert.
         """
         assert 0 <= layer < self.config.num_expert_layers
         assert 0 <= expert < self.config.num_placed_experts
+        manifest = self.manifest
+        known = manifest and manifest.checksum(self.config, layer=layer, expert=expert)
+        if known is None:
+            return self._payload(layer, expert)
+        # One hash of the whole payload instead of one per tensor.
+        payload = self.with_manifest(None)._payload(layer, expert)  # noqa: SLF001 - its own class
+        if checksum(payload) == known:
+            return payload
+        payload = self._payload(layer, expert)  # Raises if it is a tensor that differs.
+        if checksum(payload) == known:
+            return payload
+        names = payload_names(self.config, layer=layer, expert=expert)
+        raise CheckpointError(
+            f"{self.path / MANIFEST} contradicts itself: {', '.join(names)} match their digests in "
+            f"it, but expert {expert} of MoE layer {layer}, which consists of them, does not match "
+            f"its own: write the manifest again with {COMMAND} {self.path} --replace"
+        )
+
+    def _payload(self, layer: int, expert: int) -> Tensor:
+        """Read an expert's payload, each tensor verified if there is a manifest."""
         names = payload_names(self.config, layer=layer, expert=expert)
         # Pages of its own: small objects would otherwise settle in the holes that payloads leave in
         # the heap.
@@ -292,6 +315,8 @@ class Checkpoint:
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield a tensor as stored, in pieces of consecutive rows; the end verifies the whole.
 
+        Each piece is valid until the next one.
+
         Raises:
             CheckpointError: the bytes, all of which were yielded, are not those of the manifest.
         """
@@ -301,9 +326,7 @@ class Checkpoint:
             yield from pieces
             return
         digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
-        for rows, mapped in pieces:
-            # The file may change, or be read again, between two looks at a mapped page.
-            part = mapped.clone()
+        for rows, part in pieces:
             digest.update(stored_bytes(part))
             yield rows, part
         if digest.digest() != self.manifest.tensors[name]:

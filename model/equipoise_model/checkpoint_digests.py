@@ -107,19 +107,34 @@ def compute(checkpoint: Checkpoint, *, progress: ProgressCallback | None = None)
 
 
 def verify_all(checkpoint: Checkpoint, *, progress: ProgressCallback | None = None) -> None:
-    """Read every tensor, and with it verify the whole checkpoint.
+    """Read every tensor, and with it verify the whole checkpoint, then every expert's payload.
+
+    Payloads are verified in the checkpoint's format, if the manifest has it.
 
     Raises:
-        CheckpointError: a tensor is not that of the manifest; names the first one found.
+        CheckpointError: a tensor is not that of the manifest, or the manifest contradicts itself;
+            names the first one found.
     """
+    assert checkpoint.manifest is not None, "a manifest"
+    config, manifest = checkpoint.config, checkpoint.manifest
+    num_layers = config.num_expert_layers if checkpoint.has_mtp else config.num_moe_layers
+    places = [
+        (layer, expert)
+        for layer, expert in np.ndindex(num_layers, config.num_placed_experts)
+        if manifest.checksum(config, layer=layer, expert=expert) is not None
+    ]
 
-    def read(name: str) -> int:
-        for _ in checkpoint.pieces(name):
+    def read(one: str | tuple[int, int]) -> int:
+        if not isinstance(one, str):
+            return checkpoint.read_expert(*one).nbytes
+        for _ in checkpoint.pieces(one):
             pass
-        return checkpoint.size_of(name)
+        return checkpoint.size_of(one)
 
     total = sum(checkpoint.size_of(name) for name in checkpoint.names)
-    _in_parallel(read, checkpoint.names, total=total, progress=progress)
+    total += config.expert_bytes * len(places)
+    items: list[str | tuple[int, int]] = [*checkpoint.names, *places]
+    _in_parallel(read, items, total=total, progress=progress)
 
 
 def _payloads(

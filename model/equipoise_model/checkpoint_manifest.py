@@ -117,6 +117,18 @@ class Manifest:
             return None
         return np.concatenate([routed, shared[: len(routed)]], axis=1)
 
+    def checksum(self, config: ModelConfig, *, layer: int, expert: int) -> bytes | None:
+        """Checksum of the payload of one expert that a config places; None if it is unknown."""
+        name = format_name(config.quantization_config)
+        if expert >= config.n_routed_experts:
+            tables, expert = self.shared_payloads, 0
+        elif layer < config.num_moe_layers:
+            tables = self.payloads
+        else:
+            tables, layer = self.draft_payloads, layer - config.num_moe_layers
+        table = tables.get(name)
+        return None if table is None or layer >= len(table) else table[layer, expert].tobytes()
+
     def check(self, config: ModelConfig, names: Iterable[str], *, file: Path) -> None:
         """Check that it is about a checkpoint of these tensors.
 

@@ -1,13 +1,13 @@
-"""`Shard`: one safetensors file, checked when opened and mapped where it is read.
+"""`Shard`: one safetensors file, checked when opened and read in pieces.
 
-Owns the file format: a length, a JSON header, then the tensors' bytes without gaps. Maps only the
-requested rows, and only while they are in use: loading a few tensors of a large file needs little
-memory, and a file may be larger than memory.
+Owns the file format: a length, a JSON header, then the tensors' bytes without gaps. Reads only the
+requested rows, a piece at a time: loading a few tensors of a large file needs little memory, and a
+file may be larger than memory. Never maps a file: a process that touches a mapped page of a file
+that has been truncated is killed by SIGBUS.
 """
 
 import json
 import math
-import mmap
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,33 +84,45 @@ class Shard:
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield consecutive rows of a tensor, in pieces of about `max_bytes`.
 
-        The number of rows in a piece is a multiple of `multiple`. Each piece stays mapped while it
-        is referenced.
+        The number of rows in a piece is a multiple of `multiple`. Each piece is valid until the
+        next one, which replaces its bytes.
 
         Raises:
-            CheckpointError: the file has become shorter since it was opened.
+            CheckpointError: the file cannot be read, or has become shorter since it was opened.
         """
         stored = self.tensors[name]
         num_rows = stored.shape[0]
         row_bytes = (stored.end - stored.start) // num_rows
         step = max(max_bytes // row_bytes // multiple, 1) * multiple
+        room = torch.empty(min(step, num_rows) * row_bytes, dtype=torch.uint8)
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
             shape = (rows.stop - rows.start, *stored.shape[1:])
-            data = self._mapped(name, stored.start + first * row_bytes, shape[0] * row_bytes)
+            data = room[: shape[0] * row_bytes]
+            self._read(name, stored.start + first * row_bytes, data)
             yield rows, data.view(DTYPES[stored.dtype]).view(shape)
 
-    def _mapped(self, name: str, start: int, count: int) -> Tensor:
-        """Map bytes of the file, uint8 [count]."""
-        before = start % mmap.ALLOCATIONGRANULARITY
-        try:
-            # A private map is writable, which avoids a warning by torch; nothing writes to it.
-            pages = mmap.mmap(
-                self._descriptor, before + count, access=mmap.ACCESS_COPY, offset=start - before
-            )
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{self.file}: {name} cannot be read: {error}") from error
-        return torch.frombuffer(pages, dtype=torch.uint8, count=count, offset=before)
+    def _read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, uint8 [count], with the file's bytes from `start`."""
+        missing = stored_bytes(out)
+        end = start + len(missing)
+        while missing:
+            try:
+                count = os.preadv(self._descriptor, [missing], end - len(missing))
+            except OSError as error:
+                raise self._unreadable(name, str(error.strerror)) from error
+            if not count:
+                found = os.fstat(self._descriptor).st_size
+                raise self._unreadable(
+                    name, f"the file was truncated to {found} bytes after it was opened"
+                )
+            missing = missing[count:]
+
+    def _unreadable(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.file}: {name} cannot be read: {why}: copy the file again, and restart the "
+            "processes that have it open"
+        )
 
 
 def stored_bytes(tensor: Tensor) -> memoryview:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,6 +194,62 @@ def test_one_flipped_bit_of_the_dense_part_is_found_when_it_is_loaded(path, name
     checkpoint = Checkpoint.open(path)
     with pytest.raises(CheckpointError, match=name):
         checkpoint.load_dense(Transformer(checkpoint.config, mtp=True))
+
+
+@pytest.fixture
+def contradicting(path, stored_as):
+    """Writes a manifest whose own digest is good, with a wrong digest of one expert's payload."""
+
+    def write(table, place, chosen=stored_as):
+        written = Manifest.read(path / MANIFEST)
+        rows = getattr(written, table)[chosen].copy()
+        rows[place] ^= 1
+        dataclasses.replace(written, **{table: {chosen: rows}}).write(path / MANIFEST)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("table", "place", "read", "name"),
+    [
+        ("payloads", (1, 5), (1, 5), EXPERT),
+        ("draft_payloads", (0, 3), (2, 3), "model.layers.3.mlp.experts.3.up_proj.weight"),
+        ("shared_payloads", (1, 0), (1, 16), "model.layers.2.mlp.shared_experts.up_proj.weight"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_blamed_by_the_first_reader(
+    path, contradicting, table, place, read, name
+):
+    contradicting(table, place)
+    checkpoint = opened(path, shared_as_routed=True)
+    checkpoint.read_expert(0, 5)
+    for work in (lambda: checkpoint.read_expert(*read), lambda: verify_all(checkpoint)):
+        with pytest.raises(CheckpointError, match=rf"{MANIFEST} contradicts itself") as caught:
+            work()
+        assert name in str(caught.value)
+        assert "checkpoint manifest --checkpoint" in str(caught.value)
+        assert "--replace" in str(caught.value)
+
+
+def test_a_damaged_file_is_blamed_rather_than_the_manifest(path):
+    file = flip_bit(path, EXPERT)
+    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged: {EXPERT}"):
+        opened(path).read_expert(1, 5)
+
+
+def test_an_expert_is_hashed_once_if_the_checksum_of_its_payload_is_known(path, monkeypatch):
+    checkpoint = opened(path)
+    hashed = []
+    monkeypatch.setattr(
+        "equipoise_model.checkpoint.hashlib",
+        SimpleNamespace(blake2b=lambda **_: pytest.fail("a tensor was hashed on its own")),
+    )
+    monkeypatch.setattr(
+        "equipoise_model.checkpoint.checksum",
+        lambda payload: hashed.append(payload.nbytes) or checksum(payload),
+    )
+    checkpoint.read_expert(1, 5)
+    assert hashed == [checkpoint.config.expert_bytes]
 
 
 def test_damage_is_not_converted_into_a_good_checkpoint(path, stored_as, tmp_path):

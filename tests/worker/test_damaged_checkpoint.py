@@ -1,5 +1,8 @@
 """One flipped bit in one worker's copy of the checkpoint is found by that worker, and by name."""
 
+import dataclasses
+import itertools
+import os
 import shutil
 import threading
 
@@ -11,6 +14,7 @@ from equipoise.rank.transfer import ExpertTransferService
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.core import ModelCore
 from equipoise.worker.joining import WorkerSlots
+from equipoise_model.checkpoint_manifest import MANIFEST, Manifest
 from equipoise_model.experts import checksum
 from tests.support.damaged_files import flip_bit
 from tests.support.expert_servers import served
@@ -79,3 +83,44 @@ def test_damage_to_the_dense_part_stops_the_worker_before_it_says_hello(damaged,
     flip_bit(damaged, "model.norm.weight")
     with pytest.raises(WorkerError, match=r"model\.norm\.weight does not match the digest"):
         ModelCore.load(settings(checkpoint=damaged))
+
+
+def test_a_file_that_is_truncated_during_the_start_is_named_with_a_remedy(damaged, settings):
+    file = damaged / "model.safetensors"
+    loading = Loading(
+        say=lambda *_: os.truncate(file, 1000), clock=itertools.count(step=60).__next__
+    )
+    with pytest.raises(
+        WorkerError, match=r"truncated to 1000 bytes.*copy the file again"
+    ) as caught:
+        ModelCore.load(settings(checkpoint=damaged), loading=loading)
+    assert str(file) in str(caught.value)
+
+
+async def test_a_rank_whose_file_is_truncated_rejects_the_epoch_with_a_remedy(
+    damaged, slots_of, random_layout
+):
+    slots, file = slots_of(damaged), damaged / "model.safetensors"
+    os.truncate(file, 1000)
+    join_epoch = join_epoch_of("", layout=random_layout(1))
+    with pytest.raises(
+        TransferError, match=r"truncated to 1000 bytes.*copy the file again"
+    ) as caught:
+        await slots.stage(join_epoch, abandoned=threading.Event())
+    assert str(file) in str(caught.value)
+
+
+async def test_a_rank_whose_manifest_contradicts_itself_blames_it_before_it_serves(
+    checkpoint_path, tmp_path, slots_of, random_layout
+):
+    shutil.copytree(checkpoint_path, tmp_path, dirs_exist_ok=True)
+    manifest = Manifest.read(tmp_path / MANIFEST)
+    ((name, table),) = manifest.payloads.items()
+    table = table.copy()
+    table[LAYER, EXPERT] ^= 1
+    dataclasses.replace(manifest, payloads={name: table}).write(tmp_path / MANIFEST)
+    join_epoch = join_epoch_of("", layout=random_layout(1))
+    with pytest.raises(TransferError, match=r"contradicts itself.*--replace") as caught:
+        await slots_of(tmp_path).stage(join_epoch, abandoned=threading.Event())
+    assert str(tmp_path / MANIFEST) in str(caught.value)
+    assert NAME in str(caught.value)

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import os
+import shutil
 import threading
 
 import numpy as np
@@ -19,6 +21,7 @@ from equipoise.rank.stager import Stager, check_stage
 from equipoise.wire.balancer_messages import Abort
 from equipoise.wire.messages import LayoutRejected, Staged
 from equipoise.worker.spans import RankSpans
+from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.experts import checksum
 from tests.support.worker_parts import join_epoch_of, puller_of
 
@@ -273,6 +276,24 @@ async def test_staging_that_runs_out_of_device_memory_is_rejected(
     assert isinstance(answer, LayoutRejected)
     assert "not enough device memory to stage" in answer.reason
     rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    assert isinstance(await rig.answer(), Staged)
+
+
+async def test_a_stage_from_a_file_that_is_truncated_is_rejected_and_the_rank_runs_on(
+    rig, random_layout, stage_to, checkpoint_path, tmp_path
+):
+    shutil.copytree(checkpoint_path, tmp_path, dirs_exist_ok=True)
+    rig.slow.checkpoint = Checkpoint.open(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, 1000)
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    answer = await rig.answer()
+    assert isinstance(answer, LayoutRejected)
+    assert str(file) in answer.reason
+    assert "copy the file again" in answer.reason
+    assert rig.running.generation == 1
+    rig.slow.checkpoint = rig.core.checkpoint
+    rig.stager.stage(stage_to(rig.running, random_layout(3)))
     assert isinstance(await rig.answer(), Staged)
 
 
