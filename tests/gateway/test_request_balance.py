@@ -1,7 +1,9 @@
 """How evenly requests are spread: bounds of list scheduling, two gateways, and a trace."""
 
 import itertools
+import os
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 
 from equipoise.gateway.rank_load import Amount, RankInfo, RankLoad, RankState
 from equipoise.gateway.routing import Demand
-from tests.support.request_fleet import RULES, by_rule, least_requests, play, round_robin, trace
+from tests.support.request_fleet import (
+    RULES,
+    at_load,
+    by_rule,
+    least_requests,
+    play,
+    recorded,
+    round_robin,
+    trace,
+)
 
 PARITY = 100
 
@@ -173,6 +184,49 @@ def test_a_text_that_all_prompts_begin_with_does_not_draw_them_to_one_rank(arriv
     assert played.mean_wait_s < 1.1 * play(hot, round_robin, generates=False).mean_wait_s
 
 
+MOONCAKE = """\
+{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
+{"timestamp": 500, "input_length": 1024, "output_length": 7, "hash_ids": [0, 2]}
+{"timestamp": 900, "input_length": 9, "output_length": 0, "hash_ids": [3]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 23:59:59.7500000,600,3
+2023-11-17 00:00:00.2500000,1024,7
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", MOONCAKE), ("a.csv", AZURE)])
+def test_recorded_traces_are_read(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    first, second = recorded(path)
+    assert second.at_s - first.at_s == pytest.approx(0.5)
+    assert [(one.prompt_tokens, one.answer_tokens) for one in (first, second)] == [
+        (600, 3), (1024, 7),
+    ]  # fmt: skip
+    assert [len(one.keys) for one in (first, second)] == [9, 15]
+    # 512 tokens are shared where the trace says so.
+    assert len(set(first.keys) & set(second.keys)) == (8 if name == "a.jsonl" else 0)
+
+
+@pytest.mark.parametrize("does", [(True, False), (False, True), (True, True)])
+def test_a_trace_is_sped_up_until_ranks_are_busy(does, arrivals):
+    reads, generates = does
+    faster, speed = at_load(arrivals, 0.5, reads=reads, generates=generates)
+    slower, _ = at_load(arrivals, 0.25, reads=reads, generates=generates)
+    assert slower[-1].at_s == pytest.approx(2 * faster[-1].at_s)
+    assert faster[-1].at_s * speed == pytest.approx(arrivals[-1].at_s - arrivals[0].at_s)
+
+
+def test_ranks_with_more_work_than_time_fall_behind(arrivals):
+    def wait_s(load):
+        sped_up, _ = at_load(arrivals[:300], load, reads=True, generates=False)
+        return play(sped_up, round_robin, generates=False).mean_wait_s
+
+    assert wait_s(3.0) > 3 * wait_s(0.3)
+
+
 PARTS = {
     "prefill": ({"generates": False}, 52),
     "decode": ({"reads": False}, 26),
@@ -187,6 +241,26 @@ def test_rules_on_a_trace(part):
     """Prints the table of decision 0032."""
     changes, per_s = PARTS[part]
     traces = [list(trace(seed, count=5000, per_s=per_s)) for seed in (1, 2, 3)]
+    print_table(part, traces, changes)
+
+
+RECORDED = "EQUIPOISE_REQUEST_TRACE"
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.skipif(RECORDED not in os.environ, reason=f"{RECORDED} names no recorded trace")
+def test_rules_on_a_recorded_trace(part):
+    """Prints the table of decision 0032 for a trace whose ranks are busy for 70 % of the time."""
+    changes, _ = PARTS[part]
+    does = {"reads": True, "generates": True} | changes
+    arrivals, speed = at_load(recorded(Path(os.environ[RECORDED])), 0.7, **does)
+    print(f"{len(arrivals)} requests at {speed:.2f} times their speed")
+    print_table(part, [arrivals], changes)
+
+
+def print_table(part, traces, changes):
     for num_gateways, (name, rule) in itertools.product((1, 2), RULES.items()):
         played = [play(one, rule, num_gateways=num_gateways, **changes) for one in traces]
         means = {

@@ -1,14 +1,19 @@
 """A pool of ranks under a trace of requests, on a virtual clock: what a choice of ranks achieves.
 
+Traces are drawn from a seed, or read from a file of recorded arrivals.
+
 Ranks read prompts one after another at a fixed speed and generate for all requests that have a
 slot. The gateways' side is the product's: `RankLoad` with its bookings and reports, and `choose`.
 Everything is drawn from seeds, so results are exact.
 """
 
+import csv
 import heapq
 import itertools
+import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from equipoise.gateway.rank_load import RankInfo, RankLoad, RankState
 from equipoise.gateway.request_balance import balancedness
@@ -63,6 +68,65 @@ def trace(seed, *, count, per_s):
         answer = max(2, min(2_000, int(rng.lognormvariate(4.86, 1.0))))
         yield Arrival(
             at_s=now_s, prompt_tokens=prompt, answer_tokens=answer, keys=tuple(keys[:num_full])
+        )
+
+
+HASHED_TOKENS = 512
+"""Tokens for which a trace of Mooncake has one hash."""
+
+
+def recorded(path):
+    """Arrivals from a file.
+
+    It may be a trace of Mooncake (JSON lines, which say what prompts share; FAST 2025) or one of
+    Azure's LLM inference traces of 2023 (CSV, no prompts share anything; Splitwise, ISCA 2024).
+    """
+    read = _mooncake if path.suffix == ".jsonl" else _azure
+    with path.open() as lines:
+        return [one for one in read(lines) if one.answer_tokens > 0]
+
+
+def at_load(arrivals, load, *, reads, generates, num_ranks=8, slots=64):
+    """Arrivals sped up or slowed down until ranks are busy for this share of the time.
+
+    That is the largest of the shares of reading (nothing being cached), of slots and of cache.
+    """
+    slots *= num_ranks
+    answers_s = [STEP_S * one.answer_tokens for one in arrivals]
+    seconds = {
+        "reading": reads * sum(one.cost for one in arrivals) / READ_TOKENS_PER_S / num_ranks,
+        "slots": generates * sum(answers_s) / slots,
+        "cache": generates * sum(
+            one.prompt_tokens * for_s for one, for_s in zip(arrivals, answers_s, strict=True)
+        ) / (slots * SLOT_TOKENS),
+    }  # fmt: skip
+    first_s, last_s = arrivals[0].at_s, arrivals[-1].at_s
+    speed = load * (last_s - first_s) / max(seconds.values())
+    return [replace(one, at_s=(one.at_s - first_s) / speed) for one in arrivals], speed
+
+
+def _mooncake(lines):
+    for line in lines:
+        one = json.loads(line)
+        num_full = (one["input_length"] - 1) // BLOCK
+        parts = range(HASHED_TOKENS // BLOCK)
+        keys = (b"%d %d" % (text, part) for text in one["hash_ids"] for part in parts)
+        yield Arrival(
+            at_s=one["timestamp"] / 1000,
+            prompt_tokens=one["input_length"],
+            answer_tokens=one["output_length"],
+            keys=tuple(itertools.islice(keys, num_full)),
+        )
+
+
+def _azure(lines):
+    for number, row in enumerate(csv.DictReader(lines)):
+        prompt = int(row["ContextTokens"])
+        # Seven digits after the point are more than Python reads.
+        at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        keys = tuple(b"%d %d" % (number, place) for place in range((prompt - 1) // BLOCK))
+        yield Arrival(
+            at_s=at_s, prompt_tokens=prompt, answer_tokens=int(row["GeneratedTokens"]), keys=keys
         )
 
 
