@@ -36,7 +36,7 @@ EXPRESSIONS = {
     },
 }
 FROM_PROMETHEUS = {"job", "namespace", "pod", "le"}
-OF_RELEASES = {"release"}
+OF_RELEASES = {"release", "worker"}
 """Added by the ServiceMonitors."""
 
 
@@ -92,6 +92,24 @@ def test_an_alert_has_a_summary_a_description_and_a_severity(rule, documented):
     names = re.findall(r"equipoise_\w+", rule["expr"])
     known = set().union(*(documented[name] for name in names)) if names else {"pool"}
     assert shown <= known | FROM_PROMETHEUS | OF_RELEASES
+
+
+def test_every_series_of_a_panel_has_a_legend_of_its_own(documented):
+    for panel in PANELS:
+        for target in panel["targets"]:
+            expression, shown = target["expr"], re.findall(r"{{(\w+)}}", target["legendFormat"])
+            if group := re.search(r"by \(([^)]*)\)", expression):
+                differ = {label.strip() for label in group.group(1).split(",")}
+            elif re.match(r"(sum|max|avg)\(", expression):
+                differ = set()
+            else:
+                (name,) = re.findall(r"\b(?:equipoise|process)_\w+", expression)
+                # Ranks of one pod differ in nothing but their names; balancers differ in pods.
+                process = "worker" if name.startswith("equipoise_worker_") else "pod"
+                labels = documented.get(name, set())
+                differ = labels if "pool" in labels else labels | {process}
+            # A dashboard shows one release; where it shows several, pools have a name in each.
+            assert differ - {"le", "namespace", "release"} <= set(shown), target
 
 
 def test_the_operations_guide_covers_every_alert_and_every_metric():
@@ -173,9 +191,10 @@ def test_alerts_and_dashboard_are_installed_if_enabled():
         assert not re.findall(r"<\w", f"{rule['expr']} {rule.get('for')}")
     monitors = [one for one in objects if one["kind"] == "ServiceMonitor"]
     for monitor in monitors:
-        assert monitor["spec"]["endpoints"][0]["relabelings"] == [
-            {"targetLabel": "release", "replacement": "eq"}
-        ]
+        first, *others = monitor["spec"]["endpoints"][0]["relabelings"]
+        assert first == {"targetLabel": "release", "replacement": "eq"}
+        is_worker = monitor["metadata"]["name"].endswith("worker")
+        assert [one["targetLabel"] for one in others] == ["worker"] * is_worker
     dashboard = one_of(objects, "ConfigMap", "eq-equipoise-dashboard")
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(dashboard["data"]["equipoise.json"]) == DASHBOARD

@@ -159,7 +159,9 @@ def test_services_policies_and_monitors_name_the_ports_of_every_rank_of_a_pod():
     monitor = one_of(objects, "PodMonitor", "eq-equipoise-worker")
     endpoints = monitor["spec"]["podMetricsEndpoints"]
     assert [one["port"] for one in endpoints] == [f"metrics{suffix}" for suffix in EIGHT]
-    assert all(one["relabelings"] for one in endpoints)
+    names = [one["relabelings"][1] for one in endpoints]
+    assert {one["targetLabel"] for one in names} == {"worker"}
+    assert [one["replacement"] for one in names] == [f"${{1}}-{rank}" for rank in range(8)]
     for one in objects:
         if "monitoring" not in one["apiVersion"]:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)

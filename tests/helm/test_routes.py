@@ -102,6 +102,11 @@ def test_pods_are_scraped_with_their_labels_without_a_service():
     assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "token"}}
     assert endpoint["relabelings"] == [
         {"targetLabel": "release", "replacement": "eq"},
+        {
+            "sourceLabels": ["__meta_kubernetes_pod_name"],
+            "targetLabel": "worker",
+            "replacement": "${1}",
+        },
         *relabelings,
     ]
 

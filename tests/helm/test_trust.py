@@ -1,10 +1,21 @@
 """The certificates, tokens and probes of the chart."""
 
+import re
+
 import pytest
+import yaml
 
 from equipoise.trust.identity import Identity, Role, certified
 from equipoise.trust.settings import TRUST_DOMAIN
-from tests.support.helm_chart import FULL, TLS, RenderError, containers, pod_specs, render
+from tests.support.helm_chart import (
+    FULL,
+    ROOT,
+    TLS,
+    RenderError,
+    containers,
+    pod_specs,
+    render,
+)
 
 POD_OF = {
     "balancer": "Deployment/eq-equipoise-balancer",
@@ -61,6 +72,27 @@ def test_certificates_have_identities_that_the_program_accepts(certificates):
             "kind": "ClusterIssuer",
             "group": "cert-manager.io",
         }
+
+
+def test_the_documented_issuer_signs_the_certificates_of_the_documented_release():
+    operations, security = (
+        (ROOT / "docs" / f"{page}.md").read_text() for page in ("operations", "security")
+    )
+    values, issuer = (
+        yaml.safe_load(re.search(rf"```yaml\n# {name}\.yaml\n(.*?)```", page, re.DOTALL)[1])
+        for name, page in (("fleet", operations), ("issuer", security))
+    )
+    signed = [one for one in render(values) if one["kind"] == "Certificate"]
+    assert len(signed) == 3
+    for one in signed:
+        assert one["spec"]["issuerRef"] == {
+            "name": issuer["metadata"]["name"],
+            "kind": "Issuer",
+            "group": "cert-manager.io",
+        }
+        # An Issuer signs for its own namespace only.
+        assert one["metadata"]["namespace"] == issuer["metadata"]["namespace"]
+    assert issuer["kind"] == "Issuer"
 
 
 def test_a_pool_with_a_slash_in_its_name_keeps_it():

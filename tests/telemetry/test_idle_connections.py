@@ -5,6 +5,7 @@ import logging
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -61,6 +62,34 @@ def test_the_soft_limit_on_open_files_is_raised():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("balancer", "--listen=127.0.0.1:0", "--store=state.db"),
+        ("gateway", "--listen=127.0.0.1:0", "--balancer=127.0.0.1:1"),
+        ("worker", "--listen=127.0.0.1:0", "--balancer=127.0.0.1:1"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_every_process_raises_its_own_limit(arguments, tmp_path):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= 256:
+        pytest.skip(f"the hard limit is {hard}")
+    command = [sys.executable, "-m", "equipoise.cli.main", *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        # Its imports take longer than this call.
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, hard))
+        deadline = time.monotonic() + 2 * WAIT_S
+        while resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == 256:
+            assert process.poll() is None, "it ended"
+            assert time.monotonic() < deadline, "the limit stayed"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_an_error_of_the_loop_is_logged_once_per_cause_and_power_of_two(caplog):

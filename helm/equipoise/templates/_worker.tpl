@@ -176,7 +176,7 @@ spec:
 {{- $ports := list -}}
 {{- range $rank := until (int $worker.localRanks) -}}
 {{- range $kind, $port := $first -}}
-{{- $ports = append $ports (dict "kind" $kind "name" (ternary (printf "%s-%d" $kind $rank) $kind (gt $rank 0)) "port" (add $port (mul 10 $rank))) -}}
+{{- $ports = append $ports (dict "kind" $kind "name" (ternary (printf "%s-%d" $kind $rank) $kind (gt $rank 0)) "rank" $rank "port" (add $port (mul 10 $rank))) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $ports -}}
