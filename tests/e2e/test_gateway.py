@@ -8,7 +8,7 @@ import json
 import signal
 import statistics
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import httpx2
 import pytest
@@ -21,15 +21,11 @@ from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.demo.fleet import free_address
 from equipoise.cli.demo.reference import ReferenceModel
 from equipoise.cli.demo.traffic import prompts_of
-from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.formats.packaged import packaged_checkpoint
-from equipoise_api.v1 import status_pb2
 from equipoise_model.train.data import heldout_prompts
-from tests.support.forked_commands import ForkedFleet
+from tests.support.serving_fleet import BOUND_S, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
-
-BOUND_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +39,9 @@ def answers():
 class Service:
     """The serving processes, one client, and the balancer's status."""
 
-    def __init__(self, fleet, feed, client, *, balancer):
-        self.fleet, self.feed, self.client = fleet, feed, client
-        self.balancer = balancer
+    def __init__(self, running):
+        self.fleet, self.feed, self.client = running.fleet, running.feed, running.client
+        self.balancer = running.balancer
         self.num_begun = self.num_tokens = 0
         self.changed = asyncio.Condition()
 
@@ -84,51 +80,8 @@ class Service:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(tmp_path_factory):
     """A balancer, two workers and a gateway that is ready."""
-    async with serving(tmp_path_factory.mktemp("service")) as service:
-        yield service
-
-
-@asynccontextmanager
-async def serving(tmp_path, *options, num_ranks=2):
-    """A balancer, workers with these options and a gateway that is ready."""
-    balancer, gateway = free_address("127.0.0.1:0"), free_address("127.0.0.1:0")
-    async with ForkedFleet(tmp_path) as fleet:
-        await fleet.start(
-            "balancer",
-            ["balancer", f"--listen={balancer}", f"--store={tmp_path / 'state.sqlite'}"],
-        )
-        await fleet.start("gateway", ["gateway", f"--listen={gateway}", f"--balancer={balancer}"])
-        for rank in range(num_ranks):
-            await fleet.start(
-                f"worker-{rank}",
-                [
-                    "worker", f"--balancer={balancer}", f"--worker=worker-{rank}",
-                    f"--num-ranks={num_ranks}", "--slots-per-rank=32", *options,
-                ],
-            )  # fmt: skip
-        feed = StatusFeed(balancer, pool="default")
-        following = asyncio.create_task(feed.run())
-        await _unless_one_ends(
-            fleet,
-            feed.until(
-                lambda status: status.health == status_pb2.POOL_HEALTH_SERVING, timeout_s=BOUND_S
-            ),
-        )
-        client = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=BOUND_S)
-        async with client:
-            yield Service(fleet, feed, client, balancer=balancer)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-
-
-async def _unless_one_ends(fleet, wait):
-    """Wait, and fail if a process exits."""
-    waiting, watching = asyncio.ensure_future(wait), asyncio.create_task(fleet.watch())
-    done, pending = await asyncio.wait({waiting, watching}, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    for task in done:
-        task.result()
+    async with serving(tmp_path_factory.mktemp("service")) as running:
+        yield Service(running)
 
 
 def _body(prompt):
