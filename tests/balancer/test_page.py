@@ -149,6 +149,37 @@ async def test_the_axis_starts_where_its_lowest_label_says(large):
         assert (await page.value(labels))[:5] == ["1.0", "0.9", "0.8", "0.7", "0.6"]
 
 
+@pytest.mark.parametrize(("ranks", "layers"), [(320, 58), (16, 4)])
+async def test_the_heat_map_shows_nodes_and_clips_no_label(ranks, layers):
+    pixels = f"""(() => {{
+      const canvas = {HEAT}, {{ width, height }} = canvas;
+      const image = canvas.getContext('2d').getImageData(0, 0, width, height).data;
+      const inked = (x, y) => image[4 * (y * width + x) + 3] > 0;
+      const all = (number) => Array.from({{ length: number }}, (_, i) => i);
+      const left = 32, cell = (width - left) / {ranks};
+      const row = Math.max(5, Math.min(44, Math.floor(330 / {layers})));
+      return {{
+        clipped: all(width).some((x) => inked(x, 0) || inked(x, height - 1))
+          || all(height).some((y) => inked(0, y)),
+        label: all(24).some((x) => all(row).some((y) => inked(x, 22 + y))),
+        borders: all({ranks}).filter((rank) => inked(Math.round(left + rank * cell - 0.5), 19)),
+      }};
+    }})()"""
+    pool = pictured_pool(ranks=ranks, layers=layers)
+    async with looking_at(PicturedFleet(pool)) as page:
+        await page.until(f"{HEAT_READ}.includes('mean')")
+        found = await page.value(pixels)
+    assert not found["clipped"]
+    assert found["label"], "layer 0 has no label"
+    assert found["borders"] == list(range(8, ranks, 8))
+
+
+async def test_a_shared_expert_in_slots_is_counted_apart(large):
+    large.pools["decode"][0]["model"] |= {"num_experts": 257, "has_shared_expert": True}
+    async with looking_at(large) as page:
+        await page.until(f"{all_of('figures')}[0].includes('58 · 256 experts and the shared one')")
+
+
 async def test_every_empty_part_says_what_is_missing():
     async with looking_at(PicturedFleet(empty_pool())) as page:
         await page.until(f"{all_of('name')}.join() === 'new'")

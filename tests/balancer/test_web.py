@@ -96,7 +96,7 @@ def test_the_page_is_small_and_brings_all_it_needs():
         if one.name.endswith((".html", ".css", ".js"))
     }
     assert set(page) == set(_TYPE_OF_FILE)
-    assert sum(map(len, page.values())) <= 45_000
+    assert sum(map(len, page.values())) <= 46_000
     for text in page.values():
         links = text.replace("http://www.w3.org/2000/svg", "").replace("`http://${host}", "")
         assert "http://" not in links

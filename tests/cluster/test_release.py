@@ -106,6 +106,32 @@ def test_requests_are_answered_and_helm_test_agrees(cluster, release, traffic):
     assert not traffic.lost
 
 
+def test_helm_test_fails_while_a_rank_is_missing(cluster, release, traffic):
+    epoch = int(release.until_serving()["epoch"])
+    scale_ranks(cluster, 3)
+    try:
+        missing = release.until(
+            lambda status: status["health"] == "POOL_HEALTH_DEGRADED" and len(status["ranks"]) == 3,
+            what="a pool of three ranks that is degraded",
+        )
+        with pytest.raises(AssertionError, match=r"Phase: +Failed"):
+            cluster.helm("test", RELEASE, "--timeout=45s")
+        said = cluster.log("eq-equipoise-test-serving")
+        assert "degraded" in said
+        assert missing["health_reason"] in " ".join(said.split())
+    finally:
+        scale_ranks(cluster, 4)
+    release.until_serving(epoch_after=epoch + 1)
+    assert "Phase:          Succeeded" in cluster.helm("test", RELEASE, "--timeout=100s")
+    assert not traffic.lost
+
+
+def scale_ranks(cluster, number):
+    """As `kubectl scale` does, while every worker knows that its pool is to have four ranks."""
+    patch = json.dumps({"spec": {"replicas": number}})
+    cluster.kubectl("patch", "statefulset", "eq-equipoise-worker", "--type=merge", "-p", patch)
+
+
 def test_labels_of_the_machine_reach_the_status(cluster, release):
     if not cluster.is_mini:
         pytest.skip("the labels of this cluster's machines are not the tests' to set")

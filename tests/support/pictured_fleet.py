@@ -35,7 +35,7 @@ def pictured_pool(name="decode", *, phase="decode", ranks=320, layers=58, window
     percent = (100 * load / load.mean(axis=1, keepdims=True)).round().astype(int)
     shares = load.sum(axis=0) / load.sum()
     nodes = [(first, f"node-{first // 8:02}") for first in range(0, ranks, 8)]
-    members = [_rank(rank, float(shares[rank])) for rank in range(ranks)]
+    members = [_rank(name, rank, float(shares[rank])) for rank in range(ranks)]
     members[ranks // 2] |= {
         "state": "silent",
         "trouble": "no message for 26 s: its node or network may be down",
@@ -70,6 +70,11 @@ def pictured_pool(name="decode", *, phase="decode", ranks=320, layers=58, window
              "reason": "the window has 1,204 assignments per layer: fewer than minAssignments",
              "balancedness_current": 0, "balancedness_proposed": 0, "moves": 0, "bytes": 0,
              "plan_ms": 0.0},
+            *({"sequence": number, "kind": "plan", "accepted": False,
+               "time_unix_s": BEGAN_S + 5 * number - 10, "reason": "nothing to move: found no "
+               "better layout than the current one, at 0.682", "balancedness_current": 0.682,
+               "balancedness_proposed": 0.682, "moves": 0, "bytes": 0, "plan_ms": 240.0}
+              for number in range(39, 33, -1)),
         ],
     }  # fmt: skip
     heat = {
@@ -89,9 +94,9 @@ def empty_pool(name="new"):
     return pool, None
 
 
-def _rank(rank, share):
+def _rank(pool, rank, share):
     return {
-        "rank": rank, "worker": f"decode-equipoise-worker-{rank}", "node": f"node-{rank // 8:02}",
+        "rank": rank, "worker": f"{pool}-equipoise-worker-{rank}", "node": f"node-{rank // 8:02}",
         "state": "connected", "trouble": "", "idle": False, "generation": 12,
         "staged_generation": 0, "median_step_us": 41_000 + 7 * rank, "active_requests": 96,
         "queued_requests": rank % 3, "load_share": share, "engine": "",

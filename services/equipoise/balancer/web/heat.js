@@ -2,7 +2,7 @@
 
 import { arrow, setText, sized } from "./elements.js";
 
-const BOX = { left: 26, top: 8, bottom: 22 };
+const BOX = { left: 32, top: 22, bottom: 22 };
 const RANGE = Math.log2(1.6);
 
 export class Heat {
@@ -50,13 +50,22 @@ export class Heat {
 
   drawAxes(context, style) {
     const { rows, columns, cell, rowHeight } = this.cells, { nodes, ranks_per_column: per } = this.heat;
-    const bottom = BOX.top + rows * rowHeight;
+    const bottom = BOX.top + rows * rowHeight, above = BOX.top / 2 - 1;
     context.fillStyle = style.getPropertyValue("--soft");
+    context.textAlign = "left";
+    context.fillText("layer", 1, above);
+    context.fillText("rank", 1, bottom + 13);
     context.textAlign = "right";
     for (let layer = 0; layer < rows; layer += Math.ceil(14 / rowHeight)) {
       context.fillText(layer, BOX.left - 7, BOX.top + (layer + 0.5) * rowHeight);
     }
     context.textAlign = "center";
+    // Names of nodes only where all fit above their ranks.
+    const edges = [...nodes.map(([first]) => BOX.left + first / per * cell), BOX.left + columns * cell];
+    const room = ([, name], i) => edges[i + 1] - edges[i] - context.measureText(name).width;
+    if (nodes.length > 1 && nodes.every((node, i) => room(node, i) > 8)) {
+      nodes.forEach(([, name], i) => context.fillText(name, (edges[i] + edges[i + 1]) / 2, above));
+    }
     const byNode = nodes.length > 1 && nodes.length < columns;
     const ticks = byNode ? nodes.map(([first]) => first / per) : Array.from({ length: columns }, (_, column) => column);
     let labelled = -99;
@@ -64,7 +73,7 @@ export class Heat {
       const at = BOX.left + column * cell;
       if (byNode && column) {
         context.fillStyle = style.getPropertyValue("--node");
-        context.fillRect(at - 0.5, BOX.top, 1, rows * rowHeight + 5);
+        context.fillRect(at - 0.5, BOX.top - 5, 1, rows * rowHeight + 10);
       }
       if (at - labelled < 32) continue;
       context.fillStyle = style.getPropertyValue("--soft");
