@@ -53,7 +53,7 @@ class GatewaySettings:
     """How chat answers are split into reasoning_content and content: deepseek_r1 at </think>."""
 
     tool_call_parser: ToolCallParser = ToolCallParser.NONE
-    """How the model writes calls of tools: deepseek_v3 for V3 and R1, deepseek_v31 for V3.1,
+    """How the model writes tool calls: deepseek_v3 for V3 and R1, deepseek_v31 for V3.1,
     deepseek_v32 for V3.2, or hermes for JSON in <tool_call> tags. Without it, a model calls tools
     only when `tool_choice` forces it."""
 
@@ -90,7 +90,7 @@ class GatewaySettings:
     """Seconds within which a rank must queue a request."""
 
     first_token_timeout_s: _Seconds = 60.0
-    """Seconds from then to the first token. Starts again while the rank reports that it runs other
+    """Seconds from then to the first token. Restarts whenever the rank reports that it runs other
     requests first."""
 
     rank_queue_timeout_s: _Seconds = 300.0

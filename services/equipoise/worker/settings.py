@@ -86,10 +86,10 @@ class WorkerSettings:
     """Physical slots per MoE layer that this worker has memory for."""
 
     shared_as_routed: bool = False
-    """Place the shared expert of each layer in slots like the routed experts, after which it is
-    numbered: it is replicated, moved and balanced with them, and only ranks with a slot for it hold
-    it. Needs a model with one shared expert per layer, and all workers of the pool with the same
-    setting; pools that exchange latents may differ."""
+    """Place the shared expert of each layer in slots, as if it were one more routed expert: it is
+    replicated, moved and balanced with them, and only ranks with a slot for it hold it. Needs a
+    model with one shared expert per layer, and all workers of the pool with the same setting; pools
+    that exchange latents may differ."""
 
     max_requests: Annotated[int, Range(1)] = 16
     """Maximum number of requests generated concurrently, if the latent cache has room for them."""
