@@ -92,6 +92,8 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
         async with reporting(links, skewed(1)):
             for link in links:
                 await link.receive_until(Stage)
+            # No second plan, however long the rollout of the first takes.
+            await admin.Pause(admin_pb2.PauseRequest())
             for link in links:
                 await link.send(link.worker.answer_staged())
             for link in links:
@@ -106,6 +108,7 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
         assert preview.decision.base_generation == 2
         assert preview.decision.algorithm == "global"
         assert preview.layout.num_slots == 40
+        await admin.Resume(admin_pb2.ResumeRequest())
         back = await admin.Rollback(admin_pb2.RollbackRequest(reason="it stutters"))
         assert back.outcome.accepted, back.outcome.reason
         assert back.outcome.generation == 3

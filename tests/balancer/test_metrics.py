@@ -69,6 +69,18 @@ def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, sk
     assert max(ratios) > 1.01
 
 
+def test_a_window_without_traffic_has_no_assignments_and_no_balance(serving_harness, skewed):
+    harness = serving_harness
+    harness.run_traffic(skewed(1) * 0, seconds=10)
+    families = families_of(harness.pool, now=harness.now)
+    assert value_of(families, "equipoise_window_assignments", pool="tiny") == 0
+    measures = ("balancedness", "balancedness_worst_layer", "rank_load_max_over_mean",
+                "rank_load_ratio", "imbalance_ratio", "imbalance_seconds")  # fmt: skip
+    for name in measures:
+        family = families.get(f"equipoise_{name}")
+        assert family is None or not family.samples, name
+
+
 def test_a_pool_counts_decisions_waves_moves_and_the_time_they_took(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1), seconds=20)

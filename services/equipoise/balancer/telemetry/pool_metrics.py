@@ -214,9 +214,11 @@ class PoolMetrics:
 
     def _add_balance(self, pool: Pool) -> None:
         window = pool.windows.latest
-        if window is None or not window.assignments:
+        if window is None:
             return
         self._gauge("window_assignments", pool, window.assignments)
+        if not window.assignments:
+            return
         self._add_phase(pool, window.phase.value, window.rank_load)
         self._add_imbalance(pool)
         factors = None if window.pace is None else slowdowns(window.pace)
