@@ -71,6 +71,7 @@ GOOD = {
         DONE,
     ),
     "generate": (["def f(", "--max-tokens", "2"], DONE),
+    "handover": (["--url", "{url}", "--prompt-tokens", "8"], {3}),
     "bench serve": (["--url", "{url}", "--requests", "2", "--warm-up", "1"], DONE),
 }
 """Arguments of each command that ends by itself, and the exit statuses to expect."""
@@ -109,6 +110,7 @@ BAD = [
     ("demo", ["--checkpoint", "{folder}/missing"], 2),
     ("generate", ["x", "--checkpoint", "{folder}/missing"], 1),
     ("generate", ["x", "--url", f"http://{NOBODY}"], 2),
+    ("handover", ["--url", f"http://{NOBODY}"], 2),
     ("bench serve", ["--url", f"http://{NOBODY}"], 2),
     ("balancer", ["--listen", "nowhere"], 2),
     ("balancer", ["--store", "{folder}/missing/state.sqlite", "--listen", "127.0.0.1:0"], 1),

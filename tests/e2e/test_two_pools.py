@@ -4,6 +4,7 @@ The decode pool has the shared expert in slots, the prefill pool on every rank.
 """
 
 import asyncio
+import json
 import random
 import signal
 from collections import Counter
@@ -14,6 +15,8 @@ import pytest
 import pytest_asyncio
 
 from equipoise.cli.demo.fleet import free_address
+from equipoise.cli.handover.run import run as handover
+from equipoise.cli.handover.settings import HandoverSettings
 from equipoise.planning.warm_up import warm_up
 from tests.support.forked_commands import ForkedFleet
 from tests.support.scrapes import scrape, value_of
@@ -205,6 +208,18 @@ async def test_prompts_of_every_length_are_read_once_and_their_latents_travel(ri
         usage["completion_tokens"] == body["max_tokens"]
         for body, (_, usage) in zip(bodies, found, strict=True)
     )
+
+
+async def test_a_command_sees_that_latents_are_handed_over(rig, capsys):
+    def checked(client, **options):
+        settings = HandoverSettings(url=str(client.base_url), json=True, **options)
+        return handover(settings), json.loads(capsys.readouterr().out)
+
+    for num_prompt in (3 * B, 3 * B + 5):
+        expected = {"prompt_tokens": num_prompt, "handed_over_tokens": 3 * B}
+        assert await asyncio.to_thread(checked, rig.two, prompt_tokens=num_prompt) == (0, expected)
+    expected = {"prompt_tokens": CONTEXT // 2, "handed_over_tokens": None}
+    assert await asyncio.to_thread(checked, rig.one) == (3, expected)
 
 
 async def test_every_choice_of_a_request_is_that_of_one_pool(rig):

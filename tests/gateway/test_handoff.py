@@ -148,6 +148,9 @@ async def test_the_first_token_comes_from_one_pool_and_the_others_from_the_other
         assert tokens_of(parts) == undisturbed(prompt, 12)
         assert [part.finish for part in parts] == [None] * 11 + [FinishReason.LENGTH]
         assert all(len(part.logprobs) == len(part.tokens) for part in parts)
+        # The scripted rank says that it had the whole prompt but its last token.
+        handed_over = [part.num_handed_over for part in parts]
+        assert handed_over == [None, parts[1].prompt.num_cached, *[None] * 10]
         (first,), (second,) = legs(rig.prefill), legs(rig.decode)
         assert (first.max_tokens, first.hold_latents, tuple(first.prompt)) == (1, True, prompt)
         assert (second.max_tokens, second.num_replayed) == (11, 1)

@@ -193,7 +193,7 @@ def test_workers_and_gateways_of_peer_pools_reach_the_workers_of_another_release
 
 def _calls(objects, component, others, target, port):
     """Whether the others' NetworkPolicy of a component lets the pods of another in on a port."""
-    (pod,) = [labels for labels in _pod_labels(objects) if labels[_COMPONENT] == component]
+    pod = next(labels for labels in _pod_labels(objects) if labels[_COMPONENT] == component)
     (policy,) = [
         one["spec"]
         for one in others
@@ -231,6 +231,21 @@ def test_a_second_pools_release_names_its_phase_its_peers_and_its_prefill_pool()
         assert {f"--phase={phase}", f"--peer-pools={peers}", "--hold-s=30"} <= set(worker)
     assert "--prefill-pool=readers" in containers(render(WRITERS))[_GATEWAY]["args"]
     assert not [one for one in containers(render({}))[_GATEWAY]["args"] if "prefill" in one]
+
+
+def test_helm_test_sends_a_prompt_between_two_pools_with_a_key_if_the_gateway_wants_one():
+    keyed = {"gateway": {"apiKeys": {"existingSecret": {"name": "keys-of-clients"}}}}
+    name = "Pod/eq-equipoise-test-handover/handover"
+    assert name not in containers(render(READERS))
+    plain = containers(render(WRITERS))[name]
+    assert plain["args"] == ["handover", "--url=http://eq-equipoise-gateway:8080"]
+    assert "OPENAI_API_KEY" not in {one["name"] for one in plain["env"]}
+    keys = [
+        one["valueFrom"]["secretKeyRef"]
+        for one in containers(render(WRITERS | keyed))[name]["env"]
+        if one["name"] == "OPENAI_API_KEY"
+    ]
+    assert keys == [{"name": "keys-of-clients", "key": "keys"}]
 
 
 def test_a_pod_has_time_to_drain_and_to_wait_for_latents():

@@ -14,6 +14,7 @@ from equipoise.cli.bench.settings import BenchServeSettings
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, ManifestSettings
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.generate.settings import GenerateSettings
+from equipoise.cli.handover.settings import HandoverSettings
 from equipoise.cli.help import OFFLINE, SERVICES, TRY, Sections
 from equipoise.cli.live.commands import commands as live_commands
 from equipoise.cli.offline.settings import (
@@ -234,6 +235,18 @@ def demo(settings: DemoSettings) -> int:
 def generate(settings: GenerateSettings) -> int:
     """Complete a prompt, in this process or on a server."""
     from equipoise.cli.generate.run import run
+
+    return run(settings)
+
+
+@app.command(rich_help_panel=TRY)
+@options_from_settings
+def handover(settings: HandoverSettings) -> int:
+    """Send a prompt through a gateway of two pools and check that its latents are handed over.
+
+    Exits with status 3 if the decode pool prefilled the prompt.
+    """
+    from equipoise.cli.handover.run import run
 
     return run(settings)
 

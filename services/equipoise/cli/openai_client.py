@@ -16,8 +16,8 @@ def base_url(url: str) -> str:
 
 
 def headers(api_key: str) -> Mapping[str, str]:
-    """The authorization header; $OPENAI_API_KEY is the default key."""
-    key = api_key or os.environ.get("OPENAI_API_KEY", "")
+    """The authorization header; the first line of $OPENAI_API_KEY is the default key."""
+    key = api_key or os.environ.get("OPENAI_API_KEY", "").strip().partition("\n")[0]
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

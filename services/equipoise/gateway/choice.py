@@ -83,6 +83,9 @@ class ChoiceDelta:
     prompt: PromptReport | None = None
     """On the first part, what the rank found out about the prompt."""
 
+    num_handed_over: int | None = None
+    """On the first part after a handover, as in `GeneratedTokens`."""
+
 
 class ChoiceDecoder:
     """Decodes one choice, which ends with its first stop string after `min_tokens` tokens.
@@ -156,6 +159,7 @@ class ChoiceDecoder:
             finish=finish,
             is_first=is_first,
             prompt=generated.prompt if is_first else None,
+            num_handed_over=generated.num_handed_over,
         )
 
     def _echoed(self, report: PromptReport | None) -> str:

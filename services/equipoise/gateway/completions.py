@@ -1,6 +1,6 @@
 """`CompletionEndpoint`: `/v1/completions` and `/v1/chat/completions`, whole and as streams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -51,6 +51,7 @@ class CompletionEndpoint(GenerationEndpoint):
             num_prompt=sum(map(len, request.prompts)),
             num_generated=sum(len(one.tokens) for one in wholes),
             num_cached=sum(map(_num_cached, wholes[:: request.num_choices])),
+            num_handed_over=_sum_known(one.num_handed_over for one in wholes),
         )
         await client.send_json(self._form.whole(context, dict(enumerate(wholes)), usage=counts))
 
@@ -59,6 +60,7 @@ class CompletionEndpoint(GenerationEndpoint):
     ) -> None:
         num_generated = [0] * request.num_all_choices
         num_cached = 0
+        handed_over: list[int | None] = []
 
         def more(index: int) -> dict[str, Any]:
             """The usage of an event, which vLLM's continuous usage counts for the choice alone."""
@@ -74,6 +76,7 @@ class CompletionEndpoint(GenerationEndpoint):
                     if opening := self._form.opening(context, index):
                         await client.send_event({**opening, **more(index)})
                 num_generated[index] += len(delta.tokens)
+                handed_over.append(delta.num_handed_over)
                 if _shows(delta) or request.return_token_ids:
                     await client.send_event(self._form.part(context, {index: delta}, **more(index)))
         if request.include_usage:
@@ -81,6 +84,7 @@ class CompletionEndpoint(GenerationEndpoint):
                 num_prompt=sum(map(len, request.prompts)),
                 num_generated=sum(num_generated),
                 num_cached=num_cached,
+                num_handed_over=_sum_known(handed_over),
             )
             await client.send_event(self._form.part(context, {}, usage=counts))
         await client.send_event("[DONE]", is_last=True)
@@ -95,6 +99,12 @@ def _num_cached(first: ChoiceDelta) -> int:
     return 0 if first.prompt is None else first.prompt.num_cached
 
 
+def _sum_known(numbers: Iterable[int | None]) -> int | None:
+    """The sum of those that are known; None if none is."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known else None
+
+
 def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
         text="".join(delta.text for delta in deltas),
@@ -106,4 +116,5 @@ def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
         finish=deltas[-1].finish,
         is_first=True,
         prompt=deltas[0].prompt,
+        num_handed_over=_sum_known(delta.num_handed_over for delta in deltas),
     )

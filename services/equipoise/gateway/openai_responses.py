@@ -184,10 +184,17 @@ class ChatForm:
         return context.object("chat.completion", choices, **more)
 
 
-def usage(*, num_prompt: int, num_generated: int, num_cached: int | None = None) -> dict[str, Any]:
+def usage(
+    *,
+    num_prompt: int,
+    num_generated: int,
+    num_cached: int | None = None,
+    num_handed_over: int | None = None,
+) -> dict[str, Any]:
     """Token counts: each prompt once, and all generated tokens, including those that a stop cut.
 
-    `num_cached` are those of the prompts that ranks had in their caches; None leaves them out.
+    `num_cached` are those of the prompts that ranks had in their caches, `num_handed_over` those
+    whose latents a decode rank got from a prefill rank; None leaves them out.
     """
     counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
@@ -196,6 +203,8 @@ def usage(*, num_prompt: int, num_generated: int, num_cached: int | None = None)
     }
     if num_cached is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        if num_handed_over is not None:
+            counts["prompt_tokens_details"]["handed_over_tokens"] = num_handed_over
     return counts
 
 

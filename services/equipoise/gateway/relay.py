@@ -7,7 +7,7 @@ the next rank gets the prompt with the tokens so far and continues, sampling inc
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import grpc
@@ -183,6 +183,8 @@ class Relay:
                 if first_s is not None:
                     self._tally.second_token_s.observe(self._ranks.now() - first_s)
                     first_s = None
+                    num_cached = 0 if part.prompt is None else part.prompt.num_cached
+                    part = replace(part, num_handed_over=num_cached)  # noqa: PLW2901
                 yield part
 
     async def _reserve_prefill(

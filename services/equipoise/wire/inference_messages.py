@@ -224,3 +224,7 @@ class GeneratedTokens:
 
     held: LatentHold | None = None
     """Set with the last token if the rank holds the request's latents."""
+
+    num_handed_over: int | None = None
+    """On the first part after a handover, the tokens of the prompt that the decode rank did not
+    prefill again."""

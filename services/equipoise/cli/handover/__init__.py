@@ -1,0 +1,1 @@
+"""`equipoise handover`: verify that latents of a prompt travel between two pools."""
