@@ -18,8 +18,9 @@ exchanges determines the time of a small step (docs/overlap.md has figures). On 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -34,6 +35,7 @@ from equipoise_model.config import ModelConfig
 from equipoise_model.exchange import RowExchange
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
+from equipoise_model.overlap import Order, Stage, Stages
 from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.router import Routing
 from equipoise_model.ranges import named
@@ -62,17 +64,19 @@ class ExpertParallel:
         ranks: RowExchange,
         exchange: SlotExchange | None = None,
         pace_s_per_row: float = 0.0,
+        order: Order = Order.PREFILL,
     ) -> None:
         assert placement.num_ranks == ranks.count
         assert exchange is None or not ranks.alone
         self._exchange = exchange
+        self._order = order
         self._pace_s_per_row = pace_s_per_row
         self._placement = placement
         self._ranks = ranks
         self._slot_load_LS = _no_rows(placement)
         self._previous: SlotLoad | None = None
         self._num_tokens_seen = 0
-        self._agreed: tuple[int, ...] | None = None
+        self._agreed: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def local(
@@ -104,15 +108,22 @@ class ExpertParallel:
         group: dist.ProcessGroup,
         exchange: SlotExchange | None = None,
         pace_s_per_row: float = 0.0,
+        order: Order = Order.PREFILL,
     ) -> Self:
         """This process's rank of a group; all ranks start with the same placement.
 
         `exchange` sends rows between ranks of an FP8 model; it starts with that placement's
         generation. In the plain plane, a layer's experts take at least `pace_s_per_row` seconds for
-        each assignment that this rank receives; the rank sleeps for the rest.
+        each assignment that this rank receives; the rank sleeps for the rest. The micro-batches of
+        a step take turns in an `order` that is the same on all ranks.
         """
-        ranks = RowExchange.of_group(group)
-        return cls(placement, ranks=ranks, exchange=exchange, pace_s_per_row=pace_s_per_row)
+        return cls(
+            placement,
+            ranks=RowExchange.of_group(group),
+            exchange=exchange,
+            pace_s_per_row=pace_s_per_row,
+            order=order,
+        )
 
     @property
     def waited_s(self) -> float:
@@ -124,13 +135,14 @@ class ExpertParallel:
         """The current generation's tables."""
         return self._placement
 
-    def agree(self, tokens_by_rank: Sequence[int]) -> None:
-        """Set how many rows each rank brings to the next step, as the step header says.
+    def agree(self, tokens_by_batch: Sequence[Sequence[int]]) -> None:
+        """Set how many rows each rank brings to each micro-batch of the next step.
 
-        Without it, a distributed `begin_step` gathers the numbers, at the cost of one exchange.
+        Both follow from the step's headers. Without it, a distributed `begin_step` gathers the
+        numbers of a single micro-batch, at the cost of one exchange.
         """
-        assert len(tokens_by_rank) == self._ranks.count
-        self._agreed = tuple(tokens_by_rank)
+        assert all(len(tokens_by_rank) == self._ranks.count for tokens_by_rank in tokens_by_batch)
+        self._agreed = tuple(map(tuple, tokens_by_batch))
 
     def begin_step(self, *, num_tokens: int) -> "ExpertStep":
         """Start a forward step with `num_tokens` rows of this rank, possibly 0.
@@ -138,9 +150,10 @@ class ExpertParallel:
         Raises:
             ExchangeError: another rank did not answer when the numbers of rows were gathered.
         """
-        tokens_by_rank, self._agreed = self._agreed, None
-        if tokens_by_rank is None:
-            tokens_by_rank = tuple(self._ranks.swap_numbers([num_tokens] * self._ranks.count))
+        tokens_by_batch, self._agreed = self._agreed, None
+        if tokens_by_batch is None:
+            tokens_by_batch = (self._ranks.swap_numbers([num_tokens] * self._ranks.count),)
+        tokens_by_rank = tuple(map(sum, zip(*tokens_by_batch, strict=True)))
         assert tokens_by_rank[self._ranks.rank] == num_tokens
         # Ranks take turns in one sequence, so that their choices of replicas interleave too.
         first = self._num_tokens_seen
@@ -151,6 +164,8 @@ class ExpertParallel:
             placement=self._placement,
             ranks=self._ranks,
             tokens_by_rank=tokens_by_rank,
+            tokens_by_batch=tokens_by_batch,
+            order=self._order,
             token_ids_T=token_ids_T,
             slot_load_LS=self._slot_load_LS,
             exchange=self._exchange,
@@ -191,9 +206,10 @@ class ExpertParallel:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExpertStep:
-    """One forward step. Its MoE layers call `run` once each, in order, on all ranks.
+    """One forward step, or one of its micro-batches.
 
-    The layers of multi-token-prediction modules do so in a step that is `resumed`.
+    Its MoE layers run `stages` once each, in order, on all ranks. The layers of
+    multi-token-prediction modules do so in a step that is `resumed`.
 
     FP8 layers call `enter_layer` instead, and use the tables, counters and exchange themselves.
     """
@@ -204,6 +220,10 @@ class ExpertStep:
     """The ranks that take the step."""
     tokens_by_rank: tuple[int, ...]
     """Rows that each rank brings."""
+    tokens_by_batch: tuple[tuple[int, ...], ...] = ()
+    """The same for each of the step's micro-batches; empty for one of them."""
+    order: Order = Order.PREFILL
+    """In which order they take turns."""
     token_ids_T: Tensor
     """Running numbers of this rank's rows, int64."""
     slot_load_LS: Tensor
@@ -220,6 +240,20 @@ class ExpertStep:
     def alone(self) -> bool:
         """Whether this rank holds every expert."""
         return self.ranks.alone
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of this rank."""
+        return int(self.token_ids_T.shape[0])
+
+    def micro_batches(self) -> list[Self]:
+        """Return the step of each micro-batch: consecutive rows of this one."""
+        rank = self.ranks.rank
+        token_ids = self.token_ids_T.split([by_rank[rank] for by_rank in self.tokens_by_batch])
+        return [
+            replace(self, tokens_by_rank=by_rank, tokens_by_batch=(), token_ids_T=token_ids_T)
+            for by_rank, token_ids_T in zip(self.tokens_by_batch, token_ids, strict=True)
+        ]
 
     def resumed(self, *, layer: int, tokens_by_rank: Sequence[int]) -> Self:
         """Return the step from `layer` on, for all of its rows on some ranks and none on others.
@@ -241,8 +275,8 @@ class ExpertStep:
         self._layer += 1
         return self._layer - 1
 
-    def run(self, x_TD: Tensor, routing: Routing, experts: PhysicalSlots) -> Tensor:
-        """Return the experts' weighted sum for rows [T, D], in float32.
+    def stages(self, x_TD: Tensor, routing: Routing, experts: PhysicalSlots) -> Stages[Tensor]:
+        """Compute the experts' weighted sum for rows [T, D], in float32, from `SENT` on.
 
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
@@ -251,9 +285,20 @@ class ExpertStep:
         assert x_TD.shape[0] == self.token_ids_T.shape[0]
         assert experts.num_slots == self.placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
-        run = self._run_here if self.ranks.alone else self._run_everywhere
-        y_ND = run(x_TD, slots_TK, experts, self.slot_load_LS[layer])
-        return _combine(y_ND, routing.weights_TK)
+        here = partial(
+            _run_pairs,
+            experts=experts,
+            load_S=self.slot_load_LS[layer],
+            top_k=slots_TK.shape[1],
+            pace_s_per_row=self.pace_s_per_row,
+        )
+        if self.ranks.alone:
+            y_ND = yield from _stages_here(x_TD, slots_TK, here)
+        else:
+            y_ND = yield from self._stages_everywhere(x_TD, slots_TK, here)
+        y_TD = _combine(y_ND, routing.weights_TK)
+        yield Stage.COMBINED
+        return y_TD
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
         share_ends = self.placement.share_ends
@@ -266,28 +311,14 @@ class ExpertStep:
         )
         return self.placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
 
-    def _run_here(
-        self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
-    ) -> Tensor:
-        """Return the outputs of all T * K assignments, by row and then choice."""
-        slots_N = slots_TK.flatten()
-        pairs_N = torch.arange(slots_N.shape[0], device=slots_N.device)
-        return _run_pairs(
-            x_TD,
-            pairs_N,
-            slots_N,
-            experts=experts,
-            load_S=load_S,
-            top_k=slots_TK.shape[1],
-            pace_s_per_row=self.pace_s_per_row,
-        )
-
-    def _run_everywhere(
-        self, x_TD: Tensor, slots_TK: Tensor, experts: PhysicalSlots, load_S: Tensor
-    ) -> Tensor:
-        """Compute what `_run_here` does, on all ranks together."""
-        ranks, num_slots, dim = self.ranks, experts.num_slots, x_TD.shape[1]
+    def _stages_everywhere(
+        self, x_TD: Tensor, slots_TK: Tensor, here: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Stages[Tensor]:
+        """Compute what `_stages_here` does, on all ranks together."""
+        ranks, num_slots, dim = self.ranks, self.placement.slots_per_rank, x_TD.shape[1]
         if not any(self.tokens_by_rank):
+            yield Stage.SENT
+            yield Stage.COMPUTED
             return x_TD.new_zeros(0, dim)
         ranks_TK = slots_TK // num_slots
         is_exact = ranks.count > slots_TK.shape[1]
@@ -297,27 +328,32 @@ class ExpertStep:
         receive = ranks.swap_numbers(send) if is_exact else self.tokens_by_rank
         # Slots travel next to their row, reinterpreted as its dtype; nothing computes with them.
         message = torch.cat([x_TD, slots_TK.to(torch.int32).view(x_TD.dtype)], dim=1)
-        message = ranks.exchange(message[wanted_RT.nonzero()[:, 1]], send=send, receive=receive)
+        rows = ranks.begin_exchange(message[wanted_RT.nonzero()[:, 1]], send=send, receive=receive)
+        yield Stage.SENT
+        message = rows()
         x_AD, slots_AK = message[:, :dim], message[:, dim:].contiguous().view(torch.int32)
         here_AK = slots_AK.to(torch.int64) - ranks.rank * num_slots
         own_AK = (here_AK >= 0) & (here_AK < num_slots)
         pairs_N = own_AK.flatten().nonzero().squeeze(1)
-        y_ND = _run_pairs(
-            x_AD,
-            pairs_N,
-            here_AK.flatten()[pairs_N],
-            experts=experts,
-            load_S=load_S,
-            top_k=slots_TK.shape[1],
-            pace_s_per_row=self.pace_s_per_row,
-        )
         ranks_N = ranks_TK.flatten()
-        y_ND = ranks.exchange(
-            y_ND,
+        outputs = ranks.begin_exchange(
+            here(x_AD, pairs_N, here_AK.flatten()[pairs_N]),
             send=[int(rows.sum()) for rows in own_AK.split(list(receive))],
             receive=torch.bincount(ranks_N, minlength=ranks.count).tolist(),
         )
-        return unpermute_rows(y_ND, slot_order(ranks_N))
+        yield Stage.COMPUTED
+        return unpermute_rows(outputs(), slot_order(ranks_N))
+
+
+def _stages_here(
+    x_TD: Tensor, slots_TK: Tensor, here: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Stages[Tensor]:
+    """Return the outputs of all T * K assignments, by row and then choice, on a rank alone."""
+    yield Stage.SENT
+    slots_N = slots_TK.flatten()
+    y_ND = here(x_TD, torch.arange(slots_N.shape[0], device=slots_N.device), slots_N)
+    yield Stage.COMPUTED
+    return y_ND
 
 
 def _run_pairs(

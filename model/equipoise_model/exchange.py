@@ -1,11 +1,13 @@
 """`RowExchange`: all-to-all exchanges of rows between the ranks of a group, differentiable.
 
 Owns the collectives of a step and turns their failures into messages. Every exchange is bounded by
-the timeout of its process group.
+the timeout of its process group. Several may be under way at once, if all ranks begin them in the
+same order.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -22,8 +24,8 @@ class ExchangeError(RuntimeError):
 class RowExchange:
     """This rank among `count` ranks; a rank alone has no group and exchanges nothing.
 
-    `waited_s` is the total time in exchanges, most of it spent waiting for slower peers. With a
-    GPU, it is only the time that the host waited.
+    `waited_s` is the total time spent waiting for exchanges to end. With a GPU, it is only the time
+    that the host waited.
     """
 
     def __init__(self, *, group: dist.ProcessGroup | None, rank: int, count: int) -> None:
@@ -48,17 +50,17 @@ class RowExchange:
         """Release the group; its threads and sockets end with its last user."""
         self._group = None
 
-    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+    def swap_numbers(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Send each rank its number and return the number that each sent to this one.
 
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
         """
         if self.alone:
-            return list(numbers)
+            return tuple(numbers)
         ones = [1] * self.count
         swapped = self.exchange(torch.tensor(numbers).unsqueeze(1), send=ones, receive=ones)
-        return [int(number) for number in swapped.flatten()]
+        return tuple(int(number) for number in swapped.flatten())
 
     def exchange(self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send each rank its share of the rows and receive one from each, in rank order.
@@ -71,44 +73,99 @@ class RowExchange:
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
         """
+        return self.begin_exchange(x_ND, send=send, receive=receive)()
+
+    def begin_exchange(
+        self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """Begin what `exchange` does; the returned callable waits and returns the rows.
+
+        Raises:
+            ExchangeError: as `exchange`, here or from the callable.
+        """
         assert self._group is not None
-        began = time.perf_counter()
-        with named("exchange"):
-            received: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-                x_ND, list(send), list(receive), self._group
-            )
-        self.waited_s += time.perf_counter() - began
-        return received
+        group, works = self._group, list[dist.Work]()
+        received: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+            x_ND, (list(send), list(receive)), group, works
+        )
+
+        def wait() -> Tensor:
+            began = time.perf_counter()
+            with named("exchange"), _reporting(group):
+                works.pop().wait()
+            self.waited_s += time.perf_counter() - began
+            return received
+
+        return wait
 
 
 class _AllToAll(torch.autograd.Function):
-    """`all_to_all_single`; the gradient takes the same way back."""
+    """Begins `all_to_all_single`, and adds its work; the gradient takes the same way back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        x_ND: Tensor,
+        splits: tuple[list[int], list[int]],
+        group: dist.ProcessGroup,
+        works: list[dist.Work],
     ) -> Tensor:
-        ctx.splits = (send, receive, group)
-        return _all_to_all(x_ND, send, receive, group)
+        ctx.splits, ctx.group = splits, group
+        received, work = _all_to_all(x_ND, *splits, group)
+        works.append(work)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive, group = ctx.splits
-        return _all_to_all(grads[0], receive, send, group), None, None, None
+        send, receive = ctx.splits
+        received, work = _all_to_all(grads[0], receive, send, ctx.group)
+        with _reporting(ctx.group):
+            work.wait()
+        return received, None, None, None
 
 
 def _all_to_all(
     x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> Tensor:
+) -> tuple[Tensor, dist.Work]:
     # A bug here must not look like a peer's failure: torch raises RuntimeError for both.
     assert sum(send) == x_ND.shape[0]
     assert len(send) == len(receive) == dist.get_world_size(group)
     received = x_ND.new_empty(sum(receive), *x_ND.shape[1:])
+    with _reporting(group):
+        work = dist.all_to_all_single(
+            received, x_ND.contiguous(), receive, send, group=group, async_op=True
+        )
+    assert work is not None, "this process is in the group"
+    return received, work
+
+
+@contextmanager
+def _reporting(group: dist.ProcessGroup) -> Iterator[None]:
+    """Raise a collective's failure as `ExchangeError`."""
     try:
-        dist.all_to_all_single(received, x_ND.contiguous(), receive, send, group=group)
+        yield
     except RuntimeError as error:
+        rank, others = dist.get_rank(group), dist.get_world_size(group) - 1
+        broken = _broken_connections(group)
+        # After a timeout all connections are closed, and nothing shows who caused it.
+        cause = (
+            f"the connection to rank {' and '.join(map(str, broken))} is broken"
+            if 0 < len(broken) < max(2, others)
+            else "one of them is gone or stuck"
+        )
         raise ExchangeError(
-            f"rank {dist.get_rank(group)} could not exchange rows with the other "
-            f"{dist.get_world_size(group) - 1} rank(s), one of which is gone or stuck: {error}"
+            f"rank {rank} could not exchange rows with the other {others} rank(s), because "
+            f"{cause}: {error}"
         ) from error
-    return received
+
+
+def _broken_connections(group: dist.ProcessGroup) -> list[int]:
+    """Ranks to which nothing can be sent any more."""
+    broken = []
+    for rank in range(dist.get_world_size(group)):
+        if rank != dist.get_rank(group):
+            try:
+                dist.isend(torch.zeros(1), group=group, group_dst=rank)
+            except RuntimeError:
+                broken.append(rank)
+    return broken

@@ -30,6 +30,22 @@ class StepBatch:
         """T, all of them real tokens."""
         return int(self.tokens_T.shape[0])
 
+    def split(self, sizes: Sequence[int]) -> list["StepBatch"]:
+        """Return batches of consecutive tokens, these many each, without rows to sample."""
+        tokens, positions, sequences = (
+            one.split(list(sizes)) for one in (self.tokens_T, self.positions_T, self.sequences_T)
+        )
+        return [
+            StepBatch(
+                tokens_T=tokens_T,
+                positions_T=positions_T,
+                sequences_T=sequences_T,
+                block_tables=self.block_tables,
+                sample_rows_S=self.sample_rows_S[:0],
+            )
+            for tokens_T, positions_T, sequences_T in zip(tokens, positions, sequences, strict=True)
+        ]
+
 
 class DraftPass(Protocol):
     """Runs one multi-token-prediction module on a step's rows, and stores their latents."""

@@ -156,9 +156,9 @@ def run_mode(*, rank, num_ranks, row_block, group, config=CONFIG):
         model = RankModel(**place)
         with recorded() as (seen["even slots"], seen["even sent"]):
             seen["even"] = model.forward(rows_of_rank(rank, even))
-        model.ep.agree(last_only)
+        model.ep.agree([last_only])
         seen["idle"] = model.forward(rows_of_rank(rank, last_only))
-        model.ep.agree([0] * num_ranks)
+        model.ep.agree([[0] * num_ranks])
         seen["all idle"] = model.forward(torch.empty(0, CONFIG.hidden_size))
         staged = StagedExperts.prepare(model.payloads(2), [moe.experts for moe in model.layers])
         staged.apply()

@@ -6,6 +6,7 @@ import torch
 
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import StagedExperts
+from equipoise_model.overlap import finish
 from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing
@@ -60,7 +61,7 @@ def make_rows(num_tokens):
 
 def run(ep, layers, x, routing):
     step = ep.begin_step(num_tokens=len(x))
-    return torch.stack([step.run(x, routing, experts) for experts in layers])
+    return torch.stack([finish(step.stages(x, routing, experts)) for experts in layers])
 
 
 def parallel(layout, generation=1):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from equipoise.planning.arrays import Checksums
+from equipoise.planning.phase import Phase
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 from equipoise_model.checkpoint import CheckpointError
@@ -136,7 +137,7 @@ class SimExperts:
 
     waited_s = 0.0
 
-    def __init__(self, joined: Any, core: Any) -> None:
+    def __init__(self, joined: Any, core: Any, *, phase: Phase) -> None:
         self._core, self._rank = core, joined.join_epoch.rank
         self._previous: SlotLoad | None = None
         self._start(joined.join_epoch.layout)

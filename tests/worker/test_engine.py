@@ -39,6 +39,30 @@ def test_many_requests_at_once_get_their_solo_tokens(rank_of_one, solo):
     assert len({tuple(tokens) for tokens in client.tokens.values()}) == len(PROMPTS)
 
 
+def test_steps_that_are_cut_make_the_same_tokens_and_loads(rank_of_one, solo, monkeypatch):
+    cuts = []
+    cut = ExpertParallel.agree
+    monkeypatch.setattr(
+        ExpertParallel, "agree", lambda experts, rows: (cuts.append(rows), cut(experts, rows))[1]
+    )
+    loads = {}
+    for cut_from_tokens in (0, 3):
+        client = Client(leave_when_done(len(PROMPTS)))
+        engine = engine_of(*rank_of_one(), client, cut_from_tokens=cut_from_tokens)
+        for key in range(len(PROMPTS)):
+            engine.submit(request(key, max_tokens=10 + key))
+        engine.run()
+        for key, prompt in enumerate(PROMPTS):
+            assert client.tokens[key] == solo(prompt, 10 + key)
+        loads[cut_from_tokens] = engine.progress().loads[0].slot_load_LS
+        assert {len(rows) for rows in cuts if sum(map(sum, rows)) < 3} == {1}
+        assert {len(rows) for rows in cuts if sum(map(sum, rows)) >= 3} == {
+            2 if cut_from_tokens else 1
+        }
+        cuts.clear()
+    assert (loads[0] == loads[3]).all()
+
+
 def test_requests_that_are_paused_for_want_of_blocks_lose_nothing(rank_of_one, solo):
     client = Client(leave_when_done(len(PROMPTS)))
     engine = engine_of(*rank_of_one(cache_tokens=96), client)

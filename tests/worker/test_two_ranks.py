@@ -19,6 +19,7 @@ from equipoise.cli.overlap.timeline import Timeline
 from equipoise.formats.trace import read_slices
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.slowness import RankPace, find_slow, slowdowns
 from equipoise.rank.errors import WorkerError
@@ -187,6 +188,35 @@ async def test_each_rank_writes_a_profile_of_its_steps_that_overlap_reads(
             assert times.attention_us > 0
         assert 0 < found.times.experts_us < found.times.computation_us
         assert 0 < found.experts_share < 1
+
+
+@pytest.mark.parametrize("phase", [Phase.MIXED, Phase.DECODE])
+async def test_ranks_that_cut_their_steps_make_the_same_tokens_and_show_it_in_their_profiles(
+    balancer, settings, join_epoch, random_layout, solo, tmp_path, phase
+):
+    layout = random_layout(1, num_ranks=2, slots_per_rank=6)
+    changes = {
+        "profile_steps": 5, "profile_folder": tmp_path, "micro_batches": 2, "phase": phase,
+    }  # fmt: skip
+    async with two_ranks(balancer, settings, join_epoch, layout, **changes) as pool:
+        generating = [
+            asyncio.create_task(generate(address, prompt, 40))
+            for address in pool.addresses()
+            for prompt in PROMPTS
+        ]
+        for task, prompt in zip(generating, PROMPTS * 2, strict=True):
+            tokens, _ = await task
+            assert tokens == await asyncio.to_thread(solo, prompt, 40)
+        for process in pool.processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for rank in range(2):
+            assert await pool.exit_code(rank) == 0
+    for path in tmp_path.iterdir():
+        found = analyse(Timeline.of(read_slices(path), Names()))
+        num_exchanges = sum(one.name == "gloo:all_to_all" for one in read_slices(path))
+        # Two exchanges for each layer of an uncut step; in these, several requests were active.
+        assert num_exchanges > 2 * CONFIG.num_moe_layers * found.num_steps
+        assert found.times.hidden_us > 0
 
 
 async def test_ranks_that_were_sent_different_layouts_of_one_generation_do_not_form(

@@ -77,9 +77,19 @@ class Attention(nn.Module):
         query reads, so a chunk of a prompt is causal within itself. Long chunks are expanded,
         except in row blocks: a token's bits must not depend on how its prompt was split.
         """
+        query_THq = self.project(x_TD, cos_TF, sin_TF, layer=layer, step=step)
+        return self.attend(query_THq, layer=layer, step=step)
+
+    def project(
+        self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, layer: int, step: CacheStep
+    ) -> Tensor:
+        """Write the latents of `forward_cached`'s tokens; return their queries [T, H, q]."""
         step.write(layer, self._latents(x_TD, cos_TF, sin_TF))
-        query_THq = self._queries(x_TD, cos_TF, sin_TF)
-        mixed_THv = x_TD.new_empty(*query_THq.shape[:2], self.config.v_head_dim)
+        return self._queries(x_TD, cos_TF, sin_TF)
+
+    def attend(self, query_THq: Tensor, *, layer: int, step: CacheStep) -> Tensor:
+        """Return what `forward_cached` does, [T, D], once latents are written."""
+        mixed_THv = query_THq.new_empty(*query_THq.shape[:2], self.config.v_head_dim)
         for group in step.groups:
             expands = self.row_block is None and group.unseen_BQL.shape[1] >= self._fewest_to_expand
             attend = self._attend_expanded if expands else self._attend

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.latent_cache import CacheStep
+from equipoise_model.overlap import Stage, Stages, finish
 from equipoise_model.plain.attention import Attention
 from equipoise_model.plain.layers import RMSNorm, SwiGLU
 from equipoise_model.plain.moe import MoE
@@ -48,10 +49,10 @@ class Block(nn.Module):
         normed: Tensor = self.input_layernorm(x_ND)
         attended_BTD = self.self_attn.forward_expanded(normed.view_as(x_BTD), cos_TF, sin_TF)
         x_ND = x_ND + attended_BTD.flatten(0, 1)
-        x_ND = x_ND + self.feed_forward(x_ND, step=step)
+        x_ND = x_ND + finish(self._feed_forward(x_ND, step=step))
         return x_ND.view_as(x_BTD)
 
-    def forward_cached(
+    def stages(
         self,
         x_TD: Tensor,
         cos_TF: Tensor,
@@ -60,18 +61,25 @@ class Block(nn.Module):
         layer: int,
         cache_step: CacheStep,
         expert_step: ExpertStep,
-    ) -> Tensor:
-        """Run a step's tokens [T, D] of any sequences; `layer` is the index in the cache."""
-        with named("attention"):
-            x_TD = x_TD + self.self_attn.forward_cached(
-                self.input_layernorm(x_TD), cos_TF, sin_TF, layer=layer, step=cache_step
-            )
-        return x_TD + self.feed_forward(x_TD, step=expert_step)
+    ) -> Stages[Tensor]:
+        """Run a step's tokens [T, D] of any sequences; `layer` is the index in the cache.
 
-    def feed_forward(self, x_TD: Tensor, *, step: ExpertStep) -> Tensor:
+        A dense layer has no stages.
+        """
+        with named("attention"):
+            normed: Tensor = self.input_layernorm(x_TD)
+            query_THq = self.self_attn.project(normed, cos_TF, sin_TF, layer=layer, step=cache_step)
+        if isinstance(self.mlp, MoE):
+            yield Stage.PROJECTED
+        with named("attention"):
+            x_TD = x_TD + self.self_attn.attend(query_THq, layer=layer, step=cache_step)
+        y_TD = yield from self._feed_forward(x_TD, step=expert_step)
+        return x_TD + y_TD
+
+    def _feed_forward(self, x_TD: Tensor, *, step: ExpertStep) -> Stages[Tensor]:
         """The second half without its residual, on rows [T, D]."""
         normed_TD: Tensor = self.post_attention_layernorm(x_TD)
-        y_TD: Tensor = (
-            self.mlp(normed_TD, step) if isinstance(self.mlp, MoE) else self.mlp(normed_TD)
-        )
+        if isinstance(self.mlp, MoE):
+            return (yield from self.mlp.stages(normed_TD, step))
+        y_TD: Tensor = self.mlp(normed_TD)
         return y_TD

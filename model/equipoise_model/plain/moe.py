@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
+from equipoise_model.overlap import Stage, Stages, finish
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.layers import SwiGLU
 from equipoise_model.plain.router import Router, Routing
@@ -39,10 +40,20 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, step: ExpertStep) -> Tensor:
         """Return the output for rows [T, D], without the residual; T may be 0."""
+        return finish(self.stages(x_TD, step))
+
+    def stages(self, x_TD: Tensor, step: ExpertStep) -> Stages[Tensor]:
+        """Compute what `forward` does, from `ROUTED` on."""
         routing: Routing = self.gate(x_TD)
+        yield Stage.ROUTED
         if self.shared_experts is None:
-            y_TD = step.run(x_TD, routing.with_shared(self._num_routed), self.experts)
-        else:
-            # Summed in float32 and in the same order as the weighted sum with the shared expert.
-            y_TD = step.run(x_TD, routing, self.experts) + self.shared_experts(x_TD)
-        return y_TD.to(x_TD.dtype)
+            routing = routing.with_shared(self._num_routed)
+            y_TD = yield from step.stages(x_TD, routing, self.experts)
+            return y_TD.to(x_TD.dtype)
+        routed = step.stages(x_TD, routing, self.experts)
+        yield next(routed)
+        # Computed while the rows travel.
+        shared_TD: Tensor = self.shared_experts(x_TD)
+        y_TD = yield from routed
+        # Summed in float32 and in the same order as the weighted sum with the shared expert.
+        return (y_TD + shared_TD).to(x_TD.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertStep
 from equipoise_model.latent_cache import CacheStep
+from equipoise_model.overlap import finish
 from equipoise_model.plain.block import Block
 from equipoise_model.plain.layers import Linear, RMSNorm
 
@@ -66,12 +67,14 @@ class MultiTokenPrediction(Block):
 
         T may be 0. `rotary` holds cosines and sines of the rows' own positions.
         """
-        y_TD = self.forward_cached(
-            self._joined(hidden_TD, next_embedding_TD),
-            *rotary,
-            layer=layer,
-            cache_step=cache_step,
-            expert_step=expert_step,
+        y_TD = finish(
+            self.stages(
+                self._joined(hidden_TD, next_embedding_TD),
+                *rotary,
+                layer=layer,
+                cache_step=cache_step,
+                expert_step=expert_step,
+            )
         )
         normed_TD: Tensor = self.shared_head.norm(y_TD)
         return normed_TD

@@ -11,14 +11,26 @@ from torch import Tensor, nn
 from equipoise_model.config import ModelConfig
 from equipoise_model.dispatch import ExpertParallel, ExpertStep
 from equipoise_model.latent_cache import CacheStep, LatentCache
+from equipoise_model.overlap import Stages, run_in_turns
 from equipoise_model.plain.block import Block
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
 from equipoise_model.plain.mtp import MultiTokenPrediction
 from equipoise_model.plain.router import Router, Routing
-from equipoise_model.ranges import named_layer
+from equipoise_model.ranges import named_layer, named_stages
 from equipoise_model.rope import Rope
 from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rows:
+    """The rows of a step, or of one of its micro-batches, on the device."""
+
+    tokens_T: Tensor
+    rotary: tuple[Tensor, Tensor]
+    """Cosines and sines of the rows' positions."""
+    cache: CacheStep
+    experts: ExpertStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,30 +117,51 @@ class Transformer(ServingModel):
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
         """See `ServingModel`."""
-        cos_TF, sin_TF = self.rope.at(batch.positions_T)
-        cache_step = cache.begin_step(
-            block_tables=batch.block_tables,
-            sequences_T=batch.sequences_T,
-            positions_T=batch.positions_T,
-            row_block=self.row_block,
+        whole = self._placed(batch, cache, experts.begin_step(num_tokens=batch.num_tokens))
+        rows = [whole]
+        if len(whole.experts.tokens_by_batch) > 1:
+            steps = whole.experts.micro_batches()
+            batches = batch.split([step.num_tokens for step in steps])
+            rows = [
+                self._placed(one, cache, step) for one, step in zip(batches, steps, strict=True)
+            ]
+        outputs = run_in_turns(
+            list(map(self._stages, rows)),
+            order=whole.experts.order,
+            num_layers=self.config.num_moe_layers,
         )
-        expert_step = experts.begin_step(num_tokens=batch.num_tokens)
-        device = self.embed_tokens.weight.device
-        x_TD: Tensor = self.embed_tokens(batch.tokens_T.to(device))
-        for layer, block in enumerate(self._blocks()):
-            with named_layer(layer, num_dense=self.config.first_k_dense_replace):
-                x_TD = block.forward_cached(
-                    x_TD, cos_TF, sin_TF,
-                    layer=layer, cache_step=cache_step, expert_step=expert_step,
-                )  # fmt: skip
-        hidden_TD: Tensor = self.norm(x_TD)
+        hidden_TD: Tensor = self.norm(torch.cat(outputs))
         return StepOutput(
-            logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
+            logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(hidden_TD.device)]),
             hidden_TD=hidden_TD,
-            draft=partial(
-                self._draft, rotary=(cos_TF, sin_TF), cache_step=cache_step, step=expert_step
-            ),
+            draft=partial(self._draft, rows=whole),
         )
+
+    def _placed(self, batch: StepBatch, cache: LatentCache, experts: ExpertStep) -> "_Rows":
+        """Place a batch's tokens in the cache."""
+        return _Rows(
+            tokens_T=batch.tokens_T.to(self.embed_tokens.weight.device),
+            rotary=self.rope.at(batch.positions_T),
+            cache=cache.begin_step(
+                block_tables=batch.block_tables,
+                sequences_T=batch.sequences_T,
+                positions_T=batch.positions_T,
+                row_block=self.row_block,
+            ),
+            experts=experts,
+        )
+
+    def _stages(self, rows: "_Rows") -> Stages[Tensor]:
+        """Run rows through all layers, up to the final norm."""
+        x_TD: Tensor = self.embed_tokens(rows.tokens_T)
+        for layer, block in enumerate(self._blocks()):
+            stages = block.stages(
+                x_TD, *rows.rotary, layer=layer, cache_step=rows.cache, expert_step=rows.experts
+            )
+            x_TD = yield from named_stages(
+                stages, layer=layer, num_dense=self.config.first_k_dense_replace
+            )
+        return x_TD
 
     @torch.no_grad()
     def _draft(
@@ -138,15 +171,13 @@ class Transformer(ServingModel):
         *,
         depth: int,
         tokens_by_rank: Sequence[int],
-        rotary: tuple[Tensor, Tensor],
-        cache_step: CacheStep,
-        step: ExpertStep,
+        rows: "_Rows",
     ) -> Tensor:
-        """See `DraftPass`; the other arguments are the step's own."""
+        """See `DraftPass`; `rows` are the step's own."""
         module = self.mtp_layers[depth - 1]
         assert isinstance(module, MultiTokenPrediction)
         num_rows = following_T.shape[0]
-        cos_TF, sin_TF = rotary
+        cos_TF, sin_TF = rows.rotary
         layer = self.config.num_hidden_layers + depth - 1
         with named_layer(layer, num_dense=self.config.first_k_dense_replace):
             return module.forward_draft(
@@ -154,8 +185,8 @@ class Transformer(ServingModel):
                 next_embedding_TD=self.embed_tokens(following_T),
                 rotary=(cos_TF[:num_rows], sin_TF[:num_rows]),
                 layer=layer,
-                cache_step=cache_step if num_rows else cache_step.without_rows(),
-                expert_step=step.resumed(
+                cache_step=rows.cache if num_rows else rows.cache.without_rows(),
+                expert_step=rows.experts.resumed(
                     layer=self.config.num_moe_layers + depth - 1, tokens_by_rank=tokens_by_rank
                 ),
             )

@@ -47,6 +47,8 @@ class StepHeader(NamedTuple):
     """`digest_word` of the layout in use."""
     staged_digest: int
     """`digest_word` of the staged layout; 0 if none is staged."""
+    num_second: int = 0
+    """Tokens, the last of `num_tokens`, that the rank puts into a second micro-batch."""
 
 
 HEADER_WIDTH = len(StepHeader._fields)

@@ -31,6 +31,7 @@ from equipoise.wire.messages import LayoutRejected, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
+from equipoise.worker.micro_batches import num_second
 from equipoise.worker.placement import HeldSlots
 from equipoise.worker.read_cost import ReadCostFit
 from equipoise.worker.scheduler import Scheduler
@@ -41,6 +42,7 @@ from equipoise.worker.step_inputs import (
     draft_tokens,
     sampling_rows,
     step_batch,
+    tokens_by_batch,
     wanted_logits,
 )
 from equipoise_model.dispatch import ExpertParallel
@@ -96,13 +98,15 @@ class Engine:
         step_s: Histogram,
         drafter: Drafter | None,
         read_cost: ReadCostFit | None = None,
+        cut_from_tokens: int = 0,
         after_turn: Callable[[int], None] = lambda _num_steps: None,
     ) -> None:
         """`publish` is called on the engine's thread after each step that has a result to publish.
 
         It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
         the scheduler to have verified; without one, a step gives each request one token.
-        `read_cost` continues to be fitted; by default a new one is.
+        `read_cost` continues to be fitted; by default a new one is. This rank cuts its steps from
+        `cut_from_tokens` tokens on into two micro-batches, or never if that is 0.
         `after_turn` is called on the engine's thread with the number of steps so far.
         """
         self._model = core.model
@@ -114,7 +118,7 @@ class Engine:
         self._scheduler = scheduler
         self._publish, self._after_turn = publish, after_turn
         self._step_s, self._step_s_before = step_s, step_s.sum
-        self._read_cost = read_cost or ReadCostFit()
+        self._read_cost, self._cut_from_tokens = read_cost or ReadCostFit(), cut_from_tokens
         self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
@@ -282,6 +286,11 @@ class Engine:
             peers_digest=self._group.peers_digest,
             layout_digest=digest_word(self._held.contents.layout.digest()),
             staged_digest=digest_word(staged.contents.layout.digest()) if staged else 0,
+            num_second=num_second(
+                plan,
+                least_tokens=self._cut_from_tokens,
+                parity_tokens=self._assumed_parity_tokens,
+            ),
         )
 
     @property
@@ -328,7 +337,7 @@ class Engine:
     ) -> tuple[Emission, ...]:
         """Run a plan's tokens, even none, together with the other ranks, and commit the result."""
         tokens_by_rank = [header.num_tokens for header in headers]
-        self._experts.agree(tokens_by_rank)
+        self._experts.agree(tokens_by_batch(headers))
         # Other ranks' tokens run here too, up to the logits and while drafting.
         num_foreign = sum(tokens_by_rank) - plan.num_tokens
         try:

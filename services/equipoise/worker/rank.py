@@ -8,6 +8,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from equipoise.planning.phase import Phase
 from equipoise.rank.engine import used_and_staged
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.reporter import Reporter
@@ -22,6 +23,7 @@ from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import placement_of
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.overlap import Order
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Rank:
         """The message about the latest switch, once its slots are hashed; None before one."""
         self._hashed = self.held.contents
         self._reporting: asyncio.Task[None] | None = None
-        self._experts = _expert_parallel(joined, core)
+        self._experts = _expert_parallel(joined, core, phase=settings.phase)
         self._steps = core.operations.steps(joined.exchange)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.engine = Engine(
@@ -56,6 +58,7 @@ class Rank:
             step_s=parts.timings.step_s,
             drafter=core.drafter(settings),
             read_cost=parts.timings.read_cost,
+            cut_from_tokens=settings.cut_from_tokens if settings.micro_batches > 1 else 0,
             after_turn=parts.profiler.note_turn,
         )
         bytes_per_s = settings.pull_mib_per_s * 2**20
@@ -212,12 +215,17 @@ class Rank:
         self._parts.send(self.last_switch)
 
 
-def _expert_parallel(joined: EpochGroup, core: ModelCore) -> ExpertParallel:
+def _expert_parallel(joined: EpochGroup, core: ModelCore, *, phase: Phase) -> ExpertParallel:
     placement = placement_of(joined.join_epoch.layout).to(core.device)
     process_group = joined.group.process_group
     pace = core.pace_s_per_row
     if process_group is None:
         return ExpertParallel.local(core.checkpoint.config, placement, pace_s_per_row=pace)
     return ExpertParallel.distributed(
-        placement, group=process_group, exchange=joined.exchange, pace_s_per_row=pace
+        placement,
+        group=process_group,
+        exchange=joined.exchange,
+        pace_s_per_row=pace,
+        # A pool's workers have one phase.
+        order=Order.DECODE if phase is Phase.DECODE else Order.PREFILL,
     )

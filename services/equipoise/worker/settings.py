@@ -119,6 +119,14 @@ class WorkerSettings:
     """Maximum number of tokens per step: first one for each generating request and its draft
     tokens, then chunks of prompts."""
 
+    micro_batches: Annotated[int, Range(1, 2)] = 1
+    """Micro-batches that this rank cuts steps into: with 2, one computes while the other's rows
+    travel between ranks. Tokens are the same. A step is cut if any rank cuts it. Prefill and mixed
+    pools keep up to two exchanges open at once, decode pools one."""
+
+    cut_from_tokens: Annotated[int, Range(2)] = 2
+    """With --micro-batches 2, least number of this rank's tokens in a step that it cuts."""
+
     speculate: Annotated[int, Range(0)] = 0
     """Draft tokens per generated token, from the checkpoint's multi-token-prediction modules; at
     most the number of modules. The output is the same with and without. The modules are further

@@ -82,6 +82,16 @@ def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLi
     return lines
 
 
+def tokens_by_batch(headers: tuple[StepHeader, ...]) -> list[list[int]]:
+    """Return the rows that each rank brings to each micro-batch of a step.
+
+    There is a second one if any rank wants it; to the others it is empty.
+    """
+    second = [one.num_second for one in headers]
+    first = [one.num_tokens - one.num_second for one in headers]
+    return [first, second] if any(second) else [first]
+
+
 def draft_tokens(headers: tuple[StepHeader, ...]) -> list[list[int]]:
     """Return the rows that each rank brings to each draft module that any of them runs.
 

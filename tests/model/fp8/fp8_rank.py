@@ -110,7 +110,7 @@ def words_of_failure(part, exchange, num_ranks):
     """What a step ends in that cannot succeed."""
     experts = experts_over(exchange, num_ranks)
     # As a step's header would announce.
-    experts.agree([1] * num_ranks)
+    experts.agree([[1] * num_ranks])
     try:
         part.step(experts)
     except ExchangeError as error:

@@ -156,7 +156,7 @@ def test_a_step_without_tokens_takes_part_in_every_moe_layer(random_model, row_b
     model = random_model(TINY, row_block=row_block)
     ran = []
     for moe in model.moe_layers:
-        moe.register_forward_hook(lambda *_: ran.append(1))
+        moe.gate.register_forward_hook(lambda *_: ran.append(1))
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = StepBatch(
         tokens_T=nothing,
