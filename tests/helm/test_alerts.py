@@ -233,7 +233,7 @@ def groups_of(release, namespace="moe", values=RULED):
 
 def check(promtool, *arguments):
     done = subprocess.run(
-        [promtool, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [promtool, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
