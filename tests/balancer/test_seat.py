@@ -117,6 +117,28 @@ async def test_the_store_is_fenced_by_the_term_before_a_pool_is_read(store, elec
         assert await store.highest_term() == elector.state.term == 1
 
 
+async def test_who_holds_the_lease_accepts_workers_once_its_pools_are_read(store, elector):
+    seat = seat_of(store, elector)
+    store.gate.clear()
+    async with elector.running(), asyncio.timeout(WAIT_S):
+        task = asyncio.create_task(seat.run())
+        accepting = asyncio.create_task(seat.until_led_differs(None))
+        while not store.fences:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert elector.leads()
+        assert not accepting.done()
+        store.gate.set()
+        await accepting
+        led = seat.led
+        assert led is not None
+        over = asyncio.create_task(seat.until_led_differs(led))
+        (await elector.tenure()).give_up("so that it accepts none")
+        await over
+        assert seat.led is not led
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_a_store_that_saw_a_higher_term_is_led_in_a_higher_one_still(store, elector):
     await store.fence(term=30)
     async with seated(store, elector) as seat:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from opentelemetry.trace import Tracer
 
 from equipoise.balancer.archive import Archive
+from equipoise.balancer.changed import Changed
 from equipoise.balancer.clock import Clock
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.planner.planning import Planner
@@ -51,6 +52,7 @@ class Seat:
         self._unreadable = UnreadablePools()
         self._archive = Archive(store=store, policies=policies, unreadable=self._unreadable)
         self._led: Pools | None = None
+        self._changed = Changed()
         self._settled = asyncio.Event()
         self.store_fault = ""
         """Why the latest read of the store failed; empty if it did not."""
@@ -69,6 +71,18 @@ class Seat:
     def led(self) -> Pools | None:
         """The pools that this balancer leads right now, for workers to join."""
         return self._led if self._elector.leads() else None
+
+    async def until_led_differs(self, known: Pools | None) -> None:
+        """Wait until `led` is not `known`: a lease alone accepts no workers."""
+        while self.led is known:
+            state = self._elector.state
+            changes = (self._until_pools_differ(self._led), self._elector.until_changed(state))
+            tasks = {asyncio.ensure_future(change) for change in changes}
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     @property
     def highest_term(self) -> int:
@@ -93,6 +107,10 @@ class Seat:
         if self.leader_address:
             return f"this balancer follows the leader at {self.leader_address}: connect there"
         return f"no balancer leads now ({self._elector.state.reason}): try again in a moment"
+
+    async def _until_pools_differ(self, known: Pools | None) -> None:
+        while self._led is known:
+            await self._changed.wait()
 
     async def open(self) -> None:
         """Read the store once, so that a balancer that cannot use it does not start.
@@ -195,12 +213,14 @@ class Seat:
         async with pools:
             self._archive.give_way()
             self._led = pools
+            self._changed.notify()
             self.store_fault = ""
             self._settled.set()
             try:
                 await self._elector.until_over(tenure)
             finally:
                 self._led = None
+                self._changed.notify()
                 pools.close_streams()
                 for name in pools.names():
                     self._archive.keep(pools.find(name).retire(elsewhere=self.elsewhere))

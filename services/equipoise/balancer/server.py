@@ -206,7 +206,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
         await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
         _log.info("listening on %s", address)
         _run(running, _show_readiness(readiness, watched))
-        _run(running, _show_leadership(elector, watched))
+        _run(running, _show_leadership(seat, watched))
         metrics_at = await open_http(
             running,
             seat,
@@ -330,17 +330,14 @@ async def _show_readiness(readiness: Readiness, watched: Any) -> None:
     await watched.set(READY, status.SERVING)
 
 
-async def _show_leadership(elector: Elector, watched: Any) -> None:
-    """Keep the health of WorkerLink current: only a leader accepts workers."""
+async def _show_leadership(seat: Seat, watched: Any) -> None:
+    """Keep the health of WorkerLink current: only a leader that has its pools accepts workers."""
+    status = health_pb2.HealthCheckResponse
     while True:
-        state = elector.state
-        await watched.set(
-            _WORKER_LINK,
-            health_pb2.HealthCheckResponse.SERVING
-            if elector.leads()
-            else health_pb2.HealthCheckResponse.NOT_SERVING,
-        )
-        await elector.until_changed(state)
+        led = seat.led
+        shown = status.NOT_SERVING if led is None else status.SERVING
+        await watched.set(_WORKER_LINK, shown)
+        await seat.until_led_differs(led)
 
 
 async def _stop(server: grpc.aio.Server, seat: Seat, watched: Any, grace_s: float) -> None:
