@@ -183,6 +183,41 @@ def test_ranks_that_switched_to_what_the_store_forgot_teach_it_by_reconnecting(
     assert np.all([one.generation > generation for one in map(staged_layout, harness.ranks)])
 
 
+def test_ranks_that_reconnect_before_they_report_what_the_store_forgot_are_led_again(
+    make_harness, serving_harness, skewed
+):
+    harness = switched_unseen(make_harness, serving_harness, skewed)
+    generation, waiting, num_tries = harness.ranks[0].layout.generation, list(harness.ranks), 0
+    for worker in waiting:  # The network breaks before the first heartbeat.
+        harness.lose(worker)
+    while waiting:
+        num_tries += 1
+        assert num_tries <= 2 * len(harness.ranks), "they are rejected for good"
+        worker = waiting.pop(0)
+        try:
+            harness.hello(worker.reconnecting())
+        except RejectedWorkerError as error:
+            assert error.kind == "hello_generation"  # noqa: PT017 - or none is raised
+            waiting.append(worker)
+    beat(harness)
+    assert harness.pool.layouts.current.generation == generation
+    assert harness.pool.layouts.committed.same_placement(harness.ranks[0].layout)
+    assert harness.pool.diagnosis().health is Health.SERVING
+
+
+def test_fewer_than_most_ranks_that_reconnect_are_rejected_however_often(
+    make_harness, serving_harness, skewed
+):
+    harness = switched_unseen(make_harness, serving_harness, skewed)
+    for worker in harness.ranks:
+        harness.lose(worker)
+    for _ in range(3):
+        for worker in harness.ranks[:2]:
+            with pytest.raises(RejectedWorkerError, match="runs generation"):
+                harness.hello(worker.reconnecting())
+    assert harness.pool.layouts.current.generation == 1
+
+
 def staged_layout(worker):
     return worker.layout
 

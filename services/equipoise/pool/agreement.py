@@ -145,15 +145,20 @@ class Agreement:
     def check_hello(self, member: Member, running: RunningState) -> None:
         """Check what a rank that reconnects reports to run in the current epoch.
 
-        A slow network may deliver its Hello after a wave that it took part in has ended.
+        A slow network may deliver its Hello after a wave that it took part in has ended. If most
+        ranks report the same unknown layout, all are reconciled; who was rejected before retries.
 
         Raises:
-            RejectedWorkerError: it runs a generation that this balancer does not know.
+            RejectedWorkerError: it runs a generation that this balancer does not know, and not like
+                most ranks.
         """
         generation = running.generation
-        if not self.must_reconcile and self._layouts.get(generation) is None:
+        if self.must_reconcile or self._layouts.get(generation) is not None:
+            return
+        if not self._is_of_most(member, generation, running.layout.digest()):
             fault = self._other_generation(member, generation)
             raise RejectedWorkerError("hello_generation", f"worker {member.name}: {fault}")
+        self.must_reconcile = True
 
     def _other_generation(self, member: Member, generation: int) -> str:
         current = self._layouts.current
@@ -163,13 +168,21 @@ class Agreement:
             f"{ours}: restart it"
         )
 
-    def _note_unknown(self, member: Member, generation: int, digest: bytes) -> None:
-        """Most ranks of an epoch that was found may have switched to what the store forgot."""
+    def _is_of_most(self, member: Member, generation: int, digest: bytes) -> bool:
+        """Whether most ranks of an epoch that was found report this layout, which is not known.
+
+        They may have switched to what the store forgot. Of an epoch that this balancer opened it
+        knows every layout.
+        """
         assert member.rank is not None, "only a rank runs a layout"
         if self._opened_here or self._layouts.get(generation) is not None:
-            return
+            return False
         self._unknown[member.rank] = claim = generation, digest
-        if 2 * list(self._unknown.values()).count(claim) <= self._roster.num_ranks:
+        return 2 * list(self._unknown.values()).count(claim) > self._roster.num_ranks
+
+    def _note_unknown(self, member: Member, generation: int, digest: bytes) -> None:
+        """End the streams of ranks that run what most ranks do, if it is not known."""
+        if not self._is_of_most(member, generation, digest):
             return
         self.must_reconcile = True
         raise InvalidMessageError(
