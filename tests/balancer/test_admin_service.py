@@ -148,7 +148,7 @@ async def test_an_operator_rolls_a_pool_back_over_the_wire(channel, status, admi
                 admin_pb2.PinRequest(layout=worker_link_pb2.Layout(generation=1, num_layers=2**30))
             ),
             "INVALID_ARGUMENT",
-            "pin: a layout must have 1 to 2^20 cells",
+            "pin: a layout must have 1 to 262144 slots over all layers",
         ),
         (
             lambda admin: admin.ListAudit(admin_pb2.ListAuditRequest(limit=9999)),

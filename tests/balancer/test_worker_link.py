@@ -2,11 +2,14 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import numpy as np
 import pytest
 
+from equipoise.balancer.service import worker_link
+from equipoise.balancer.service.message_limit import MessageLimit
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.seal import seal
@@ -136,13 +139,15 @@ async def test_another_process_cannot_take_the_name_of_a_live_worker(
 
 
 async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_rejected(
-    channel, status, worker_of, hello_of
+    channel, status, worker_of, hello_of, monkeypatch
 ):
+    few = partial(MessageLimit, per_s=0.01, burst=10.0)
+    monkeypatch.setattr(worker_link, "message_limit", lambda _policy: few())
     async with linked(channel, [worker_of(hello_of("worker-0"))]) as (link,):
         huge = worker_link_pb2.Leaving(reason="x" * 200_000)
         await link.call.write(seal(worker_link_pb2.ConnectRequest(leaving=huge)))
         beat = to_balancer(link.worker.heartbeat(sequence=1))
-        for _ in range(3000):
+        for _ in range(20):
             await link.call.write(beat)
         kinds = await until_rejected(status, {"link_rate", "link_size"})
         assert not link.call.done(), "the stream lives on"

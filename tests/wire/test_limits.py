@@ -3,11 +3,18 @@
 import math
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS
 from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import response_from_proto
 from equipoise.wire.inference_messages import GenerateRequest, Sampling
-from equipoise.wire.messages import Hello
+from equipoise.wire.limits import MAX_HELLO_BYTES, max_message_bytes
+from equipoise.wire.messages import Hello, RunningState
 from equipoise_api.v1 import worker_pb2
 from tests.support.limits import assert_bounded, assert_one_line, variants
 
@@ -57,3 +64,79 @@ def test_no_answer_of_a_rank_passes_as_nonsense():
 
     good = worker_pb2.GenerateResponse(tokens=[3], generation=1, step=2, epoch=1, logprobs=[one])
     assert all(check(good, decode))
+
+
+@pytest.fixture
+def hello_with(good):
+    """A Hello of a rank that runs, with everything that it may report."""
+
+    def build(*, num_layers, num_experts, num_ranks, slots_per_rank):
+        layout = contiguous_layout(
+            num_layers=num_layers,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            slots_per_rank=slots_per_rank,
+            generation=3,
+        )
+        workers = tuple(f"{'w' * 248}{rank:05}" for rank in range(num_ranks))
+        running = RunningState(
+            epoch=1,
+            rank=0,
+            workers=workers,
+            layout=layout,
+            checksums=np.zeros((num_layers, slots_per_rank, 16), np.uint8),
+            expert_checksums=np.zeros((num_layers, num_experts, 16), np.uint8),
+            staged_generation=0,
+        )
+        model = ModelShape(
+            num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1000
+        )
+        return replace(
+            good.hello,
+            worker=workers[0],
+            model=model,
+            num_ranks=num_ranks,
+            slots_per_rank=slots_per_rank,
+            max_replicas=0,
+            running=running,
+        )
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_experts", "num_ranks", "slots_per_rank"),
+    [
+        (59, 257, 320, 1),  # DeepSeek-V3 with its draft module and the shared expert placed
+        (59, 257, 8, 40),
+        (60, 384, 128, 4),  # Kimi K2
+        (60, 512, 1, 1024),  # Qwen3.5-397B, by itself
+        (94, 128, 16, 12),  # Qwen3-235B
+        (15, 2048, 64, 40),  # Switch-C
+        (1, MAX_EXPERT_CELLS, 4, MAX_EXPERT_CELLS),
+        (64, 1024, 4096, 1),
+    ],
+)
+def test_the_largest_models_and_pools_fit_the_limits(
+    hello_with, num_layers, num_experts, num_ranks, slots_per_rank
+):
+    hello = hello_with(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        slots_per_rank=slots_per_rank,
+    )
+    message = to_balancer(hello)
+    assert message.ByteSize() <= MAX_HELLO_BYTES < 5 << 20
+    assert from_worker(message, hello=None).num_ranks == num_ranks
+    assert max_message_bytes(hello) <= (2 << 20) + (64 << 10)
+
+
+def test_what_exceeds_the_limits_is_rejected_before_its_tables_are_read(hello_with, good):
+    assert 4 * MAX_EXPERT_CELLS == MAX_CELLS
+    message = to_balancer(
+        hello_with(num_layers=1, num_experts=8, num_ranks=4, slots_per_rank=MAX_EXPERT_CELLS)
+    )
+    message.hello.slots_per_rank += 1
+    with pytest.raises(InvalidMessageError, match="at most 65536 slots over all layers"):
+        from_worker(message, hello=None)

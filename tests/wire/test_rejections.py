@@ -74,10 +74,18 @@ HELLO_FAULTS = [
     (dict(model__num_layers=0), "hello_model", "num_layers must be at least 1"),
     (dict(model__num_groups=3), "hello_model", "8 experts do not divide evenly into 3 groups"),
     (dict(model__expert_bytes=0), "hello_range", "expert_bytes must be from 1"),
-    (dict(model__num_experts=2**32 - 1), "hello_model", "must be at most 2\\^20"),
+    (dict(model__num_experts=2**32 - 1), "hello_model", "must be at most 65536"),
     (dict(num_ranks=1), "hello_slots", "1 ranks x 5 slots must be at least the model's 8 experts"),
-    (dict(num_ranks=2**32 - 1), "hello_slots", "at most 2\\^20"),
+    (dict(num_ranks=2**32 - 1), "hello_slots", "at most 4096 ranks"),
     (dict(slots_per_rank=0), "hello_slots", "2 ranks x 0 slots"),
+    (
+        dict(slots_per_rank=21_846),
+        "hello_slots",
+        "at most 65536 slots over all layers, not 3 layers",
+    ),
+    (dict(num_ranks=4097), "hello_slots", "at most 4096 ranks, not 4097"),
+    (dict(num_ranks=4000, slots_per_rank=22), "hello_slots", "at most 262144 over its 3 layers"),
+    (dict(model__num_experts=21_848), "hello_model", "3 layers x 21848 experts must be at most"),
     (dict(running__rank=2), "running_rank", "rank must be from 0 to 1, not 2"),
     (dict(running__workers=["worker-1", "worker-0"]), "running_workers", "worker-1 at rank 1"),
     (dict(running__workers=["worker-1", "worker-1"]), "running_workers", "each once"),
@@ -90,7 +98,7 @@ HELLO_FAULTS = [
     (dict(running__layout__num_layers=2), "running_shape", r"\[2, 10\] = 80 bytes, not 120"),
     (dict(running__layout__num_experts=0), "running_shape", "cannot hold 0 experts"),
     (dict(running__layout__num_experts=2**32 - 1), "running_shape", "cannot hold 4294967295"),
-    (dict(running__layout__num_slots=2**32 - 1), "running_shape", "1 to 2\\^20 cells"),
+    (dict(running__layout__num_slots=2**32 - 1), "running_shape", "1 to 262144 slots"),
     (dict(running__layout__num_ranks=0), "running_layout", "do not divide evenly over 0 ranks"),
     (dict(running__layout__num_ranks=5), "running_shape", r"has \(layers, experts, slots per"),
     (dict(running__layout__num_experts=9), "running_layout", "no slot for expert 8"),
@@ -130,7 +138,7 @@ REPORT_FAULTS = [
     (dict(assignments=floats(3, 5, value=1.0)), "report_range", "layer 0, own slot 0"),
     (dict(assignments=floats(3, 5, value=-np.inf)), "report_range", "above 2\\^53"),
     (dict(assignments=np.full(15, -1, "<i8").tobytes()), "report_range", "18446744073709551615"),
-    (dict(rank=2**16), "report_rank", "rank must be from 0 to 65535, not 65536"),
+    (dict(rank=2**16), "report_rank", "rank must be from 0 to 4095, not 65536"),
     (dict(epoch=0), "report_range", "epoch must be from 1"),
     (dict(generation=0), "report_range", "generation must be from 1"),
     (dict(phase=0), "report_phase", "must be prefill, decode or mixed, not 0"),
@@ -295,7 +303,7 @@ def test_unreached_peers_must_be_names_of_others(good, unreached):
 def test_more_unreached_peers_than_a_pool_can_have_are_rejected(good):
     message = to_balancer(replace(good.group_lost, unreached=("w",) * (MAX_RANKS + 1)))
     error = rejection_of(good.received_by_balancer, message)
-    check_rejection(error, "group_lost_unreached", "must be at most 65536 peers")
+    check_rejection(error, "group_lost_unreached", "must be at most 4096 peers")
 
 
 def test_reasons_are_truncated_and_have_no_control_characters(good):

@@ -12,7 +12,7 @@ class Member:
     """One worker. Only its own methods change it."""
 
     hello: Hello
-    """What it reported when it connected."""
+    """What it reported when it connected, without `running` and `group_lost`."""
 
     last_heard_s: float
     """When it connected or its latest message arrived. After a message was rejected, only a valid
@@ -216,5 +216,5 @@ class Member:
 
 
 def _part(layout: Layout, rank: int) -> ExpertTable:
-    """A rank's part of a layout."""
-    return layout.expert_of_slot[:, layout.own_slots(rank)]
+    """A copy of a rank's part of a layout, which need not stay in memory for it."""
+    return layout.expert_of_slot[:, layout.own_slots(rank)].copy()

@@ -5,6 +5,7 @@ It neither sends nor stores. `planning/membership.py` decides when ranks are ass
 
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from equipoise.planning.membership import EpochCandidate
 from equipoise.planning.phase import Phase
@@ -14,6 +15,7 @@ from equipoise.pool.candidates import candidate
 from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape, check_slots
 from equipoise.pool.member import Member
 from equipoise.pool.records import EpochMembers
+from equipoise.pool.room import check_room, shared
 from equipoise.wire.balancer_messages import Peer
 from equipoise.wire.messages import GroupLost, Hello, RunningState
 
@@ -61,16 +63,23 @@ class Roster:
         """Let a worker in; a newer boot of the same name replaces the older one.
 
         Raises:
-            RejectedWorkerError: it does not fit the pool, or it runs an epoch that is over.
+            RejectedWorkerError: it does not fit the pool, the pool is full, or it runs an epoch
+                that is over.
         """
         known = self._members.get(hello.worker)
         check_slots(hello)
+        others = [one for one in self._members.values() if one.name != hello.worker]
+        if hello.running is not None:
+            hello = replace(hello, running=shared(hello.running, others))
+        check_room(hello, others, pool=self._pool)
         ranks = [one.hello for one in self._followers(excluding=hello.worker)]
         is_unknown = hello.running is not None and hello.running.epoch > self.epoch
         if self.opened_here and ranks and not is_unknown:  # Else most decide what the pool is.
             check_shape(hello, ranks[0], pool=self._pool)
             check_kernels(hello, ranks, pool=self._pool)
-        member = Member(hello=hello, last_heard_s=now, since_s=now)
+        # What it runs is kept as its claim, and only until the pool has decided about it.
+        kept = replace(hello, running=None, group_lost=None)
+        member = Member(hello=kept, last_heard_s=now, since_s=now)
         if hello.running is not None:
             self._return_running(member, known, hello.running)
         elif hello.group_lost is not None:

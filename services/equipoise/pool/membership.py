@@ -113,8 +113,8 @@ class Membership:
         if before is not None and before.rank is not None and member.rank is None:
             restarted = f"worker {member.name} restarted"
             effects += self._rollouts.handle(RankLost(rank=before.rank, reason=restarted), now=now)
-        if member.serving:
-            effects += self._resumption.note_running(member, now=now)
+        if member.serving and hello.running is not None:
+            effects += self._resumption.note_running(member, hello.running, now=now)
         if hello.group_lost is not None:
             # A worker that reconnects later may have staged one more.
             self._layouts.reserve(hello.group_lost.generation + 1)

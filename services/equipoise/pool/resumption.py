@@ -13,7 +13,7 @@ from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 from equipoise.pool.policy import PoolPolicy
 from equipoise.pool.records import EpochMembers
-from equipoise.wire.messages import Hello
+from equipoise.wire.messages import Hello, RunningState
 
 
 class Resumption:
@@ -86,7 +86,8 @@ class Resumption:
             for worker, reason in choice.contradicting.items()
         ]
         for member in self._roster.take_over(choice):
-            effects += self.note_running(member, now=now)
+            assert member.claim is not None, "it reported to run"
+            effects += self.note_running(member, member.claim, now=now)
         return tuple(effects)
 
     def check(self, hello: Hello) -> None:
@@ -108,10 +109,8 @@ class Resumption:
         if others_run:
             check_running_layout(hello, self._layouts.get(running.generation))
 
-    def note_running(self, member: Member, *, now: float) -> Chain:
+    def note_running(self, member: Member, running: RunningState, *, now: float) -> Chain:
         """A worker counts as a rank that runs what it reported in its Hello."""
-        running = member.hello.running
-        assert running is not None, "a rank that resumes runs"
         self._layouts.remember(running.layout)
         return self._agreement.note_bytes(member, running.layout, running, now=now)
 

@@ -87,6 +87,12 @@ class Caller:
             if identity.role is Role.WORKER
         )
 
+    @property
+    def pool(self) -> str:
+        """The only pool that a credential lets it speak for; empty if there is no such limit."""
+        pools = (one.pool for one in self.identities if one.role is Role.WORKER)
+        return next((pool for pool in pools if pool != ANY), "")
+
     def is_worker(self, *, pool: str, worker: str) -> bool:
         """Whether a credential names exactly this worker, not any worker of its pool."""
         return any(

@@ -23,11 +23,17 @@ MAX_TERM = 2**31 - 1
 """Highest term. Every place that keeps one holds it exactly: a Kubernetes Lease as int32, Redis
 scripts as float64. With an election every second it lasts 68 years."""
 
-MAX_CELLS = 2**20
-"""Most cells of a table; as int32 they fit into gRPC's default message limit of 4 MiB."""
+MAX_CELLS = 2**18
+"""Most slots of a layout, over all layers. DeepSeek-V3 on 320 ranks, the largest published
+deployment, has 59 layers x 320 slots = 18,880."""
 
-MAX_RANKS = 2**16
-"""Upper bound of the ranks of any pool."""
+MAX_EXPERT_CELLS = 2**16
+"""Most experts, and most slots of one rank, over all layers. Of published models Switch-C has 15
+layers x 2,048 experts, Qwen3.5-397B 60 x 512 and Kimi K2 60 x 384; a rank that is a pool by itself
+has a slot for each, and redundant ones."""
+
+MAX_RANKS = 2**12
+"""Most ranks of a pool, and most of its workers that are connected."""
 
 MAX_DURATION_S = 3600.0
 """Longest valid interval or timeout, seconds."""

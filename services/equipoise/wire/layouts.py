@@ -51,7 +51,8 @@ def layout_from_proto(message: pb.Layout, *, kind: str = "layout") -> Layout:
     if not 0 < message.num_layers * message.num_slots <= checks.MAX_CELLS:
         raise InvalidMessageError(
             f"{kind}_shape",
-            f"{kind}: a layout must have 1 to 2^20 cells, not {shape[0]} layers x {shape[1]} slots",
+            f"{kind}: a layout must have 1 to {checks.MAX_CELLS} slots over all layers, not "
+            f"{shape[0]} layers x {shape[1]} slots",
         )
     if not 0 < message.num_experts <= message.num_slots:
         raise InvalidMessageError(
@@ -141,11 +142,11 @@ def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelSha
         InvalidMessageError: "_model" if it is not valid.
     """
     checks.count(kind, "expert_bytes", message.expert_bytes, least=1)
-    if message.num_layers * message.num_experts > checks.MAX_CELLS:
+    if message.num_layers * message.num_experts > checks.MAX_EXPERT_CELLS:
         raise InvalidMessageError(
             f"{kind}_model",
             f"{kind}: {message.num_layers} layers x {message.num_experts} experts must be at most "
-            "2^20",
+            f"{checks.MAX_EXPERT_CELLS}",
         )
     try:
         return ModelShape(

@@ -171,7 +171,7 @@ def group_lost_from_proto(message: pb.GroupLost, *, hello: Hello) -> GroupLost:
 
 def _unreached(message: pb.GroupLost, *, hello: Hello) -> tuple[str, ...]:
     """The peers that a worker could not connect to. Whether they are ranks is for the pool."""
-    workers = tuple(message.unreached)
+    workers = message.unreached
     if len(workers) > checks.MAX_RANKS or hello.worker in workers:
         raise InvalidMessageError(
             "group_lost_unreached",
@@ -197,11 +197,19 @@ def _held_from_proto(message: pb.GroupLost, *, hello: Hello) -> ExpertTable:
 
 def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:
     num_slots = message.num_ranks * message.slots_per_rank
+    own = model.num_layers * message.slots_per_rank
+    if message.num_ranks > checks.MAX_RANKS or own > checks.MAX_EXPERT_CELLS:
+        raise InvalidMessageError(
+            "hello_slots",
+            f"hello: a pool has at most {checks.MAX_RANKS} ranks, not {message.num_ranks}, and a "
+            f"rank at most {checks.MAX_EXPERT_CELLS} slots over all layers, not "
+            f"{model.num_layers} layers x {message.slots_per_rank}",
+        )
     if not model.num_experts <= num_slots or model.num_layers * num_slots > checks.MAX_CELLS:
         raise InvalidMessageError(
             "hello_slots",
             f"hello: {message.num_ranks} ranks x {message.slots_per_rank} slots must be at least "
-            f"the model's {model.num_experts} experts, and at most 2^20 over its "
+            f"the model's {model.num_experts} experts, and at most {checks.MAX_CELLS} over its "
             f"{model.num_layers} layers",
         )
 
@@ -246,12 +254,14 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
 
 def _workers(message: pb.RunningState, *, hello: Hello, num_ranks: int) -> tuple[str, ...]:
     """The workers of the epoch that a worker runs in, itself at its rank."""
-    workers = tuple(message.workers)
-    if not len(workers) == len(set(workers)) == num_ranks or workers[message.rank] != hello.worker:
+    is_whole = len(message.workers) == num_ranks <= checks.MAX_RANKS
+    workers = tuple(message.workers) if is_whole else ()
+    if not is_whole or len(set(workers)) < num_ranks or workers[message.rank] != hello.worker:
         raise InvalidMessageError(
             "running_workers",
-            f"running: the {len(workers)} workers of the epoch must be those of the layout's "
-            f"{num_ranks} ranks, each once, with {hello.worker} at rank {message.rank}",
+            f"running: the {len(message.workers)} workers of the epoch must be those of the "
+            f"layout's {num_ranks} ranks, at most {checks.MAX_RANKS}, each once, with "
+            f"{hello.worker} at rank {message.rank}",
         )
     return tuple(checks.name("running", "workers", worker) for worker in workers)
 
@@ -277,7 +287,8 @@ def _phase(message: pb.Hello) -> Phase:
 
 
 def _backends(message: pb.Hello) -> tuple[str, ...]:
-    found = tuple(checks.name("hello", "backends", one) for one in message.backends)
+    some = message.backends[: MAX_OPERATIONS + 1]
+    found = tuple(checks.name("hello", "backends", one) for one in some)
     if len(found) > MAX_OPERATIONS or not all("=" in one for one in found):
         raise InvalidMessageError(
             "hello_backends",

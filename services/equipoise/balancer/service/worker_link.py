@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -13,11 +15,13 @@ from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
+from equipoise.balancer.service.loop_share import LoopShares
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.balancer.unreadable import POOL_UNREADABLE
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.agreement import UNKNOWN_LAYOUT
 from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
+from equipoise.pool.room import POOL_FULL
 from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.trust.identity import Caller
 from equipoise.wire.balancer_messages import Rejection, TermConfirmed
@@ -35,10 +39,10 @@ HELLO_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 1.0
 """Seconds that the last messages of a stream may take to be sent."""
 
-_PASSING = {UNREADABLE, "hello_missing", NAME_TAKEN, POOL_UNREADABLE}
+_PASSING = {UNREADABLE, "hello_missing", NAME_TAKEN, POOL_FULL, POOL_UNREADABLE}
 """Rejections that a retry may overcome: the network corrupted, lost or delayed a message, the
-stream of a worker that restarted is not closed yet, or the records of its pool are to be
-repaired."""
+stream of a worker that restarted is not closed yet, its pool is full, or the records of its pool
+are to be repaired."""
 
 _ENDING = {UNREADABLE: "damaged message", UNKNOWN_LAYOUT: "its layout is unknown"}
 """Rejections that end a stream, and the reason for its end."""
@@ -51,6 +55,14 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["WorkerLink"]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Why a stream ends: now, or once its worker ends it."""
+
+    text: str
+    at_once: bool = False
+
+
 class WorkerLinkService:
     """Hands the messages of streams to pools, and their messages to streams.
 
@@ -61,6 +73,7 @@ class WorkerLinkService:
         self._seat = seat
         self._caller = caller
         self._rejected: Counter[str] = Counter()
+        self._loop_shares = LoopShares()
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's handler, in bytes.
@@ -87,7 +100,9 @@ class WorkerLinkService:
             return
         reason = "its stream was cut"
         try:
-            reason = await _converse(request_iterator, context, hello, runner, mailbox)
+            # Its shape and names; what it runs would take memory as long as the stream lives.
+            hello = replace(hello, running=None, group_lost=None)
+            reason = await self._converse(request_iterator, context, hello, runner, mailbox)
         finally:
             runner.leave(hello.worker, mailbox, reason=reason)
 
@@ -98,10 +113,12 @@ class WorkerLinkService:
         this balancer does not lead: after a failover a whole fleet may ask it for the leader.
         """
         try:
-            message = await _first_message(requests, caller)
-            if self._seat.led is None:
-                return None
-            hello = from_worker(message, hello=None)
+            first = await _first_message(requests)
+            async with self._loop_shares.of(caller.pool):
+                message = _identified(first, caller)
+                if self._seat.led is None:
+                    return None
+                hello = from_worker(message, hello=None)
         except (InvalidMessageError, RejectedWorkerError) as error:
             self._rejected[error.kind] += 1
             count = self._rejected[error.kind]
@@ -139,10 +156,60 @@ class WorkerLinkService:
             return None
         try:
             is_certified = caller.is_worker(pool=hello.pool, worker=hello.worker)
-            return await pools.admit(hello, mailbox, is_certified=is_certified)
+            began_s = time.thread_time()
+            try:
+                return await pools.admit(hello, mailbox, is_certified=is_certified)
+            finally:
+                # Afterwards: it may wait for the store, while the pool's other streams go on.
+                spent_s, now_s = time.thread_time() - began_s, asyncio.get_running_loop().time()
+                self._loop_shares.of(hello.pool).budget.take(spent_s, now=now_s)
         except RejectedWorkerError as error:
             pools.reject_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
             raise
+
+    async def _converse(
+        self,
+        requests: _Requests,
+        context: _Context,
+        hello: Hello,
+        runner: PoolRunner,
+        mailbox: Mailbox,
+    ) -> str:
+        """Read and write until either side ends; returns why the stream ended."""
+        reader = asyncio.create_task(self._read(requests, hello, runner, mailbox))
+        writer = asyncio.create_task(_write(mailbox, context, runner))
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if not reader.done():
+                return (
+                    "its stream broke" if writer.exception() else "the balancer closed its stream"
+                )
+            mailbox.close()
+            await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
+            return reader.result()
+        finally:
+            reader.cancel()
+            writer.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _read(
+        self, requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox
+    ) -> str:
+        reason = "its stream ended"
+        limit = message_limit(runner.pool.policy.values)
+        try:
+            async for request in requests:
+                async with self._loop_shares.of(hello.pool):
+                    ended = _take(request, hello, runner, mailbox, limit=limit)
+                reason = ended.text if ended is not None else reason
+                if ended is not None and ended.at_once:
+                    return reason
+        except Exception:  # noqa: BLE001
+            # A bug ends this stream only; the worker reconnects and reports what it runs.
+            _log.exception("the stream of worker %s failed", hello.worker)
+            return "the balancer failed on a message"
+        return reason
 
     def _redirection(self) -> Rejection:
         return Rejection(
@@ -153,68 +220,42 @@ class WorkerLinkService:
         )
 
 
-async def _converse(
-    requests: _Requests, context: _Context, hello: Hello, runner: PoolRunner, mailbox: Mailbox
-) -> str:
-    """Read and write until either side ends; returns why the stream ended."""
-    reader = asyncio.create_task(_read(requests, hello, runner, mailbox))
-    writer = asyncio.create_task(_write(mailbox, context, runner))
+def _take(
+    request: bytes, hello: Hello, runner: PoolRunner, mailbox: Mailbox, *, limit: MessageLimit
+) -> "_End | None":
+    """Hand a message to its pool; returns why the stream ends, if it does."""
     try:
-        await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-        if not reader.done():
-            return "its stream broke" if writer.exception() else "the balancer closed its stream"
-        mailbox.close()
-        await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
-        return reader.result()
-    finally:
-        reader.cancel()
-        writer.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(reader, writer, return_exceptions=True)
+        _check_limits(request, hello, limit)
+        value = from_worker(unsealed(request), hello=hello)
+        if isinstance(value, Report) and value.heartbeat is not None:
+            # First, because the report may be rejected.
+            runner.receive(hello.worker, mailbox, value.heartbeat)
+        runner.receive(hello.worker, mailbox, value)
+    except (InvalidMessageError, InvalidReportError) as error:
+        runner.reject(hello.worker, kind=error.kind, reason=f"worker {hello.worker}: {error}")
+        # A new stream begins with all that matters.
+        return _End(_ENDING[error.kind], at_once=True) if error.kind in _ENDING else None
+    return _End(f"it left: {value.reason}") if isinstance(value, Leaving) else None
 
 
-async def _read(requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox) -> str:
-    reason = "its stream ended"
-    limit = message_limit(runner.pool.policy.values)
-    try:
-        async for request in requests:
-            try:
-                _check_limits(request, hello, limit)
-                value = from_worker(unsealed(request), hello=hello)
-                if isinstance(value, Report) and value.heartbeat is not None:
-                    # First, because the report may be rejected.
-                    runner.receive(hello.worker, mailbox, value.heartbeat)
-                runner.receive(hello.worker, mailbox, value)
-            except (InvalidMessageError, InvalidReportError) as error:
-                text = f"worker {hello.worker}: {error}"
-                runner.reject(hello.worker, kind=error.kind, reason=text)
-                if error.kind in _ENDING:
-                    # A new stream begins with all that matters.
-                    return _ENDING[error.kind]
-                continue
-            if isinstance(value, Leaving):
-                reason = f"it left: {value.reason}"
-    except Exception:  # noqa: BLE001
-        # A bug ends this stream only; the worker reconnects and reports what it runs.
-        _log.exception("the stream of worker %s failed", hello.worker)
-        return "the balancer failed on a message"
-    return reason
-
-
-async def _first_message(requests: _Requests, caller: Caller) -> pb.ConnectRequest:
-    """Read the first message, and check whose it is.
-
-    Raises:
-        InvalidMessageError: it is late, missing or damaged.
-        RejectedWorkerError: the caller is another worker.
-    """
+async def _first_message(requests: _Requests) -> bytes:
+    """Raises InvalidMessageError: it is late or missing."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = await anext(requests)
+            return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
         raise InvalidMessageError(
             "hello_missing", f"no Hello within {HELLO_TIMEOUT_S:g} s"
         ) from None
+
+
+def _identified(first: bytes, caller: Caller) -> pb.ConnectRequest:
+    """Decode the first message, and check whose it is.
+
+    Raises:
+        InvalidMessageError: it is damaged.
+        RejectedWorkerError: the caller is another worker.
+    """
     message = unsealed(first)
     if message.HasField("hello"):
         # A caller with another worker's name must not cost the conversion of a large message.

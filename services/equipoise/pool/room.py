@@ -1,0 +1,80 @@
+"""`check_room`: how much memory the Hellos of a pool's workers may take.
+
+Of a Hello only its names and numbers stay, and what the worker reports to run until the pool has
+decided about it. Workers of one group report the same layout, of which one copy is kept.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from equipoise.planning.moves import CHECKSUM_BYTES
+from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.member import Member
+from equipoise.wire.checks import MAX_RANKS
+from equipoise.wire.messages import Hello, RunningState
+
+MAX_BYTES = 64 * 2**20
+"""Bytes of tables that the Hellos of one pool's workers may take. 320 ranks of DeepSeek-V3 with 59
+layers x 1 slot each take 1 MiB, and a pool with as many slots as the wire allows 9 MiB."""
+
+POOL_FULL = "hello_pool_full"
+"""Kind of a rejection that ends by itself, when other workers of the pool leave."""
+
+_OWN_CELL_BYTES = 4 + CHECKSUM_BYTES
+"""An own slot: its expert and its checksum, in whichever message they come."""
+
+_NAME_BYTES = 256
+
+
+def shared(running: RunningState, members: Collection[Member]) -> RunningState:
+    """Return what a worker reports to run, with the tables of another that runs the same."""
+    for other in members:
+        claim = other.claim
+        if claim is None or claim.generation != running.generation:
+            continue
+        if claim.layout.digest() == running.layout.digest():
+            workers = claim.workers if claim.workers == running.workers else running.workers
+            return replace(running, layout=claim.layout, workers=workers)
+    return running
+
+
+def check_room(hello: Hello, others: Collection[Member], *, pool: str) -> None:
+    """Check that there is room for one more worker beside `others`.
+
+    Raises:
+        RejectedWorkerError: the pool has too many workers, or their tables take too much memory.
+    """
+    if len(others) >= MAX_RANKS:
+        raise RejectedWorkerError(
+            POOL_FULL,
+            f"worker {hello.worker}: pool {pool} has {len(others)} workers, the most that a pool "
+            "may have: start it in another pool; retrying",
+        )
+    claims = [one.claim for one in others if one.claim is not None]
+    if hello.running is not None:
+        claims.append(hello.running)
+    num_bytes = sum(map(_own_bytes, [hello, *(one.hello for one in others)]))
+    num_bytes += sum(_layout_bytes(one) for one in {id(one.layout): one for one in claims}.values())
+    num_bytes += sum(
+        len(workers) * _NAME_BYTES
+        for workers in {id(one.workers): one.workers for one in claims}.values()
+    )
+    tables = (one.expert_checksums for one in claims)
+    num_bytes += sum(table.nbytes for table in tables if table is not None)
+    if num_bytes > MAX_BYTES:
+        raise RejectedWorkerError(
+            POOL_FULL,
+            f"worker {hello.worker}: what it and {len(others)} other workers of pool {pool} report "
+            f"would take {num_bytes / 2**20:.0f} MiB, and a pool may take "
+            f"{MAX_BYTES // 2**20} MiB: stop those that run another layout; retrying",
+        )
+
+
+def _own_bytes(hello: Hello) -> int:
+    return hello.model.num_layers * hello.slots_per_rank * _OWN_CELL_BYTES
+
+
+def _layout_bytes(running: RunningState) -> int:
+    layout = running.layout
+    shares = 0 if layout.share_of_slot is None else layout.share_of_slot.nbytes
+    return layout.expert_of_slot.nbytes + shares
