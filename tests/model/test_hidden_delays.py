@@ -12,6 +12,9 @@ PROGRAM = Path(__file__).with_name("overlap_rank.py")
 
 KINDS = ("fixed", "per byte")
 
+LEAST_HIDDEN = {"virtual": 0.9, "real": 0.85}
+"""Of delays up to the computation beside them; a busy machine adds to real steps."""
+
 CLOCKS = ["virtual", pytest.param("real", marks=pytest.mark.benchmark)]
 
 
@@ -33,7 +36,8 @@ def hidden(times, name, kind, share):
     return 1 - (step_s - times[name, "none", 0.0][0]) / delays_s
 
 
-def test_delays_up_to_the_computation_beside_them_are_hidden(times):
+def test_delays_up_to_the_computation_beside_them_are_hidden(times, request):
+    least = LEAST_HIDDEN["real" if "real" in request.node.callspec.id else "virtual"]
     for name, kind, share in times:
         if kind != "none":
             step_s, delays_s = times[name, kind, share]
@@ -44,9 +48,9 @@ def test_delays_up_to_the_computation_beside_them_are_hidden(times):
     for kind in KINDS:
         # Beside an exchange in prefill: attention, or the experts, of the other half.
         for share in SHARES:
-            assert hidden(times, "prefill", kind, share) >= 0.9
+            assert hidden(times, "prefill", kind, share) >= least
         # In decode: a half of that attention.
-        assert hidden(times, "decode", kind, 0.5) >= 0.9
+        assert hidden(times, "decode", kind, 0.5) >= least
 
 
 def test_nothing_is_hidden_without_a_cut_or_when_the_schedule_is_serial(times):

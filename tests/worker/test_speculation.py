@@ -34,7 +34,9 @@ def core():
     return core
 
 
-def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=None):
+def run(
+    core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=None, cut_from_tokens=0
+):
     """Every prompt's tokens, the number of steps, and the rank's counters."""
     layout = contiguous_layout(
         num_layers=core.shape.num_layers,
@@ -67,6 +69,7 @@ def run(core, *, num_drafts, sampling, prompts=CODE, max_drafting=None, lengths=
             max_drafting=max_drafting,
         ),
         num_drafts=num_drafts,
+        cut_from_tokens=cut_from_tokens,
     )
     for key, text in enumerate(prompts):
         engine.submit(
@@ -96,6 +99,17 @@ def test_drafts_give_the_same_greedy_tokens_in_fewer_steps(core):
     assert tokens == plain
     assert stats.drafts_accepted >= 0.8 * stats.drafts
     assert num_plain_steps >= 1.3 * num_steps
+
+
+def test_drafts_of_steps_that_are_cut_are_those_of_whole_steps(core):
+    tokens, num_steps, whole = run(core, num_drafts=1, sampling=greedy)
+    cut_tokens, num_cut_steps, cut = run(core, num_drafts=1, sampling=greedy, cut_from_tokens=2)
+    assert (cut_tokens, num_cut_steps) == (tokens, num_steps)
+    assert (cut.stats.drafts, cut.stats.drafts_accepted) == (
+        whole.stats.drafts,
+        whole.stats.drafts_accepted,
+    )
+    assert (cut.loads[0].slot_load_LS == whole.loads[0].slot_load_LS).all()
 
 
 def test_drafts_do_not_change_sampled_tokens_with_penalties_and_seeds(core):
