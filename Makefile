@@ -17,7 +17,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup redis helm promtool axe demo test test-packages test-fleets test-cluster test-engines images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart package model-check linearizability
+.PHONY: help setup redis helm promtool axe demo test test-packages test-fleets test-cluster test-engines test-clients images test-images lint bench fuzz simulate bench-gpu chaos soak tune protos chart package model-check linearizability
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -113,6 +113,9 @@ test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mi
 test-engines: $(STAMP)  ## Balance 4 ranks of vLLM's and SGLang's real code on this machine's CPUs (about 10 minutes)
 	EQUIPOISE_ENGINES_PYTHON=$$(tests/engines/install.sh .cache/engines) \
 	  $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
+
+test-clients: $(STAMP)  ## Run clients that others wrote against a fleet (about 10 minutes)
+	EQUIPOISE_CLIENTS=.cache/clients $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 images:  ## Build both container images with docker, podman or buildah (TORCH=cpu: without CUDA)
 	@TORCH=$(TORCH) tests/images/build

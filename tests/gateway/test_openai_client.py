@@ -206,6 +206,8 @@ async def test_a_conversation_continues_with_the_answer_as_it_came(client, fleet
         messages.append(answer.choices[0].message)
     messages.append(answer.choices[0].message.model_dump())
     messages.append({"role": "assistant", "content": "a", "tool_calls": [], "annotations": []})
+    notes = {"provider_specific_fields": {"refusal": None}}
+    messages.append({"role": "assistant", "content": "a", **notes})
     await client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
     assert fleet.num_requests == 3
 

@@ -10,6 +10,8 @@ from equipoise.gateway.fields import Fields, shown
 
 # Fields of answers' messages, which clients send back.
 _EMPTY_IN_MESSAGES = ("annotations", "refusal", "audio", "function_call")
+# litellm's notes about an answer, which it sends back with the message.
+_NOTES = "provider_specific_fields"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -33,7 +35,8 @@ def _message(value: Any, *, path: str) -> dict[str, Any]:
     if role not in _ROLES:
         raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
     # Reasoning comes back with our own answers; templates of reasoning models leave it out.
-    known = {"role", "content", "name", "reasoning_content", "tool_calls", *_EMPTY_IN_MESSAGES}
+    known = {"role", "content", "name", "reasoning_content", "tool_calls", _NOTES}
+    known |= {*_EMPTY_IN_MESSAGES}
     message.only(known | {"tool_call_id"} if role == "tool" else known)
     for field in _EMPTY_IN_MESSAGES:
         if message.get(field) not in (None, []):
