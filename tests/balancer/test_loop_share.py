@@ -49,6 +49,15 @@ async def test_what_the_work_costs_is_counted_and_one_message_is_worked_on_at_a_
     assert share.budget.wait_s(now=now) > 0.0
 
 
+async def test_what_has_arrived_counts_by_its_bytes_too():
+    share, now = LoopShare(), asyncio.get_running_loop().time()
+    for _ in range(20):
+        share.received(2 << 20)
+    owed_s = 20 * (2 << 20) * loop_share.RECEIVING_S_PER_BYTE - loop_share.BURST_S
+    waited_s = share.budget.wait_s(now=now)
+    assert waited_s == pytest.approx(owed_s / loop_share.SHARE_OF_LOOP, rel=0.1)
+
+
 async def test_a_stream_that_ends_while_it_waits_leaves_the_turn_to_the_next():
     share = LoopShare()
     share.budget.take(1000.0, now=asyncio.get_running_loop().time())

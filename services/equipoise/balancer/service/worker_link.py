@@ -114,7 +114,9 @@ class WorkerLinkService:
         """
         try:
             first = await _first_message(requests)
-            async with self._loop_shares.of(caller.pool):
+            share = self._loop_shares.of(caller.pool)
+            share.received(len(first))
+            async with share:
                 message = _identified(first, caller)
                 if self._seat.led is None:
                     return None
@@ -200,7 +202,9 @@ class WorkerLinkService:
         limit = message_limit(runner.pool.policy.values)
         try:
             async for request in requests:
-                async with self._loop_shares.of(hello.pool):
+                share = self._loop_shares.of(hello.pool)
+                share.received(len(request))
+                async with share:
                     ended = _take(request, hello, runner, mailbox, limit=limit)
                 reason = ended.text if ended is not None else reason
                 if ended is not None and ended.at_once:
