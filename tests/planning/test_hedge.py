@@ -62,6 +62,13 @@ def test_what_serves_two_kinds_serves_their_mixtures():
         assert balancedness(layout_loads(hedged, mixture)) >= least - 1e-9
 
 
+def test_larger_pools_plan_for_the_mean(monkeypatch):
+    monkeypatch.setattr("equipoise.planning.planner.MOST_HEDGED_RANKS", NUM_RANKS - 1)
+    _, made = planned(expecting(0.5, 0.5))
+    assert "kinds of traffic" not in made.reason
+    assert made.balancedness > 0.95, "on the mean"
+
+
 def test_a_kind_that_is_expected_more_is_served_better():
     mostly_first, _ = planned(expecting(0.9, 0.05, 0.05))
     mostly_last, _ = planned(expecting(0.05, 0.05, 0.9))
