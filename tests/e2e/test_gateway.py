@@ -170,6 +170,34 @@ async def test_a_cached_prefix_cuts_the_time_to_first_token_to_a_fifth(
     assert statistics.median(ratios) >= 5
 
 
+@pytest.mark.benchmark
+@pytest.mark.timeout(600)
+async def test_kept_connections_cost_no_time_to_first_token(tmp_path):
+    """Within 5 ms of fresh ones, in turns; 40 ms more are a delayed acknowledgement."""
+    body = {"prompt": "def f(", "max_tokens": 2, "temperature": 0, "stream": True}
+
+    async def first_token_s(client):
+        began = time.perf_counter()
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            lines = response.aiter_lines()
+            await anext(lines)
+            took_s = time.perf_counter() - began
+            async for _ in lines:
+                pass
+        return took_s
+
+    kept, fresh = [], []
+    async with serving(tmp_path, num_ranks=1) as service:
+        await first_token_s(service.client)
+        for _ in range(60):
+            kept.append(await first_token_s(service.client))
+            async with httpx2.AsyncClient(base_url=service.client.base_url) as other:
+                fresh.append(await first_token_s(other))
+    print(f"first token over a kept connection {_spread(kept)}, over a fresh one {_spread(fresh)}")
+    assert statistics.median(kept) <= statistics.median(fresh) + 0.005
+
+
 def _spread(durations_s):
     low, middle, high = (1000 * pick(durations_s) for pick in (min, statistics.median, max))
     return f"{low:.0f}, {middle:.0f}, {high:.0f} ms (least, median, most)"
