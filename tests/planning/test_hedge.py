@@ -7,6 +7,7 @@ from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
+from equipoise.planning.proposal import hedges
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.traffic import ExpectedTraffic
 
@@ -62,11 +63,13 @@ def test_what_serves_two_kinds_serves_their_mixtures():
         assert balancedness(layout_loads(hedged, mixture)) >= least - 1e-9
 
 
-def test_larger_pools_plan_for_the_mean(monkeypatch):
-    monkeypatch.setattr("equipoise.planning.planner.MOST_HEDGED_RANKS", NUM_RANKS - 1)
-    _, made = planned(expecting(0.5, 0.5))
-    assert "kinds of traffic" not in made.reason
-    assert made.balancedness > 0.95, "on the mean"
+@pytest.mark.parametrize(
+    ("num_ranks", "slots_per_rank", "hedged"),
+    [(32, 9, True), (72, 4, True), (144, 2, False), (320, 4, False)],
+)
+def test_large_pools_and_those_with_few_slots_follow_the_average(num_ranks, slots_per_rank, hedged):
+    topology = Topology(node_of_rank=("a",) * num_ranks, slots_per_rank=slots_per_rank)
+    assert hedges(topology) is hedged
 
 
 def test_a_kind_that_is_expected_more_is_served_better():

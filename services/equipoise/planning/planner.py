@@ -28,10 +28,6 @@ LOCALITY = 0.25
 """Locality of `local` unless the caller sets it: on recorded loads of a 256-expert model on 4 nodes
 it is enough for a balancedness of 0.97 or more."""
 
-MOST_HEDGED_RANKS = 192
-"""Ranks up to which plans are made for several kinds of traffic at once; larger pools plan for the
-mean of the kinds, so that a plan takes seconds and not minutes."""
-
 LOCALITY_SLACK = 1.25
 """Multiple of the load that `local` lets leave its node at which a layer is placed again: plans use
 all of what is allowed, and loads fluctuate."""
@@ -128,7 +124,7 @@ def plan(
             layer is less balanced than with even splits.
         least_gain_per_move: the balancedness that a move must gain, for `incremental`.
         expected: the kinds of traffic that `load` consists of. With several, `incremental` with
-            even splits on at most `MOST_HEDGED_RANKS` ranks plans for them all at once.
+            even splits plans for them all at once.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts, or no ranks.
@@ -227,7 +223,6 @@ def _plan_incrementally(task: _Task) -> Plan:
         and len(task.expected.weights) > 1
         and problem.weighted is Weighting.OFF
         and problem.held_shares is None
-        and problem.topology.num_ranks <= MOST_HEDGED_RANKS
     ):
         return _plan_for_kinds(task, task.expected)
     held = Placed(problem.held, problem.held_shares)

@@ -81,6 +81,8 @@ def propose(request: ProposalRequest) -> Proposal:
     average = request.average
     if is_incremental and request.traffic.kinds and not policy.risk_z:
         expected = request.traffic.expected(lasts_s)
+    plans_for_kinds = expected is not None and hedges(request.topology)
+    if expected is not None and plans_for_kinds:
         average = expected.mean()
         if samples is not None:
             samples = BENEFIT_OF_DOUBT * expected.samples
@@ -95,7 +97,7 @@ def propose(request: ProposalRequest) -> Proposal:
         weighted=policy.weighted,
         samples=samples,
         least_gain_per_move=price if is_incremental else 0.0,
-        expected=expected,
+        expected=expected if plans_for_kinds else None,
     )
     current = request.current
     target = current.with_placement(
@@ -137,8 +139,21 @@ def propose(request: ProposalRequest) -> Proposal:
     return Proposal(request=request, plan=planned, verdict=verdict, waves=way)
 
 
+MOST_HEDGED_RANKS = 192
+"""Ranks up to which plans are made for several kinds of traffic at once: beyond, plans would take
+minutes."""
+
+LEAST_HEDGED_SLOTS = 4
+"""Slots of a rank from which they are: with fewer, a layout for several kinds serves none well."""
+
 UNEVENNESS = 1.5
 """Moves of the rank with the most, which sets the cost, relative to the mean over ranks."""
+
+
+def hedges(topology: Topology) -> bool:
+    """Whether a pool's plans are for all kinds of traffic; others are for the average load only."""
+    slots = min(topology.slots_of_rank)
+    return topology.num_ranks <= MOST_HEDGED_RANKS and slots >= LEAST_HEDGED_SLOTS
 
 
 def _price_of_move(request: ProposalRequest, lasts_s: float) -> float:
