@@ -139,3 +139,46 @@ async def test_no_client_notices_a_rank_killed_under_masks_drafts_and_scored_pro
     assert num_broken > 0
     assert any(had and of == MAX_TOKENS for had, of in breaks[num_broken:]), "under masks"
     assert any(of == 1 for _, of in breaks[num_broken:]), "under scored prompts"
+
+
+@pytest.mark.parametrize("count", [48, pytest.param(1200, marks=pytest.mark.benchmark)])
+@pytest.mark.timeout(3600)
+async def test_schemas_and_regexes_match_while_ranks_are_killed(tmp_path, count):
+    """Sampled and greedy, with drafts in every batch; a rank is killed, and comes back, twice."""
+    dice = random.Random(23)
+    structures = [structured(number, dice) for number in range(count)]
+    options = ("--speculate=1", "--speculate-up-to=16", "--context-length=512")
+    async with serving(tmp_path, *options) as running:
+        clients = Clients(running)
+        bodies = [body for body, _ in structures]
+        asked = asyncio.create_task(clients.ask_all(bodies))
+        for share in (0.3, 0.6):
+            await unless_done(asked, clients.begun(int(share * count)))
+            await kill(running, "worker-1", num_left=1)
+            await running.start_worker("worker-1")
+            await running.until_serving(2)
+        answers = await asked
+        status = await running.feed.until(
+            lambda status: any(rank.drafts_accepted for rank in status.ranks), timeout_s=BOUND_S
+        )
+    num_ended = 0
+    for (body, matches), (text, _, finish) in zip(structures, answers, strict=True):
+        num_ended += finish == "stop"
+        assert finish == "length" or matches(text), (body, text)
+    print(
+        f"{num_ended} of {count} outputs ended within {MAX_TOKENS} tokens, all valid; "
+        f"{len(broken(running))} requests lost their rank; accepted drafts since the restart: "
+        f"{sum(rank.drafts_accepted for rank in status.ranks)}"
+    )
+    assert num_ended >= 0.7 * count
+    assert broken(running)
+
+
+async def unless_done(task, wait):
+    """Wait, and fail if the task fails first."""
+    waiting = asyncio.ensure_future(wait)
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        waiting.cancel()
+        task.result()
+    await waiting
