@@ -143,7 +143,7 @@ MOST_HEDGED_RANKS = 192
 """Ranks up to which plans are made for several kinds of traffic at once: beyond, plans would take
 minutes."""
 
-LEAST_HEDGED_SLOTS = 4
+LEAST_HEDGED_SLOTS = 3
 """Slots of a rank from which they are: with fewer, a layout for several kinds serves none well."""
 
 UNEVENNESS = 1.5
