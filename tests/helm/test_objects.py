@@ -239,7 +239,9 @@ def test_helm_test_sends_a_prompt_between_two_pools_with_a_key_if_the_gateway_wa
     assert name not in containers(render(READERS))
     plain = containers(render(WRITERS))[name]
     assert plain["args"] == ["handover", "--url=http://eq-equipoise-gateway:8080"]
-    assert "OPENAI_API_KEY" not in {one["name"] for one in plain["env"]}
+    # It calls no balancer, so it needs no certificate.
+    assert {one["name"] for one in plain["env"]} == {"HOME"}
+    assert {one["name"] for one in plain["volumeMounts"]} == {"tmp"}
     keys = [
         one["valueFrom"]["secretKeyRef"]
         for one in containers(render(WRITERS | keyed))[name]["env"]

@@ -69,7 +69,9 @@ def tokens_and_loads(core, held, staged, settings):
         core,
         held,
         publish,
-        experts=_expert_parallel(SimpleNamespace(join_epoch=join_epoch, group=alone), core),
+        experts=_expert_parallel(
+            SimpleNamespace(join_epoch=join_epoch, group=alone), core, phase=settings.phase
+        ),
         group=alone,
         scheduler=core.scheduler(settings),
     )

@@ -10,6 +10,7 @@ from equipoise.planning.realised import realised_shares
 from equipoise.planning.shares import WHOLE, even_shares
 from equipoise.worker.placement import placement_of
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.overlap import finish
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing
 from tests.support.small_models import MOE_LAYERS
@@ -62,7 +63,7 @@ def served(layout, *, num_steps=60, num_rows=64):
             routing = Routing(expert_ids_TK=ids, weights_TK=scores.gather(1, ids), scores_TE=scores)
             step = ep.begin_step(num_tokens=num_rows)
             for experts in layers:
-                step.run(torch.zeros(num_rows, CONFIG.hidden_size), routing, experts)
+                finish(step.stages(torch.zeros(num_rows, CONFIG.hidden_size), routing, experts))
     return ep.loads()[0].slot_load_LS.astype(np.float64)
 
 
