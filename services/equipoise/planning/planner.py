@@ -12,14 +12,13 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.chance import gains_beyond_chance
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
-from equipoise.planning.placing.incremental import MoveStep, expected_balancedness, improve
+from equipoise.planning.placing.incremental import MoveStep, improve
 from equipoise.planning.placing.locality import place_locally
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.weigh import Placed, mixed, weigh
 from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.traffic import ExpectedTraffic
 
 LEAST_LAYER_GAIN = 0.002
 """Balancedness that a layer must gain for its experts to move: smaller gains are jitter."""
@@ -27,6 +26,7 @@ LEAST_LAYER_GAIN = 0.002
 LOCALITY = 0.25
 """Locality of `local` unless the caller sets it: on recorded loads of a 256-expert model on 4 nodes
 it is enough for a balancedness of 0.97 or more."""
+
 
 LOCALITY_SLACK = 1.25
 """Multiple of the load that `local` lets leave its node at which a layer is placed again: plans use
@@ -77,8 +77,6 @@ class _Task:
     locality: float
     max_moves: int | None
     target: float | None
-    least_gain_per_move: float
-    expected: ExpectedTraffic | None
 
 
 def plan(
@@ -94,8 +92,6 @@ def plan(
     exclude_ranks: frozenset[int] = frozenset(),
     samples: float | None = None,
     weighted: Weighting = Weighting.OFF,
-    least_gain_per_move: float = 0.0,
-    expected: ExpectedTraffic | None = None,
 ) -> Plan:
     """Place experts so that ranks carry even parts of a load.
 
@@ -122,9 +118,6 @@ def plan(
             relieved by new shares where their experts are, which moves nothing. Plans that may put
             any expert anywhere also try placements made for uneven shares (`place_weighted`). No
             layer is less balanced than with even splits.
-        least_gain_per_move: the balancedness that a move must gain, for `incremental`.
-        expected: the kinds of traffic that `load` consists of. With several, `incremental` with
-            even splits plans for them all at once.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts, or no ranks.
@@ -146,8 +139,6 @@ def plan(
         locality=LOCALITY if locality is None else locality,
         max_moves=max_moves,
         target=target_balancedness,
-        least_gain_per_move=least_gain_per_move,
-        expected=expected,
     )
     obstacle = None
     if algorithm not in {Algorithm.INCREMENTAL, Algorithm.GLOBAL}:
@@ -180,51 +171,8 @@ def _plan_globally(task: _Task) -> Plan:
     return _adopted(task, place_globally(task.problem), Algorithm.GLOBAL)
 
 
-def _plan_for_kinds(task: _Task, expected: ExpectedTraffic) -> Plan:
-    """Plan for several kinds of traffic at once, with even splits."""
-    problem, kinds, weights = task.problem, expected.shares, expected.weights
-    before = expected_balancedness(problem, problem.held, kinds, weights)
-    better = improve(
-        problem,
-        layers=np.ones_like(problem.is_busy),
-        fresh=problem.held,
-        standing=before,
-        least_gain=0.0,
-        least_slope=task.least_gain_per_move,
-        max_moves=task.max_moves,
-        kinds=kinds,
-        weights=weights,
-    )
-    after = expected_balancedness(problem, better.table, kinds, weights)
-    changes, comparison = after - before > LEAST_LAYER_GAIN, ""
-    if task.samples is not None:
-        beyond, text = gains_beyond_chance(problem, 1 / before - 1 / after, samples=task.samples)
-        num_kept = int((changes & ~beyond).sum())
-        if num_kept:
-            comparison = f"; {num_kept} layers keep their placement: {text}"
-        changes &= beyond
-    changes |= ~problem.is_valid
-    table = np.where(changes[:, None], better.table, problem.held)
-    made = summary(problem, Placed(table), Algorithm.INCREMENTAL)
-    busy = problem.is_busy
-    was, now = (float(one[busy].mean()) for one in (before, np.where(changes, after, before)))
-    return replace(
-        made,
-        curve=better.curve,
-        reason=f"incremental: {now:.3f} after {was:.3f} by {made.moves} moves, for {len(weights)} "
-        f"kinds of traffic{comparison}",
-    )
-
-
 def _plan_incrementally(task: _Task) -> Plan:
     problem, target, max_moves = task.problem, task.target, task.max_moves
-    if (
-        task.expected is not None
-        and len(task.expected.weights) > 1
-        and problem.weighted is Weighting.OFF
-        and problem.held_shares is None
-    ):
-        return _plan_for_kinds(task, task.expected)
     held = Placed(problem.held, problem.held_shares)
     before = balancedness(problem.rank_loads(*held))
     if target is not None and before >= target and problem.is_valid.all():
@@ -252,7 +200,6 @@ def _plan_incrementally(task: _Task) -> Plan:
         least_gain=LEAST_LAYER_GAIN,
         target=target,
         max_moves=max_moves,
-        least_slope=task.least_gain_per_move,
     )
     moved = (better.table != problem.held).any(axis=1)
     placed = mixed(problem, moved, kept, weigh(problem, better.table, may_chain=False))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from equipoise.planning.arrays import Load
-from equipoise.planning.balance import Comparison, balancedness, compare, layout_loads
+from equipoise.planning.balance import balancedness, compare, layout_loads
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.costs import MeasuredCosts
 from equipoise.planning.layout import Layout
@@ -15,7 +15,6 @@ from equipoise.planning.moves import waves
 from equipoise.planning.planner import Plan, plan
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.planning.traffic import ExpectedTraffic, Traffic
 from equipoise.planning.verdict import Verdict, judge
 
 BENEFIT_OF_DOUBT = 4.0
@@ -36,8 +35,6 @@ class ProposalRequest:
     None to plan as if it were exact."""
     window: Load
     """[layers, experts] in assignments: the load to judge the plan on."""
-    traffic: Traffic = field(default_factory=Traffic)
-    """The kinds of traffic that the pool has learned."""
     shift: Shift
     model: ModelShape
     topology: Topology
@@ -76,28 +73,16 @@ def propose(request: ProposalRequest) -> Proposal:
         samples = BENEFIT_OF_DOUBT * samples if policy.min_assignments else None
     is_local = policy.algorithm is Algorithm.LOCAL
     is_incremental = policy.algorithm is Algorithm.INCREMENTAL
-    lasts_s = request.traffic.layouts_last_s(policy.payback_s)
-    expected = None
-    average = request.average
-    if is_incremental and request.traffic.kinds and not policy.risk_z:
-        expected = request.traffic.expected(lasts_s)
-    plans_for_kinds = expected is not None and hedges(request.topology)
-    if expected is not None and plans_for_kinds:
-        average = expected.mean()
-        if samples is not None:
-            samples = BENEFIT_OF_DOUBT * expected.samples
-    price = _price_of_move(request, lasts_s)
     planned = plan(
-        average,
+        request.average,
         model=request.model,
         topology=request.topology,
         current=request.current,
         algorithm=policy.algorithm,
         locality=policy.locality if is_local else None,
+        target_balancedness=policy.target_balancedness if is_incremental else None,
         weighted=policy.weighted,
         samples=samples,
-        least_gain_per_move=price if is_incremental else 0.0,
-        expected=expected if plans_for_kinds else None,
     )
     current = request.current
     target = current.with_placement(
@@ -105,17 +90,12 @@ def propose(request: ProposalRequest) -> Proposal:
         generation=request.first_generation,
         share_of_slot=planned.share_of_slot,
     )
-    on_average, on_window = compare(current, target, average, request.window)
-    on_expected = on_window
-    if expected is not None:
-        on_expected = _mixed(current, target, on_window, expected, request.window)
+    on_average, on_window = compare(current, target, request.average, request.window)
     verdict = judge(
         current=current,
         target=target,
         on_average=on_average,
         on_window=on_window,
-        on_expected=on_expected,
-        lasts_s=lasts_s,
         algorithm=planned.algorithm,
         returned_layers=planned.returned_layers,
         window=request.window,
@@ -134,56 +114,9 @@ def propose(request: ProposalRequest) -> Proposal:
             expert_bytes=request.model.expert_bytes,
             max_wave_bytes=policy.wave_bytes(request.model.expert_bytes),
             # The layers that gain most on the latest window go first.
-            gain_of_layer=on_expected.gain_of_layer,
+            gain_of_layer=on_window.gain_of_layer,
         )
     return Proposal(request=request, plan=planned, verdict=verdict, waves=way)
-
-
-MOST_HEDGED_RANKS = 192
-"""Ranks up to which plans are made for several kinds of traffic at once: beyond, plans would take
-minutes."""
-
-LEAST_HEDGED_SLOTS = 3
-"""Slots of a rank from which they are: with fewer, a layout for several kinds serves none well."""
-
-UNEVENNESS = 1.5
-"""Moves of the rank with the most, which sets the cost, relative to the mean over ranks."""
-
-
-def hedges(topology: Topology) -> bool:
-    """Whether a pool's plans are for all kinds of traffic; others are for the average load only."""
-    slots = min(topology.slots_of_rank)
-    return topology.num_ranks <= MOST_HEDGED_RANKS and slots >= LEAST_HEDGED_SLOTS
-
-
-def _price_of_move(request: ProposalRequest, lasts_s: float) -> float:
-    """Balancedness that a move must gain to pay for itself while layouts last."""
-    policy, model = request.policy, request.model
-    cost = request.costs.move_cost(policy)
-    of_bytes = policy.pull_slowdown / cost.bandwidth_bytes_per_s
-    of_bytes += cost.switch_stall_s / policy.wave_bytes(model.expert_bytes)
-    lost_s = UNEVENNESS * of_bytes * model.expert_bytes / request.topology.num_ranks
-    return lost_s / max(lasts_s, 1e-3)
-
-
-def _mixed(
-    current: Layout,
-    target: Layout,
-    on_window: Comparison,
-    expected: ExpectedTraffic,
-    window: Load,
-) -> Comparison:
-    """Compare two layouts on the expected traffic; the latest window stands for its kind."""
-    total = window.sum(axis=1, keepdims=True)
-    others = compare(current, target, *(shares * total for shares in expected.shares[1:]))
-    parts = list(zip(expected.weights.tolist(), (on_window, *others), strict=True))
-    return Comparison(
-        before=sum(part * one.before for part, one in parts),
-        after=sum(part * one.after for part, one in parts),
-        gain_of_layer=np.sum([part * one.gain_of_layer for part, one in parts], axis=0),
-        busiest_before=sum(part * one.busiest_before for part, one in parts),
-        busiest_after=sum(part * one.busiest_after for part, one in parts),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -152,7 +152,6 @@ class Decisions:
             average=loads.slow.at_risk(policy.risk_z),
             samples=loads.slow.samples(),
             window=window.load,
-            traffic=self._windows.traffic,
             balancedness=window.balancedness,
             shift=window.shift,
             model=shape.model,
@@ -226,7 +225,6 @@ class Decisions:
         if not decision.accepted:
             return (WriteDecision(record=decision),)
         self._watch(proposal)
-        self._windows.note_switch()
         started = self._rollouts.start(
             proposal.waves, base=request.current, decision=decision, now=now
         )

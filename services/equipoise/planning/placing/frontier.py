@@ -100,13 +100,11 @@ def take_steepest(
     start: float,
     target: float | None,
     max_moves: int | None,
-    least_slope: float = 0.0,
 ) -> tuple[list[Point], list[tuple[int, float]]]:
     """Climb the hulls of all layers, most gain per move first.
 
-    Stops when the mean balancedness over `num_busy` layers, initially `start`, reaches `target`, or
-    where a move gains less than `least_slope` of it; skips segments that do not fit into
-    `max_moves`.
+    Stops when the mean balancedness over `num_busy` layers, initially `start`, reaches `target`;
+    skips segments that do not fit into `max_moves`.
 
     Returns:
         the point where each layer ends, and the whole curve without either limit: (moves, mean
@@ -123,7 +121,6 @@ def take_steepest(
         total_moves, total = total_moves + after.moves - before.moves, total + gain
         curve.append((total_moves, total))
         is_enough = target is not None and reached >= target
-        is_enough |= gain < least_slope * (after.moves - before.moves)
         too_many = max_moves is not None and moves + after.moves - before.moves > max_moves
         is_closed[layer] = is_closed[layer] or is_enough or too_many
         if not is_closed[layer]:

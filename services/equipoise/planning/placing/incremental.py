@@ -6,16 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots, Weights
-from equipoise.planning.balance import balancedness_per_layer
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
-from equipoise.planning.placing.hedge import hedge
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.placing.search_state import SearchSpace
-from equipoise.planning.placing.tally import split_by_rank
 
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
 """Relief thresholds of paths, in multiples of the lowest possible load of the busiest rank."""
@@ -23,9 +20,6 @@ THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
 TARGET_THRESHOLDS = (0.25, 0.5, 0.8, 1.1, 1.5, 2.2, 3.5)
 """Relief thresholds on the way to a target, in multiples of the excess that the target leaves:
 layers that gain easily exceed the target, others stop short of it."""
-
-HEDGED_THRESHOLDS = (1.005, 1.03, 1.1, 1.25)
-"""Relief thresholds of paths for several kinds of traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,9 +61,6 @@ def improve(
     least_gain: float,
     target: float | None = None,
     max_moves: int | None = None,
-    least_slope: float = 0.0,
-    kinds: Load | None = None,
-    weights: Weights | None = None,
 ) -> Improvement:
     """Improve the placement in use.
 
@@ -85,27 +76,16 @@ def improve(
         least_gain: see `fresh`.
         target: stop when the mean balancedness over `layers` with traffic reaches it.
         max_moves: the move budget; moves that restore lost experts always fit.
-        least_slope: stop where a move gains less balancedness than this.
-        kinds: fractions of each layer's load by kind of traffic, [kinds, layers, experts]; None to
-            improve for `problem.load` alone. Balancedness is then the mean over kinds.
-        weights: how much of each kind is expected, [kinds]; sums to 1.
     """
     start = cover(problem)
     busy = problem.is_busy
     num_busy = max(int(busy.sum()), 1)
-    if kinds is not None and weights is not None:
-        reached = expected_balancedness(problem, start, kinds, weights)
-    else:
-        reached = np.where(problem.is_valid, standing, problem.balancedness_of_layer(start))
+    reached = np.where(problem.is_valid, standing, problem.balancedness_of_layer(start))
     if target is not None and busy.any():
         # Layers that stay cannot help to reach it, and the others shall not make up for them.
         target = float(np.where(layers, target, reached)[busy].mean())
     paths = [
-        (
-            _paths(problem, start, layer, reached=reached[layer], target=target)
-            if kinds is None or weights is None
-            else _hedged_paths(problem, start, layer, kinds[:, layer], weights)
-        )
+        _paths(problem, start, layer, reached=reached[layer], target=target)
         if layers[layer] and busy[layer]
         else [
             LayerPath(
@@ -116,7 +96,7 @@ def improve(
         ]
         for layer in range(len(start))
     ]
-    if kinds is None and max_moves is None and not _reach(paths, busy, target):
+    if max_moves is None and not _reach(paths, busy, target):
         reached_fresh = problem.balancedness_of_layer(fresh)
         for layer in np.flatnonzero(layers & busy).tolist():
             best = max(path.balancedness.max() for path in paths[layer])
@@ -136,7 +116,6 @@ def improve(
         start=float(reached[busy].mean()) if busy.any() else 1.0,
         target=target,
         max_moves=max_moves,
-        least_slope=least_slope,
     )
     steps = [
         step
@@ -171,36 +150,6 @@ def _paths(
         made = relieve(start[layer], load, space, threshold * mean / bound, np.inf)
         balancedness = mean / made.busiest
         balancedness[0] = reached
-        paths.append(LayerPath(changes=made.steps, moves=made.moves, balancedness=balancedness))
-    return paths
-
-
-def expected_balancedness(
-    problem: Problem, table: ExpertTable, kinds: Load, weights: Weights
-) -> Load:
-    """Compute the mean over kinds of traffic of each layer's balancedness, [layers]."""
-    of_kinds = [
-        balancedness_per_layer(split_by_rank(table, kind, problem.rank_of_slot)) for kind in kinds
-    ]
-    expected: Load = (weights[:, None] * np.array(of_kinds)).sum(axis=0)
-    return expected
-
-
-def _hedged_paths(
-    problem: Problem, start: ExpertTable, layer: int, kinds: Load, weights: Weights
-) -> list[LayerPath]:
-    """Build one path per threshold for several kinds of traffic, [kinds, experts]."""
-    num_ranks = problem.topology.num_ranks
-    bounds = upper_bounds(kinds, num_slots=start.shape[1], num_ranks=num_ranks)
-    load = np.ascontiguousarray(kinds.T * num_ranks)  # The mean load of a rank is 1.
-    homes = np.zeros(len(load), dtype=np.int64)
-    space = SearchSpace(
-        problem.first_slot, problem.rank_of_slot, problem.node_of_rank, homes, 1.0, 0.0
-    )
-    paths = []
-    for threshold in HEDGED_THRESHOLDS:
-        made = hedge(start[layer], load, space, threshold / bounds, weights)
-        balancedness = (weights / np.maximum(made.busiest, 1.0)).sum(axis=1)
         paths.append(LayerPath(changes=made.steps, moves=made.moves, balancedness=balancedness))
     return paths
 
