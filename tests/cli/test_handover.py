@@ -13,8 +13,8 @@ from equipoise.settings.errors import InvalidSettingsError
         (None, False, "was not handed over: the decode pool prefilled it"),
         (0, False, "the decode rank got the latents of 0 tokens only"),
         (31, False, "the decode rank got the latents of 31 tokens only"),
-        (32, True, "the decode rank got the latents of 32 tokens and prefilled the rest"),
-        (64, True, "the decode rank got the latents of 64 tokens and prefilled the rest"),
+        (32, True, "the decode rank got the latents of 32 tokens and prefilled 32"),
+        (64, True, "the decode rank got the latents of 64 tokens and prefilled 0"),
     ],
 )
 def test_at_least_half_of_a_prompt_must_be_handed_over(num_handed_over, worked, text):

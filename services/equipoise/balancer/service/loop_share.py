@@ -17,7 +17,6 @@ reports of 320 ranks, the most of a published deployment, take 0.035 at one per 
 BURST_S = 0.25
 """Seconds of the loop's time that a pool may take at once: the answers of 700 ranks to a wave."""
 
-
 RECEIVING_S_PER_BYTE = 1 / (32 * 2**20)
 """What a received byte counts, beside the work on it: gRPC's threads and copies are not measured. A
 pool thus sends at most 16 MiB/s in the long run."""

@@ -55,9 +55,10 @@ class Handover:
                 f"{self.handed_over_tokens} tokens only (equipoise_worker_latent_pulls_total "
                 "of the decode pool says why)"
             )
+        rest = self.prompt_tokens - self.handed_over_tokens
         return (
             f"{prompt} was handed over: the decode rank got the latents of "
-            f"{self.handed_over_tokens} tokens and prefilled the rest"
+            f"{self.handed_over_tokens} tokens and prefilled {rest}"
         )
 
 
