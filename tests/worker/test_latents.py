@@ -1,6 +1,7 @@
 """A prompt read in one pool continues in another: the same tokens, and its latents travelled."""
 
 import asyncio
+import threading
 from contextlib import suppress
 
 import grpc
@@ -170,4 +171,29 @@ async def test_a_client_that_leaves_during_a_pull_leaves_nothing_behind(rank_of_
         leg.cancel()
         with suppress(asyncio.CancelledError):
             await leg
+        await nothing_is_held(prefill, decode)
+
+
+async def test_no_pull_gets_a_block_that_a_running_step_still_writes_to(rank_of_one, monkeypatch):
+    begun, may_run = threading.Event(), threading.Event()
+    async with two_pools(rank_of_one) as (prefill, decode), asyncio.timeout(60):
+        step = decode.core.model.step
+
+        def held_up(*args):
+            begun.set()
+            assert may_run.wait(60)
+            return step(*args)
+
+        monkeypatch.setattr(decode.core.model, "step", held_up)
+        leaving = asyncio.create_task(answer(decode, TOKENS[-12:], 6))
+        await asyncio.to_thread(begun.wait)
+        leaving.cancel()
+        while decode.scheduler.num_active:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        leg = asyncio.create_task(handed_over(prefill, decode, TOKENS[:50], 6))
+        while not decode.puller.outcomes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert decode.puller.outcomes == {PullOutcome.WHOLE: 1}
+        may_run.set()
+        assert (await leg).tokens == (await answer(prefill, TOKENS[:50], 6)).tokens
         await nothing_is_held(prefill, decode)

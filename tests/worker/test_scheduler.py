@@ -244,6 +244,35 @@ def test_a_broken_steps_plan_is_planned_again():
     assert scheduler.num_active == 0
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_blocks_of_a_request_cancelled_in_a_step_are_free_after_it(is_committed):
+    scheduler, model = scheduler_of(num_blocks=4, max_step_tokens=12), Model()
+    scheduler.submit(Request(key=0, prompt=tuple(range(10)), max_tokens=2))
+    plan = scheduler.plan()
+    results = model.run(plan)
+    assert scheduler.cancel(0)
+    assert (scheduler.num_active, scheduler.blocks.num_used) == (0, 3)
+    assert len(scheduler.begin_pull(1, tuple(range(20, 40))).blocks) == 1
+    if is_committed:
+        assert commit(scheduler, plan, results) == []
+    else:
+        scheduler.plan()
+    assert scheduler.blocks.num_used == 1
+
+
+def test_blocks_of_a_faulty_request_are_suspect_even_if_it_was_cancelled_in_the_step():
+    scheduler = scheduler_of()
+    scheduler.submit(Request(key=0, prompt=tuple(range(10)), max_tokens=2))
+    scheduler.commit(scheduler.plan(), [])
+    scheduler.commit(scheduler.plan(), [sampled_token(3)])
+    plan = scheduler.plan()
+    (chunk,) = plan.chunks
+    assert scheduler.cancel(0)
+    assert scheduler.commit(plan, [SampledToken(token=0, logprob=0.0, fault="NaN")]) == []
+    assert set(scheduler.take_suspect_blocks()) == set(chunk.blocks)
+    assert scheduler.blocks.num_used == scheduler.blocks.num_findable == 0
+
+
 def test_accepted_drafts_yield_several_tokens_per_step():
     scheduler = scheduler_of(num_drafts=2, max_step_tokens=6)
     model, steps = Model(num_drafts=2), []

@@ -8,6 +8,9 @@ An admitted request holds blocks of the latent cache for the tokens it has run. 
 the youngest request is preempted: it releases its blocks, moves to the front of the queue, and
 later runs its prompt and output again. The oldest is never preempted, so every request finishes.
 Blocks of pulls give way first, and those held for other pools last.
+
+A step writes to the blocks of its plan until it is committed or planned again. A request cancelled
+meanwhile keeps its blocks that long, or a pull could fill a block that the step then overwrites.
 """
 
 from collections import deque
@@ -98,6 +101,9 @@ class Scheduler:
         self._queue: deque[Sequence] = deque()
         # In the order of arrival: the last one is preempted first, and is requeued at the front.
         self._active: dict[int, Sequence] = {}
+        # Keys of the plan that may be running, and its requests that were cancelled since.
+        self._in_step: frozenset[int] = frozenset()
+        self._cancelled: dict[int, Sequence] = {}
         self._suspect_blocks: list[int] = []
 
     @property
@@ -148,10 +154,14 @@ class Scheduler:
             )
 
     def cancel(self, key: int) -> bool:
-        """Remove a request and free its blocks; False if it is unknown."""
+        """Remove a request and free its blocks, after its step; False if it is unknown."""
         self.pulls.end(key)
         if key in self._active:
-            self._active.pop(key).preempt()
+            sequence = self._active.pop(key)
+            if key in self._in_step:
+                self._cancelled[key] = sequence
+            else:
+                sequence.preempt()
             return True
         for waiting in self._queue:
             if waiting.request.key == key:
@@ -175,18 +185,18 @@ class Scheduler:
 
         A plan that is not committed is planned again. Holds that are over at `now` end.
         """
+        self._end_step()
         self.holds.expire(now)
         self._admit()
         wanted = self._wanted()
         self._provide(wanted)
-        return StepPlan(
-            chunks=tuple(
-                self._active[key].chunk(num_tokens=num_tokens, num_ahead=self._num_drafts)
-                for key, num_tokens in wanted.items()
-                if key in self._active
-            ),
-            drafts=self.is_drafting,
+        chunks = tuple(
+            self._active[key].chunk(num_tokens=num_tokens, num_ahead=self._num_drafts)
+            for key, num_tokens in wanted.items()
+            if key in self._active
         )
+        self._in_step = frozenset(chunk.key for chunk in chunks)
+        return StepPlan(chunks=chunks, drafts=self.is_drafting)
 
     def commit(
         self,
@@ -214,6 +224,8 @@ class Scheduler:
             self.counts.accepted += num_accepted
             sequence = self._active.get(chunk.key)
             if sequence is None:
+                if any(one.fault for one in (*of_prompt, *accepted)):
+                    self._suspect_blocks += self._cancelled[chunk.key].forget_blocks()
                 continue
             emitted = sequence.take(chunk, accepted, of_prompt)
             if emitted and emitted[-1].is_last:
@@ -225,8 +237,15 @@ class Scheduler:
             elif drafts is not None:
                 sequence.drafts = drafts.get(chunk.key, ())[: self._num_drafts]
             emissions += emitted
+        self._end_step()
         self.counts.generated += sum(not one.sampled.fault for one in emissions)
         return emissions
+
+    def _end_step(self) -> None:
+        """Nothing writes to the cache any more until the next plan runs."""
+        self._in_step = frozenset()
+        while self._cancelled:
+            self._cancelled.popitem()[1].preempt()
 
     def take_suspect_blocks(self) -> list[int]:
         """Blocks of requests that failed, which may hold NaN: clear them before the next step."""
