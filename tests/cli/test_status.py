@@ -15,6 +15,7 @@ from equipoise.balancer.service.status import pool_status
 from equipoise.cli.live.client import LEADER_METADATA, BalancerRejectedError
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.status import EXIT_NOT_ALL_SERVE, Picture, run
+from equipoise.cli.live.view import status_line
 from equipoise.planning.policy import Policy
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.wire.plain import as_json
@@ -34,6 +35,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
         self.leader = ""
         self.decisions = []
         self.store_fault = ""
+        self.not_ready = ""
         self.changed = asyncio.Condition()
 
     async def tell(self, status):
@@ -45,6 +47,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
         if self.leader:
             context.set_trailing_metadata(((LEADER_METADATA, self.leader),))
         return pb.ListPoolsResponse(
+            not_ready=self.not_ready,
             pools=[
                 pb.PoolSummary(pool=name, health=status.health, ranks_serving=3, num_ranks=4)
                 for name, status in sorted(self.pools.items())
@@ -52,7 +55,7 @@ class Balancer(status_pb2_grpc.StatusServicer):
             + [
                 pb.PoolSummary(pool=name, health=pb.POOL_HEALTH_DEGRADED, unreadable=reason)
                 for name, reason in self.unreadable.items()
-            ]
+            ],
         )
 
     async def GetStatus(self, request, context):  # noqa: N802 - gRPC's name
@@ -269,9 +272,27 @@ async def test_a_follower_is_asked_only_who_leads(balancer, address):
     await server.stop(None)
 
 
-async def test_a_balancer_without_a_pool_is_reported(address, capsys):
+async def test_a_balancer_without_a_pool_is_reported(balancer, address, capsys):
     assert await look(address) == EXIT_NOT_ALL_SERVE
-    assert "has no pool yet" in capsys.readouterr().out
+    assert "has no pool yet: no worker has connected" in capsys.readouterr().out
+    balancer.not_ready = "policy p.yaml: line 3: intervall: unknown field"
+    assert await look(address) == EXIT_NOT_ALL_SERVE
+    reason = "not ready: policy p.yaml: line 3: intervall: unknown field"
+    assert reason in capsys.readouterr().out
+
+
+async def test_a_rejected_policy_and_one_that_pauses_are_shown(balancer, address, capsys):
+    pool = a_pool()
+    pool.policy.hash = "0123456789ab"
+    pool.policy.rejection = "policy p.yaml: line 3: intervall: unknown field"
+    pool.policy.is_paused = True
+    await balancer.tell(pool)
+    await look(address)
+    out = capsys.readouterr().out
+    for shown in (out, status_line(pool)):
+        assert "paused by the policy" in shown
+        assert "policy 0123456789ab stays in force" in shown
+        assert "line 3: intervall: unknown field" in shown
 
 
 async def test_json_has_every_field_in_plain_values(balancer, address, capsys):

@@ -149,7 +149,7 @@ export class View {
 
   drawDecisions() {
     const pool = this.pool;
-    setText(this.part("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.rejection ? ": the newest version was rejected" : ""}` : "");
+    setText(this.part("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.rejection && ` stays in force, the newest was rejected: ${pool.policy.rejection}`}` : "");
     const items = pool.decisions.map((one) =>
       item(one.accepted ? "yes" : "no", one.accepted ? "good" : "soft", one.time_unix_s, one.reason, factsOf(one), one.sequence));
     const none = make("li", { class: "soft" }, "No decision yet. The first follows the first window with enough traffic.");

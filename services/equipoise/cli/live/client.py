@@ -93,9 +93,9 @@ class BalancerClient:
         self._credentials = credentials
         self.address = settings.address
 
-    def pools(self) -> list[pb.PoolSummary]:
-        """A summary of every pool."""
-        return list(self._call(self._stub.ListPools, pb.ListPoolsRequest()).pools)
+    def pools(self) -> pb.ListPoolsResponse:
+        """A summary of every pool, and why the balancer accepts no workers yet."""
+        return self._call(self._stub.ListPools, pb.ListPoolsRequest())
 
     def status(self, pool: str = "") -> pb.PoolStatus:
         """The status of a pool; by default of the settings' one."""

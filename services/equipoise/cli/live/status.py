@@ -38,13 +38,14 @@ def run(settings: StatusSettings) -> int:
         if settings.watch:
             return _watch(client, settings, console)
         named = [status_pb2.PoolSummary(pool=settings.pool)] if settings.pool else []
-        pools = named or client.pools()
+        known = status_pb2.ListPoolsResponse(pools=named) if named else client.pools()
+        pools = known.pools
         if settings.json:
             found = [_status(client, pool) for pool in pools]
             print_json({"pools": [as_json(status) for status in found]})
             return _exit_status([status.health for status in found])
         if len(pools) != 1:
-            return _show_pools(client, pools, console)
+            return _show_pools(client, known, console)
         status = client.status(pools[0].pool)
         decisions, fault = _latest_decisions(client)
     _show(console, status, decisions)
@@ -116,13 +117,16 @@ class Picture:
 
 
 def _show_pools(
-    client: BalancerClient, pools: Sequence[status_pb2.PoolSummary], console: Console
+    client: BalancerClient, known: status_pb2.ListPoolsResponse, console: Console
 ) -> int:
-    if pools:
-        console.print(pools_view(pools))
+    if known.pools:
+        console.print(pools_view(known.pools))
     else:
-        print(f"the balancer at {client.address} has no pool yet: no worker has connected")
-    return _exit_status([pool.health for pool in pools])
+        why = (
+            f"it is not ready: {known.not_ready}" if known.not_ready else "no worker has connected"
+        )
+        print(f"the balancer at {client.address} has no pool yet: {why}")
+    return _exit_status([pool.health for pool in known.pools])
 
 
 def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -> NoReturn:

@@ -54,8 +54,9 @@ def pool_view(
     parts: list[RenderableType] = []
     if status.health_reason:
         parts.append(Text(status.health_reason, style=_health_style(status.health)))
-    if status.HasField("hold"):
-        parts.append(Text(hold_text(status.hold), style="yellow"))
+    parts += [
+        Text(line, style="yellow") for line in (hold_text(status), _policy_fault(status)) if line
+    ]
     parts += [_troubles(status), _progress(status, decisions), balance_view(status)]
     engines = sorted({_engine_text(rank) for rank in status.ranks if rank.engine})
     parts += [Text(engine, style="dim") for engine in engines]
@@ -157,16 +158,18 @@ def status_line(status: status_pb2.PoolStatus) -> str:
         parts.append(f"generation {status.rollout.generation} {status.rollout.state}")
     if status.health_reason:
         parts.append(status.health_reason)
-    if status.HasField("hold"):
-        parts.append(hold_text(status.hold))
+    parts += filter(None, (hold_text(status), _policy_fault(status)))
     if status.HasField("last_decision"):
         parts.append(decision_text(status.last_decision))
     return " · ".join(parts)
 
 
-def hold_text(hold: status_pb2.HoldStatus) -> str:
-    """Who paused or pinned the pool."""
+def hold_text(status: status_pb2.PoolStatus) -> str:
+    """Who or what paused or pinned the pool; empty if nothing did."""
+    hold = status.hold
     parts = [f"paused by {hold.paused}"] if hold.paused else []
+    if status.policy.is_paused:
+        parts.append("paused by the policy")
     if hold.pinned:
         where = f" to the placement of generation {hold.pinned_generation}"
         parts.append(
@@ -174,6 +177,14 @@ def hold_text(hold: status_pb2.HoldStatus) -> str:
             + ("" if hold.at_pin else " (not reached yet)")
         )
     return "; ".join(parts)
+
+
+def _policy_fault(status: status_pb2.PoolStatus) -> str:
+    """Why the newest policy was rejected, and which one is in force; empty if it was not."""
+    policy = status.policy
+    if not policy.rejection:
+        return ""
+    return f"policy {policy.hash} stays in force, the newest was rejected: {policy.rejection}"
 
 
 def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
