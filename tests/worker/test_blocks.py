@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from equipoise.worker.blocks import BlockPool, BlockTable
+from equipoise.worker.blocks import BlockPool, BlockTable, found_blocks
 
 SIZE = 2
 
@@ -73,6 +73,13 @@ class Blocks(RuleBasedStateMachine):
             for index in range(one.num_run // SIZE):
                 block = one.table.blocks[index]
                 assert self.memory[block] == one.tokens[: (index + 1) * SIZE]
+
+    @invariant()
+    def others_can_find_the_full_blocks_that_a_sequence_holds(self):
+        for one in self.alive:
+            count = one.num_run // SIZE
+            found = found_blocks(self.pool, [*one.tokens[: count * SIZE], 0])
+            assert [block for _, block in found] == list(one.table.blocks[:count])
 
 
 Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -5,10 +5,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.worker.blocks import BlockPool
+from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.latents.holds import HoldEnd, HoldLedger
 from equipoise.worker.latents.pulls import Pulls
-from tests.worker.test_scheduler import BLOCK, Model, requests, scheduler_of, solo
+from equipoise.worker.sequence import Request
+from tests.worker.test_scheduler import BLOCK, Model, commit, requests, scheduler_of, solo
 
 
 def taken(pool, count):
@@ -31,6 +32,21 @@ def test_a_hold_ends_once_and_every_hold_is_accounted_for():
     assert (holds.num_taken, holds.num_open, pool.num_used) == (4, 1, 2)
     assert holds.end(open_, HoldEnd.FETCHED)
     assert pool.num_used == 0
+
+
+def test_each_hold_of_the_same_prompt_keeps_its_blocks_findable():
+    scheduler, model = scheduler_of(num_blocks=12, max_step_tokens=40), Model()
+    prompt = tuple(range(4 * BLOCK + 1))
+    for key in range(2):
+        scheduler.submit(Request(key=key, prompt=prompt, max_tokens=1, hold_latents=True))
+    first, second = commit(scheduler, plan := scheduler.plan(), model.run(plan))
+    assert (scheduler.holds.num_open, scheduler.blocks.num_used) == (2, 4)
+    assert scheduler.holds.end(first.hold, HoldEnd.FETCHED)
+    scheduler.submit(Request(key=2, prompt=tuple(range(20, 20 + 7 * BLOCK)), max_tokens=1))
+    commit(scheduler, plan := scheduler.plan(), model.run(plan))
+    assert len(found_blocks(scheduler.blocks, prompt)) == 4
+    assert scheduler.holds.end(second.hold, HoldEnd.FETCHED)
+    assert scheduler.blocks.num_used == 0
 
 
 def test_a_pull_takes_only_the_room_it_is_given_and_gives_way_youngest_first():

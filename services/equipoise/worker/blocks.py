@@ -74,11 +74,16 @@ class BlockPool:
         self._idle.pop(block, None)
         self._num_holders[block] += 1
 
-    def publish(self, block: int, key: BlockKey) -> None:
-        """Cache a full block, unless one with the same key is cached."""
+    def publish(self, block: int, key: BlockKey) -> int:
+        """Cache a full block; returns the one with this key, held in its place if it is another."""
         assert self._num_holders[block] > 0
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key], self._key_of[block] = block, key
+        cached = self._block_of.setdefault(key, block)
+        if cached == block:
+            self._key_of[block] = key
+        else:
+            self.hold(cached)
+            self.release(block)
+        return cached
 
     def forget(self, block: int) -> bool:
         """Uncache a block, unless it has other holders. Returns whether it has none."""
@@ -141,7 +146,7 @@ class BlockTable:
             part = tokens[index * size : (index + 1) * size]
             key = key_after(self._keys[-1] if self._keys else ROOT, part)
             self._keys.append(key)
-            self._pool.publish(self._blocks[index], key)
+            self._blocks[index] = self._pool.publish(self._blocks[index], key)
 
     def forget(self) -> list[int]:
         """Uncache the blocks that only this sequence holds, and return them."""

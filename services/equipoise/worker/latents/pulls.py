@@ -61,7 +61,8 @@ class Pulls:
 
     def publish(self, pull: Pull) -> None:
         """The next block is filled and verified."""
-        self._blocks.publish(pull.blocks[pull.num_ready], pull.keys[pull.num_ready])
+        place = pull.num_ready
+        pull.blocks[place] = self._blocks.publish(pull.blocks[place], pull.keys[place])
         pull.num_ready += 1
 
     def stop(self, key: int) -> None:
