@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from tests.support.helm_chart import CHART, ROOT, RenderError, render
+from tests.support.helm_chart import CHART, ROOT, TLS, RenderError, render
 
 VALUES = (CHART / "values.yaml").read_text()
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -74,6 +74,39 @@ def test_an_invalid_value_is_rejected_with_its_path(values, words):
     assert words in str(rejected.value)
 
 
+def test_a_name_that_looks_like_a_number_stays_a_name():
+    secret = {"existingSecret": {"name": "123", "key": "123"}}
+    values = {
+        **TLS,
+        "fullnameOverride": "123",
+        "tls": {**TLS["tls"], "secrets": dict.fromkeys(("balancer", "worker", "gateway"), "123")},
+        "tokens": {"existingSecret": {"name": "123"}, "perWorkerSecret": {"name": "123"}},
+        "policy": {"existingConfigMap": "123"},
+        "redis": {"url": "redis://r:6379/0", **secret},
+        "balancer": {"lease": "kubernetes", "serviceAccount": {"name": "123"}},
+        "worker": {
+            "serviceAccount": {"name": "123"},
+            "topology": {"source": "nodeLabels"},
+            "topologySpread": {"topologyKey": "123"},
+        },
+        "gateway": {
+            "apiKeys": secret,
+            "ingress": {"enabled": True, "className": "123", "hosts": ["123"], "tlsSecret": "123"},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "123"}},
+        },
+        "metrics": {
+            "tls": {"enabled": True},
+            "tokenSecret": {"name": "123", "key": "123"},
+            "serviceMonitor": {"enabled": True},
+            "prometheusRule": {"enabled": True},
+        },
+    }
+    csi = {"enabled": True, "csiDriver": True, "issuerRef": {"name": "123"}}
+    own = {"tls": {"enabled": True, "certManager": csi}}
+    for one in (*render(values, namespace="123"), *render(own, namespace="123")):
+        assert 123 not in _leaves(one), f"{one['kind']} {one['metadata']['name']}"
+
+
 def test_every_value_is_explained_above_it():
     lines = VALUES.splitlines()
     unexplained = [
@@ -129,6 +162,14 @@ def test_every_object_of_the_schema_rejects_unknown_values():
             *(f"{one}/extraVolumeMounts/[]" for one in ("balancer", "gateway", "worker")),
         )
     }  # fmt: skip
+
+
+def _leaves(value):
+    """Every scalar in an object."""
+    if isinstance(value, dict | list):
+        below = value.values() if isinstance(value, dict) else value
+        return [leaf for one in below for leaf in _leaves(one)]
+    return [value]
 
 
 def _within_an_explained_value(lines, line):

@@ -44,9 +44,9 @@ app.kubernetes.io/component: {{ .component }}
 "annotations". */}}
 {{- define "equipoise.metadata" -}}
 metadata:
-  name: {{ .name | default (printf "%s-%s" (include "equipoise.fullname" .root) .component) }}
+  name: {{ .name | default (printf "%s-%s" (include "equipoise.fullname" .root) .component) | quote }}
   {{- if not (hasPrefix "Cluster" (default "" .kind)) }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   {{- end }}
 {{- include "equipoise.annotated" . }}
 {{- end -}}
@@ -94,11 +94,11 @@ kind: {{ .kind }}Binding
 roleRef:
   apiGroup: rbac.authorization.k8s.io
   kind: {{ .kind }}
-  name: {{ .name }}
+  name: {{ .name | quote }}
 subjects:
   - kind: ServiceAccount
-    name: {{ include "equipoise.serviceAccountName" . }}
-    namespace: {{ .root.Release.Namespace }}
+    name: {{ include "equipoise.serviceAccountName" . | quote }}
+    namespace: {{ .root.Release.Namespace | quote }}
 {{- end -}}
 
 {{/* Takes "port" too, the name of the only port other than metrics. */}}

@@ -66,22 +66,22 @@ certificate and signing key the pod has. */}}
 {{- if include "equipoise.hasScrapeToken" . }}
 - name: metrics-token
   secret:
-    secretName: {{ .root.Values.metrics.tokenSecret.name }}
+    secretName: {{ .root.Values.metrics.tokenSecret.name | quote }}
     defaultMode: 0440
-    items: [{key: {{ .root.Values.metrics.tokenSecret.key }}, path: token}]
+    items: [{key: {{ .root.Values.metrics.tokenSecret.key | quote }}, path: token}]
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
   {{- if eq (include "equipoise.ownWorkerCertificate" .) "true" }}
   {{- include "equipoise.csiCertificate" .root | nindent 2 }}
   {{- else }}
-  secret: {secretName: {{ include "equipoise.tlsSecret" . }}, defaultMode: 0440}
+  secret: {secretName: {{ include "equipoise.tlsSecret" . | quote }}, defaultMode: 0440}
   {{- end }}
 {{- end }}
 {{- if .root.Values.tokens.existingSecret.name }}
 - name: tokens
   secret:
-    secretName: {{ .root.Values.tokens.existingSecret.name }}
+    secretName: {{ .root.Values.tokens.existingSecret.name | quote }}
     defaultMode: 0440
     items:
       {{- if and (ne .as "gateway") (ne .component "test") }}
@@ -92,13 +92,13 @@ certificate and signing key the pod has. */}}
       {{- end }}
 {{- if eq (include "equipoise.ownWorkerKey" .) "true" }}
 - name: worker-keys
-  secret: {secretName: {{ .root.Values.tokens.perWorkerSecret.name }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.tokens.perWorkerSecret.name | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if eq .as "balancer" }}
 # Separate, because only this key is optional.
 - name: reader
   secret:
-    secretName: {{ .root.Values.tokens.existingSecret.name }}
+    secretName: {{ .root.Values.tokens.existingSecret.name | quote }}
     defaultMode: 0440
     optional: true
     items: [{key: reader, path: reader}]
@@ -118,11 +118,11 @@ csi:
   driver: csi.cert-manager.io
   readOnly: true
   volumeAttributes:
-    csi.cert-manager.io/issuer-name: {{ $issuer.issuerRef.name }}
-    csi.cert-manager.io/issuer-kind: {{ $issuer.issuerRef.kind }}
-    csi.cert-manager.io/issuer-group: {{ $issuer.issuerRef.group }}
-    csi.cert-manager.io/dns-names: {{ include "equipoise.tlsWorkerName" . }}
-    csi.cert-manager.io/uri-sans: spiffe://{{ $issuer.trustDomain }}/equipoise/worker/{{ include "equipoise.quotedPool" . }}/${POD_NAME}
+    csi.cert-manager.io/issuer-name: {{ $issuer.issuerRef.name | quote }}
+    csi.cert-manager.io/issuer-kind: {{ $issuer.issuerRef.kind | quote }}
+    csi.cert-manager.io/issuer-group: {{ $issuer.issuerRef.group | quote }}
+    csi.cert-manager.io/dns-names: {{ include "equipoise.tlsWorkerName" . | quote }}
+    csi.cert-manager.io/uri-sans: {{ printf "spiffe://%s/equipoise/worker/%s/${POD_NAME}" $issuer.trustDomain (include "equipoise.quotedPool" .) | quote }}
     csi.cert-manager.io/key-usages: digital signature,server auth,client auth
     csi.cert-manager.io/duration: {{ $issuer.duration }}
     csi.cert-manager.io/renew-before: {{ $issuer.renewBefore }}

@@ -6,7 +6,7 @@
 {{- $probe := dict "root" $root "port" $worker.port "several" (gt (int $worker.localRanks) 1) }}
 {{ include "equipoise.podMetadata" . }}
 spec:
-  serviceAccountName: {{ include "equipoise.serviceAccountName" . }}
+  serviceAccountName: {{ include "equipoise.serviceAccountName" . | quote }}
   automountServiceAccountToken: {{ eq $topology.source "nodeLabels" }}
   # Graceful shutdown: it rejects new requests, finishes those in flight, waits until its latents are
   # fetched, and leaves the epoch.
@@ -47,8 +47,8 @@ spec:
         - --node=$(FAST_DOMAIN)
         - --zone=$(ZONE)
         {{- else if eq $topology.source "nodeLabels" }}
-        - --node-label={{ $topology.fastDomainLabel }}
-        - --zone-label={{ $topology.zoneLabel }}
+        - {{ printf "--node-label=%s" $topology.fastDomainLabel | quote }}
+        - {{ printf "--zone-label=%s" $topology.zoneLabel | quote }}
         {{- end }}
         {{- with $worker.checkpoint.path }}
         - {{ printf "--checkpoint=%s" . | quote }}
@@ -135,7 +135,7 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         {{- with include "equipoise.trustMounts" . | trim }}{{ . | nindent 8 }}{{ end }}
         {{- if $worker.checkpoint.volume }}
-        - {name: checkpoint, mountPath: {{ $worker.checkpoint.mountPath }}, readOnly: true}
+        - {name: checkpoint, mountPath: {{ $worker.checkpoint.mountPath | quote }}, readOnly: true}
         {{- end }}
         {{- with $worker.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
@@ -156,7 +156,7 @@ spec:
   {{- with $worker.topologySpread }}
   {{- if .enabled }}
   topologySpreadConstraints:
-    - topologyKey: {{ .topologyKey }}
+    - topologyKey: {{ .topologyKey | quote }}
       maxSkew: {{ .maxSkew }}
       whenUnsatisfiable: {{ .whenUnsatisfiable }}
       labelSelector:
