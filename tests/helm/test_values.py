@@ -58,6 +58,8 @@ WRONG = {
     "a peer twice": ({"peerPools": ["a", "a"]}, "/peerPools"),
     "a hold without an end": ({"worker": {"holdSeconds": 0}}, "/worker/holdSeconds"),
     "a peer of a worker of no kind": ({"networkPolicy": {"workerFrom": [{}]}}, "workerFrom"),
+    "a section without its values": ({"tls": None}, "missing property 'tls'"),
+    "a removed value": ({"worker": {"port": None}}, "/worker': missing property 'port'"),
     "a typo in the policy": ({"policy": {"defaults": {"intervall": "9s"}}}, "'intervall' not"),
     "a duration without a unit": ({"policy": {"defaults": {"interval": 9}}}, "defaults/interval"),
     "a typo in a pool's policy": (
@@ -121,6 +123,12 @@ def test_every_value_is_explained_above_it():
 
 def test_values_and_schema_have_the_same_names():
     assert _names(yaml.safe_load(VALUES), SCHEMA) == []
+
+
+def test_null_removes_only_what_may_be_empty():
+    values = yaml.safe_load(VALUES)
+    assert _not_required(values, SCHEMA) == []
+    render(_emptied(values))
 
 
 def test_the_policy_of_a_phase_is_accepted():
@@ -198,6 +206,31 @@ def _names(values, schema, path=""):
     for name in set(known) & set(values):
         odd += _names(values[name], known[name], f"{path}/{name}")
     return odd
+
+
+def _may_be_empty(name, value):
+    return name == "resources" or value in ({}, [])
+
+
+def _not_required(values, schema, path=""):
+    """Values without which the templates would fail, although the schema lets them be removed."""
+    schema = _resolved(schema)
+    known = schema.get("properties", {}) if isinstance(values, dict) else {}
+    odd = []
+    for name, value in values.items() if known else ():
+        if not _may_be_empty(name, value):
+            odd += [] if name in schema.get("required", []) else [f"{path}/{name}"]
+            odd += _not_required(value, known[name], f"{path}/{name}")
+    return odd
+
+
+def _emptied(values):
+    """The values that may be empty, as null."""
+    return {
+        name: None if _may_be_empty(name, value) else _emptied(value)
+        for name, value in values.items()
+        if _may_be_empty(name, value) or isinstance(value, dict)
+    }
 
 
 def _maps(schema, path=""):

@@ -32,7 +32,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- $_ := set $own "equipoise.dev/pool" (include "equipoise.poolLabel" .root.Values.pool) -}}
 {{- end -}}
 {{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
-{{- merge $own (deepCopy (default dict .labels)) (deepCopy .root.Values.commonLabels) | toYaml -}}
+{{- merge $own (deepCopy (default dict .labels)) (deepCopy (default dict .root.Values.commonLabels)) | toYaml -}}
 {{- end -}}
 
 {{/* A pool's name as a label: itself, or a hash of a name that no label can hold. */}}

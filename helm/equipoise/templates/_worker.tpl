@@ -10,7 +10,7 @@ spec:
   automountServiceAccountToken: {{ eq $topology.source "nodeLabels" }}
   # Graceful shutdown: it rejects new requests, finishes those in flight, waits until its latents are
   # fetched, and leaves the epoch.
-  terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds (ternary (int (ceil $worker.holdSeconds)) 0 (gt (len $root.Values.peerPools) 0)) 20 }}
+  terminationGracePeriodSeconds: {{ add $worker.drainTimeoutSeconds (ternary (int (ceil $worker.holdSeconds)) 0 (not (empty $root.Values.peerPools))) 20 }}
   {{- include "equipoise.podSecurity" $root | nindent 2 }}
   {{- if $worker.hostNetwork }}
   hostNetwork: true
@@ -187,7 +187,7 @@ spec:
 {{- $devices := dict -}}
 {{- if .gpu.count -}}{{- $_ := set $devices .gpu.resourceName (mul .gpu.count .localRanks) -}}{{- end -}}
 {{- if .rdma.resourceName -}}{{- $_ := set $devices .rdma.resourceName (mul .rdma.count .localRanks) -}}{{- end -}}
-{{- $resources := deepCopy .resources -}}
+{{- $resources := deepCopy (default dict .resources) -}}
 {{- range .resourceClaims -}}
 {{- $_ := set $resources "claims" (append (default list $resources.claims) (dict "name" .name)) -}}
 {{- end -}}
