@@ -1,5 +1,6 @@
 """JSON and text logs."""
 
+import asyncio
 import io
 import json
 import logging
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.logs import LogFormat, about, configure_logs
+from equipoise.telemetry.metrics_settings import MetricsPort
 
 
 @contextmanager
@@ -61,6 +64,21 @@ def test_text_lines_are_human_readable():
         configure_logs(LogFormat.TEXT, stream=stream)
         logging.getLogger("equipoise.test").warning("look", extra=about(pool="tiny"))
     assert stream.getvalue().endswith(" WARNING equipoise.test: look\n")
+
+
+async def test_malformed_requests_are_logged_rarely():
+    stream = io.StringIO()
+    with logging_anew():
+        configure_logs(LogFormat.TEXT, stream=stream)
+        async with asyncio.timeout(60), metrics_at(MetricsPort(metrics_listen="127.0.0.1:0")) as at:
+            host, _, port = at.rpartition(":")
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"no request\r\n\r\n")
+                assert b"400 Bad Request" in await reader.read()
+                writer.close()
+    lines = [line for line in stream.getvalue().splitlines() if "Invalid HTTP request" in line]
+    assert [line.rpartition("(")[2] for line in lines] == [f"{n} so far)" for n in (1, 2, 4)]
 
 
 def test_a_balancer_with_json_logs_writes_nothing_else(tmp_path):

@@ -56,6 +56,7 @@ def configure_logs(
     """Send this process's logs to `stream` (default: stderr), unless logging is set up already."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json(context or dict) if log_format is LogFormat.JSON else _Plain())
+    handler.addFilter(_UvicornByCause())
     logging.basicConfig(level=level, handlers=[handler])
 
 
@@ -111,6 +112,22 @@ def printable(text: str) -> str:
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+class _UvicornByCause(logging.Filter):
+    """Passes the 1st, 2nd, 4th... of uvicorn's lines of a cause: clients can provoke them."""
+
+    def __init__(self) -> None:
+        super().__init__("uvicorn")
+        self._causes = Causes()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True  # Not uvicorn's.
+        error = record.exc_info[0] if record.exc_info else None
+        number = self._causes.count(f"{record.getMessage()} {error}")
+        record.msg, record.args = f"{record.getMessage()} ({number} so far)", ()
+        return number > 0
 
 
 class _Plain(logging.Formatter):
