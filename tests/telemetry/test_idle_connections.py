@@ -8,9 +8,16 @@ import sys
 import time
 
 import pytest
+from starlette.routing import Route
 
 from equipoise.telemetry import exposition
-from equipoise.telemetry.exposition import MAX_CONNECTIONS, metrics_at
+from equipoise.telemetry.exposition import (
+    MAX_CONNECTIONS,
+    metrics_at,
+    metrics_route,
+    registry_of,
+    serving_http,
+)
 from equipoise.telemetry.logs import log_causes_once
 from equipoise.telemetry.metrics_settings import MetricsPort
 from tests.support.scrapes import scrape
@@ -44,6 +51,21 @@ async def test_idle_connections_are_limited_and_keep_no_scraper_out():
         ended = [reader for reader, _ in idle if reader.at_eof() or reader.exception()]
         assert len(idle) - len(ended) <= MAX_CONNECTIONS
         for _, writer in idle:
+            writer.close()
+
+
+async def test_clients_that_take_no_response_keep_no_scraper_out():
+    async def never(_):
+        await asyncio.Event().wait()
+
+    routes = [Route("/endless", never), metrics_route(registry_of())]
+    async with asyncio.timeout(WAIT_S), serving_http(routes, listen="127.0.0.1:0") as address:
+        stuck = [await connected(address) for _ in range(2 * MAX_CONNECTIONS)]
+        for _, writer in stuck:
+            writer.write(b"GET /endless HTTP/1.1\r\nHost: here\r\n\r\n")
+        for _ in range(3):
+            assert "process_resident_memory_bytes" in await scrape(address)
+        for _, writer in stuck:
             writer.close()
 
 

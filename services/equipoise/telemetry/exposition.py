@@ -111,8 +111,8 @@ async def serving_http(
     """Serve `routes` on `listen` inside the block; yields host:port. Port 0 takes a free port.
 
     `what` names the server in the log and in errors, and its option, `--WHAT-listen`. `path` is the
-    path to log. Beyond `max_connections`, the oldest connection without a request is closed. With
-    `tls` the port uses TLS.
+    path to log. Beyond `max_connections`, the oldest connection without a request is closed, or if
+    all have one, the oldest. With `tls` the port uses TLS.
 
     Raises:
         TelemetryError: the address cannot be listened on.

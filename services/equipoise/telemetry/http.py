@@ -65,8 +65,8 @@ def bounded_http(
 
     A request's header may take `header_s` seconds from the start of the connection, with `tls`
     including the handshake, or from the end of the last request. A connection beyond
-    `max_connections` takes the place of the oldest one without a request, so that idle clients keep
-    out no others.
+    `max_connections` takes the place of the oldest one without a request, or if all have one, of
+    the oldest, so that neither idle clients nor those that take no response keep out others.
     """
     limits: dict[str, Any] = {
         "header_s": header_s,
@@ -98,7 +98,8 @@ class _BoundedHttp(H11Protocol):
         """Take a place among the connections, and start the timeout."""
         self.opened[self] = None
         if self.max_connections is not None and len(self.opened) > self.max_connections:
-            spare = next((one for one in self.opened if not one.has_request), self)
+            idle = (one for one in self.opened if not one.has_request and one is not self)
+            spare = next(idle, next(iter(self.opened)))
             del self.opened[spare]
             spare.transport.abort()
         self._wait()
