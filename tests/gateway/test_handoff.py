@@ -136,6 +136,10 @@ async def answer(rig, prompt=PROMPT, max_tokens=12, **fields):
         return [part async for part in parts]
 
 
+def num_released(rig):
+    return sum(len(rank.released) for rank in rig.prefill)
+
+
 def tokens_of(parts):
     return tuple(token for part in parts for token in part.tokens)
 
@@ -236,6 +240,8 @@ async def test_a_decode_rank_that_fails_is_replaced_and_nothing_is_made_twice(af
         assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
         assert rig.tally.replays == 2
         assert rig.tally.num_handed_over == 3
+        # A decode rank that has generated tokens has fetched what is held.
+        assert num_released(rig) == (0 if after else 2)
 
 
 async def test_hand_overs_do_not_use_up_a_requests_attempts():
@@ -260,6 +266,7 @@ async def test_full_decode_ranks_are_tried_again_and_nothing_is_made_twice():
             rank.faults.append(Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False))
         assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
         assert (rig.tally.replays, rig.tally.outcomes["finished"]) == (0, 1)
+        assert num_released(rig) == 2
 
 
 async def test_without_a_decode_pool_no_prompt_is_read():
@@ -288,3 +295,14 @@ async def test_a_client_that_leaves_after_the_first_token_leaves_no_hold():
         assert rig.prefill[0].released == [1]
         assert legs(rig.decode) == []
         assert rig.tally.num_handed_over == 0
+
+
+async def test_a_client_that_leaves_during_the_fetch_leaves_no_hold():
+    async with pools(num_prefill=1, num_decode=1) as rig:
+        rig.decode[0].gate.clear()
+        leg = asyncio.create_task(answer(rig))
+        await rig.decode[0].until(lambda: rig.decode[0].num_open == 1)
+        assert rig.prefill[0].released == []
+        leg.cancel()
+        await asyncio.wait([leg])
+        assert rig.prefill[0].released == [1]

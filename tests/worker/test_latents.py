@@ -94,9 +94,11 @@ async def test_a_bad_block_is_dropped_with_all_behind_it_and_read_instead(
     rank_of_one, tamper, num_kept
 ):
     prompt = TOKENS[:50]
-    async with two_pools(rank_of_one, tamper=tamper, hold_s=1.0) as (prefill, decode):
+    async with two_pools(rank_of_one, tamper=tamper) as (prefill, decode):
         one = await handed_over(prefill, decode, prompt, 6)
         assert decode.puller.outcomes == {PullOutcome.CORRUPTED: 1}
+        ledger = prefill.scheduler.holds
+        assert (ledger.num_open, ledger.ended[HoldEnd.EXPIRED]) == (0, 0)
         assert decode.puller.num_bytes == num_kept * decode.core.cache.block_bytes
         assert decode.scheduler.counts.read_missing == (3 - num_kept) * B
         other = await answer(prefill, prompt, 6)

@@ -155,37 +155,37 @@ class Relay:
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """One attempt: the prompt and the first token by the prefill pool, if that is possible."""
         leg = await self._reserve_prefill(reservation, request, progress)
-        first_s = None
-        if leg is not None:
-            progress.running = leg
-            pool = self._settings.prefill_pool
-            with leg:
-                attempt_ = self._attempt(leg, first_leg(request), pool=pool)
-                async with aclosing(attempt_) as parts:
-                    part = await anext(parts)
-            first_s, whole = self._ranks.now(), first_part(part, request)
-            if whole.finish is not None and part.held is not None:
-                await self._release(leg, part.held)
-            # Failures of the client, and of the next leg, are not the prefill rank's.
-            progress.running = reservation
-            try:
-                yield whole
-            except GeneratorExit:
-                if whole.finish is None and part.held is not None:
-                    await self._release(leg, part.held)
-                raise
+        own_pool = self._settings.pool
+        if leg is None:
+            async with aclosing(self._attempt(reservation, request, pool=own_pool)) as parts:
+                async for part in parts:
+                    yield part
+            return
+        progress.running = leg
+        pool = self._settings.prefill_pool
+        with leg:
+            async with aclosing(self._attempt(leg, first_leg(request), pool=pool)) as parts:
+                first = await anext(parts)
+        first_s, whole, was_continued = self._ranks.now(), first_part(first, request), False
+        # Failures of the client, and of the next leg, are not the prefill rank's.
+        progress.running = reservation
+        try:
+            yield whole
             if whole.finish is not None:
                 return
-            request = second_leg(request, part, pool=pool, prefill=leg.rank)
+            rest = second_leg(request, first, pool=pool, prefill=leg.rank)
             self._tally.num_handed_over += 1
-        async with aclosing(self._attempt(reservation, request, pool=self._settings.pool)) as parts:
-            async for part in parts:
-                if first_s is not None:
-                    self._tally.second_token_s.observe(self._ranks.now() - first_s)
-                    first_s = None
-                    num_cached = 0 if part.prompt is None else part.prompt.num_cached
-                    part = replace(part, num_handed_over=num_cached)  # noqa: PLW2901
-                yield part
+            async with aclosing(self._attempt(reservation, rest, pool=own_pool)) as parts:
+                async for part in parts:
+                    if not was_continued:
+                        was_continued = True
+                        self._tally.second_token_s.observe(self._ranks.now() - first_s)
+                        num_cached = 0 if part.prompt is None else part.prompt.num_cached
+                        part = replace(part, num_handed_over=num_cached)  # noqa: PLW2901
+                    yield part
+        finally:
+            if first.held is not None and not was_continued:
+                await self._release(leg, first.held)
 
     async def _reserve_prefill(
         self, reservation: Reservation, request: GenerateRequest, progress: "_RequestProgress"

@@ -8,6 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 
@@ -133,17 +134,20 @@ class LatentPuller:
             return PullOutcome.REJECTED, str(error)
         async with channel:
             stub = pb_grpc.LatentTransferStub(channel)
+            num_asked = len(pull.missing)
+            outcome, reason = _outcome(pull), ""
             try:
-                if pull.missing:
-                    return await self._fetch(stub, key, pull, source, visit=visit)
-                await self._release(stub, source)
+                if num_asked:
+                    outcome, reason = await self._fetch(stub, key, pull, source, visit=visit)
             except InvalidMessageError as error:
-                return PullOutcome.CORRUPTED, str(error)
+                outcome, reason = PullOutcome.CORRUPTED, str(error)
             except grpc.aio.AioRpcError as error:
                 details = self._credentials.explain(error.details())
                 outcome = PullOutcome.REJECTED if error.code() in _REJECTIONS else PullOutcome.LOST
                 return outcome, f"{error.code().name} {details}"
-        return _outcome(pull), ""
+            if not num_asked or outcome is not PullOutcome.WHOLE:
+                await self._release(stub, source)
+        return outcome, reason
 
     async def _fetch(
         self,
@@ -184,12 +188,13 @@ class LatentPuller:
         return _outcome(pull), ""
 
     async def _release(self, stub: "pb_grpc.LatentTransferAsyncStub", source: LatentSource) -> None:
-        """End the hold: nothing of it is needed."""
-        await stub.Release(
-            pb.LatentTransferReleaseRequest(boot_id=source.boot_id, hold=source.hold),
-            metadata=self._metadata(source),
-            timeout=_RELEASE_TIMEOUT_S,
-        )
+        """End the hold, of which nothing more is needed; it expires if that fails."""
+        with suppress(grpc.aio.AioRpcError):
+            await stub.Release(
+                pb.LatentTransferReleaseRequest(boot_id=source.boot_id, hold=source.hold),
+                metadata=self._metadata(source),
+                timeout=_RELEASE_TIMEOUT_S,
+            )
 
     def _metadata(self, source: LatentSource) -> tuple[tuple[str, str], ...]:
         return self._credentials.metadata(audience=worker_audience(source.pool, source.worker))
