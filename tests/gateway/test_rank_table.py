@@ -164,6 +164,14 @@ async def test_the_queue_is_served_in_order_with_retries_first(ranks, clock):
     assert "".join(order) == "ABCD"
 
 
+async def test_requests_that_full_ranks_sent_back_fill_the_queue(ranks):
+    waiting = [await in_line(ranks, number, is_retry=True) for number in (1, 2)]
+    with pytest.raises(TooManyQueuedError, match="2 requests already wait for a rank"):
+        await place(ranks)
+    ranks.update(reported("a"))
+    await asyncio.gather(*waiting)
+
+
 async def test_a_full_queue_rejects_new_requests_but_no_retries(ranks):
     waiting = [await in_line(ranks, 1), await in_line(ranks, 2)]
     with pytest.raises(TooManyQueuedError, match="2 requests already wait for a rank"):

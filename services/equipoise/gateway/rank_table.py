@@ -39,8 +39,9 @@ _log = logging.getLogger(__name__)
 class RankTable:
     """All ranks of the pool; used from one event loop only.
 
-    At most `max_queued` new requests wait for a rank. `clock` gives monotonic seconds. Equal ranks
-    take turns from `first_turn` on; gateways that begin alike would go through them in step.
+    New requests are rejected while `max_queued` wait for a rank. `clock` gives monotonic seconds.
+    Equal ranks take turns from `first_turn` on; gateways that begin alike would go through them in
+    step.
     """
 
     def __init__(self, *, max_queued: int, clock: Callable[[], float], first_turn: int = 0) -> None:
@@ -181,8 +182,8 @@ class RankTable:
 
     def _check_length(self, waiter: "_Waiter") -> None:
         """Reject a new request that has to wait in a queue that is full."""
-        num_new = sum(not one.is_retry for one in self._queue)
-        if not waiter.reservation.done() and not waiter.is_retry and num_new > self._max_queued:
+        is_full = len(self._queue) > self._max_queued
+        if is_full and not waiter.reservation.done() and not waiter.is_retry:
             raise TooManyQueuedError(
                 f"{self._max_queued} requests already wait for a rank ({self._why_none}): "
                 f"try again later"
