@@ -128,8 +128,8 @@ async def counters(rig):
     return Counter(
         processed=await of_pool(rig, "decode", "tokens_total", kind="processed"),
         bytes=await of_pool(rig, "decode", "latent_bytes_total", direction="in"),
-        missing=await of_pool(rig, "decode", "prompt_tokens_read_total", why="missing"),
-        own=await of_pool(rig, "decode", "prompt_tokens_read_total", why="own"),
+        missing=await of_pool(rig, "decode", "prefilled_tokens_total", why="missing"),
+        own=await of_pool(rig, "decode", "prefilled_tokens_total", why="own"),
         fetched=await of_pool(rig, "prefill", "latent_holds_total", ended="fetched"),
         expired=await of_pool(rig, "prefill", "latent_holds_total", ended="expired"),
         short=await of_gateway(rig, "direct", reason="short"),
@@ -187,7 +187,7 @@ def bodies_of(kind, *, seed=None):
     ]  # fmt: skip
 
 
-async def test_prompts_of_every_length_are_read_once_and_their_latents_travel(rig):
+async def test_prompts_of_every_length_are_prefilled_once_and_their_latents_travel(rig):
     bodies = [body for kind in ("greedy", "sampled", "penalties") for body in bodies_of(kind)]
     before = await counters(rig)
     found = await answers(rig.two, bodies)
@@ -246,13 +246,13 @@ async def test_a_stop_string_over_the_boundary_ends_the_answer_alike(rig):
     assert {choices[0]["finish_reason"] for choices, _ in stopped} == {"stop"}
 
 
-async def test_without_the_prefill_pool_decode_ranks_read_prompts_and_nothing_fails(rig):
+async def test_without_the_prefill_pool_decode_ranks_prefill_prompts_and_nothing_fails(rig):
     bodies = bodies_of("greedy", seed="not cached yet")
     expected = await answers(rig.one, bodies)
     for worker in rig.workers["prefill"]:
         await rig.fleet.stop(worker, with_signal=signal.SIGKILL)
-    own = await of_pool(rig, "decode", "prompt_tokens_read_total", why="own")
+    own = await of_pool(rig, "decode", "prefilled_tokens_total", why="own")
     assert await answers(rig.two, bodies) == expected
-    own = await of_pool(rig, "decode", "prompt_tokens_read_total", why="own") - own
+    own = await of_pool(rig, "decode", "prefilled_tokens_total", why="own") - own
     assert own == sum(LENGTHS)
     assert await of_gateway(rig, "direct", reason="no_prefill") >= 1

@@ -68,7 +68,7 @@ async def until_served(client, *, two_pools):
 async def gaps_under_load(client, draw, *, for_s):
     """Seconds between two tokens of running streams, while long prompts arrive at a fixed rate."""
     loop = asyncio.get_running_loop()
-    ends_s, gaps, num_read = loop.time() + for_s, [], 0
+    ends_s, gaps, num_prefilled = loop.time() + for_s, [], 0
 
     async def stream():
         while loop.time() < ends_s:
@@ -84,21 +84,21 @@ async def gaps_under_load(client, draw, *, for_s):
             # The second token of a request that is handed over waits for its latents.
             gaps.extend(after - before for before, after in itertools.pairwise(times_s[1:]))
 
-    async def read():
-        nonlocal num_read
+    async def prefill():
+        nonlocal num_prefilled
         prompt = [draw.randrange(256) for _ in range(LONG_PROMPT)]
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-        num_read += 1
+        num_prefilled += 1
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(NUM_STREAMS):
             tasks.create_task(stream())
         while loop.time() < ends_s:
-            tasks.create_task(read())
+            tasks.create_task(prefill())
             await asyncio.sleep(EVERY_S)
-    return gaps, num_read
+    return gaps, num_prefilled
 
 
 def share(values, part):
@@ -116,7 +116,7 @@ async def test_gaps_between_tokens_while_long_prompts_arrive(tmp_path):
             ("writers", "decode", 2, peers["writers"]),
         ],
     }
-    found = {name: SimpleNamespace(gaps=[], num_read=0) for name in layouts}
+    found = {name: SimpleNamespace(gaps=[], num_prefilled=0) for name in layouts}
     async with ForkedFleet(tmp_path) as fleet:
         clients = {}
         for name, pools in layouts.items():
@@ -126,16 +126,17 @@ async def test_gaps_between_tokens_while_long_prompts_arrive(tmp_path):
         draw = random.Random(1)
         for _ in range(ROUNDS):
             for name, client in clients.items():
-                gaps, num_read = await gaps_under_load(client, draw, for_s=ROUND_S)
+                gaps, num_prefilled = await gaps_under_load(client, draw, for_s=ROUND_S)
                 found[name].gaps += gaps
-                found[name].num_read += num_read
+                found[name].num_prefilled += num_prefilled
         for client in clients.values():
             await client.aclose()
     for name, one in found.items():
         p50, p99 = (1000 * share(one.gaps, part) for part in (0.5, 0.99))
         print(
             f"{name}: {len(one.gaps)} gaps, p50 {p50:.0f} ms, p99 {p99:.0f} ms, "
-            f"longest {1000 * max(one.gaps):.0f} ms, {one.num_read} prompts of {LONG_PROMPT} tokens"
+            f"longest {1000 * max(one.gaps):.0f} ms, "
+            f"{one.num_prefilled} prompts of {LONG_PROMPT} tokens"
         )
     mixed, apart = (share(one.gaps, 0.99) for one in found.values())
     print(f"p99 of 2 + 2 over 4 mixed: {apart / mixed:.2f}")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.gateway.errors import NoRankError, TooManyQueuedError
-from equipoise.gateway.rank_load import ASSUMED_UNREAD_TOKENS, RankInfo, RankState
+from equipoise.gateway.rank_load import ASSUMED_PENDING_TOKENS, RankInfo, RankState
 from equipoise.gateway.rank_table import FIRST_REST_S, LONGEST_REST_S, RankTable
 from equipoise.gateway.request_balance import balancedness, request_balancedness
 from equipoise.gateway.suspicion import PROOF_TOKENS, Suspicion
@@ -73,7 +73,7 @@ def load(ranks, name):
 
 def booked(ranks, name):
     rank = load(ranks, name)
-    amounts = (rank.requests, rank.latents, rank.unread_tokens, rank.unread_pairs)
+    amounts = (rank.requests, rank.latents, rank.pending_tokens, rank.pending_pairs)
     return tuple(amount.booked for amount in amounts)
 
 
@@ -83,7 +83,7 @@ async def test_a_reservation_counts_until_it_is_released(ranks):
     assert booked(ranks, "a") == (1, 3 + 7, 3, 3 * 3 // 2)
     one.accepted()
     one.generated(0)
-    assert booked(ranks, "a") == (1, 10, 3, 4), "its prompt has not been read"
+    assert booked(ranks, "a") == (1, 10, 3, 4), "its prompt has not been prefilled"
     one.generated(1)
     assert booked(ranks, "a") == (1, 10, 0, 0)
     one.generated(8)
@@ -93,7 +93,7 @@ async def test_a_reservation_counts_until_it_is_released(ranks):
     assert booked(ranks, "a") == (0, 0, 0, 0)
 
 
-async def test_what_ends_before_it_is_read_leaves_nothing_behind(ranks):
+async def test_what_ends_before_it_is_prefilled_leaves_nothing_behind(ranks):
     ranks.update(reported("a"))
     (await place(ranks)).release()
     assert booked(ranks, "a") == (0, 0, 0, 0)
@@ -114,19 +114,19 @@ async def test_a_prompt_follows_its_beginning_until_waiting_costs_more(ranks):
     known = {"block_tokens": 16, "kv_tokens_total": 2**20, "max_requests": 2**10}
     ranks.update(reported("a", "b", boot_id="1", **known))
 
-    async def read(prompt, **more):
+    async def prefill(prompt, **more):
         return await place(ranks, prompt=prompt, max_tokens=1, **more)
 
-    with await read(range(200)) as first:
+    with await prefill(range(200)) as first:
         first.generated(1)
     assert first.rank.name == "a"
-    # Rank a reads 8 tokens of each, b would read 200.
-    followers = [await read((*range(192), *range(turn, turn + 8))) for turn in range(20)]
+    # Rank a prefills 8 tokens of each, b would prefill 200.
+    followers = [await prefill((*range(192), *range(turn, turn + 8))) for turn in range(20)]
     assert [one.rank.name for one in followers] == ["a"] * 20
-    assert load(ranks, "a").unread_tokens.booked == 20 * 8
-    assert (await read((*range(192), 1))).rank.name == "a", "161 tokens against 193"
-    await read(range(1000, 1040), avoid=frozenset({"b:1"}))
-    assert (await read((*range(192), 2))).rank.name == "b", "202 tokens against 193"
+    assert load(ranks, "a").pending_tokens.booked == 20 * 8
+    assert (await prefill((*range(192), 1))).rank.name == "a", "161 tokens against 193"
+    await prefill(range(1000, 1040), avoid=frozenset({"b:1"}))
+    assert (await prefill((*range(192), 2))).rank.name == "b", "202 tokens against 193"
     ranks.update(reported("a", "b", boot_id="2", **known))
     assert [len(rank.prefixes) for rank in ranks.loads()] == [0, 0]
 
@@ -308,15 +308,15 @@ async def test_of_all_that_is_reported_what_we_may_have_booked_is_ours(ranks):
     ranks.update(reported("a", report=1))
     ours = await place(ranks)
     reports = {"max_requests": 8, "kv_tokens_total": 999, "parity_tokens": 100}
-    more = {"kv_tokens_used": 10 + 30, "unread_tokens": 3 + 40, "unread_pairs": 4 + 50}
+    more = {"kv_tokens_used": 10 + 30, "pending_tokens": 3 + 40, "pending_pairs": 4 + 50}
     ranks.update(reported("a", report=2, **more, **reports))
     rank = load(ranks, "a")
-    assert (rank.latents.foreign, rank.unread_tokens.foreign) == (30, 40)
-    assert (rank.unread_pairs.foreign, rank.kv_tokens_total, rank.max_requests) == (50, 999, 8)
+    assert (rank.latents.foreign, rank.pending_tokens.foreign) == (30, 40)
+    assert (rank.pending_pairs.foreign, rank.kv_tokens_total, rank.max_requests) == (50, 999, 8)
     ours.release()
-    less = {"kv_tokens_used": 10, "unread_tokens": 3, "unread_pairs": 4}
+    less = {"kv_tokens_used": 10, "pending_tokens": 3, "pending_pairs": 4}
     ranks.update(reported("a", report=3, **less, **reports))
-    assert (rank.latents.foreign, rank.unread_tokens.foreign) == (0, 0)
+    assert (rank.latents.foreign, rank.pending_tokens.foreign) == (0, 0)
 
 
 async def test_a_booking_stays_on_top_of_reports_that_cannot_have_seen_it(ranks):
@@ -325,14 +325,14 @@ async def test_a_booking_stays_on_top_of_reports_that_cannot_have_seen_it(ranks)
     for report in (2, 3, 4):
         # From before the request arrived there, and later with it.
         seen = 3 if report > 2 else 0
-        ranks.update(reported("a", report=report, max_requests=8, unread_tokens=seen))
-        assert load(ranks, "a").unread_tokens.total == 3
+        ranks.update(reported("a", report=report, max_requests=8, pending_tokens=seen))
+        assert load(ranks, "a").pending_tokens.total == 3
 
 
 async def test_requests_on_a_rank_that_reports_no_prompts_are_assumed_to_wait(ranks):
     ranks.update(reported("a", report=1))
     ranks.update(reported("a", num_requests=4, report=2))
-    assert load(ranks, "a").unread_tokens.foreign == 4 * ASSUMED_UNREAD_TOKENS
+    assert load(ranks, "a").pending_tokens.foreign == 4 * ASSUMED_PENDING_TOKENS
 
 
 async def test_capacities_are_known_before_the_first_token(ranks):

@@ -394,6 +394,6 @@ async def test_any_mix_of_faults_keeps_tokens_right_and_counters_balanced(fleet,
     assert fleet.num_requests > len(asked)
     for load in ranks.loads():
         assert load.num_unanswered == 0
-        for amount in (load.requests, load.latents, load.unread_tokens, load.unread_pairs):
+        for amount in (load.requests, load.latents, load.pending_tokens, load.pending_pairs):
             assert amount.booked == 0
     await fleet.until_idle()

@@ -34,13 +34,13 @@ def cost(num_tokens):
 
 
 def finishing_times(prompts, num_ranks):
-    """When each rank has read what it is given, all prompts arriving at once in this order."""
+    """When each rank has prefilled what it is given, all prompts arriving at once in this order."""
     ranks = [RankLoad(name=str(n), address=str(n), parity_tokens=PARITY) for n in range(num_ranks)]
     for turn, num_tokens in enumerate(prompts):
         demand = prompt_of(num_tokens)
         rank = ranks[by_rule(ranks, demand, turn)]
         rank.book(demand.booking_on(rank), now=0.0)
-    return [one.unread_tokens.total + one.unread_pairs.total / PARITY for one in ranks]
+    return [one.pending_tokens.total + one.pending_pairs.total / PARITY for one in ranks]
 
 
 def optimum(costs, num_ranks):
@@ -83,14 +83,14 @@ def views(num_gateways, *, num_ranks=8):
     ]
 
 
-def reported(name, report, unread):
+def reported(name, report, pending):
     return RankInfo(
         name=name,
         address=name,
         state=RankState.OPEN,
         report=report,
         max_requests=64,
-        unread_tokens=unread,
+        pending_tokens=pending,
         kv_tokens_total=10**6,
     )
 
@@ -111,11 +111,11 @@ def test_a_burst_at_two_gateways_between_two_reports_is_spread():
     gateways = views(2)
     assert place_burst(gateways, count=32) == [8] * 8
     # Reports from before the burst change nothing, nor do those that have seen it.
-    for report, unread in ((1, 0), (2, 8000), (3, 8000)):
+    for report, pending in ((1, 0), (2, 8000), (3, 8000)):
         for gateway in gateways:
             for rank in gateway:
-                rank.note_report(reported(rank.name, report, unread))
-                assert rank.unread_tokens.total == (4000 if report == 1 else 8000)
+                rank.note_report(reported(rank.name, report, pending))
+                assert rank.pending_tokens.total == (4000 if report == 1 else 8000)
     assert place_burst(gateways, count=8) == [2] * 8
 
 
@@ -124,8 +124,8 @@ def test_two_gateways_overfill_a_rank_that_became_idle_by_no_more_than_its_lead(
     for report in (1, 2, 3):
         for gateway in gateways:
             for rank in gateway:
-                unread = 0 if rank.name == "5" else 6000
-                rank.note_report(reported(rank.name, report, unread))
+                pending = 0 if rank.name == "5" else 6000
+                rank.note_report(reported(rank.name, report, pending))
     got = place_burst(gateways, count=16)
     # Each fills the lead of six prompts, and then spreads.
     assert got[5] == 2 * 7
@@ -161,7 +161,7 @@ def test_prompts_wait_least_by_this_rule_also_with_two_gateways(arrivals):
 
 def test_latents_are_most_even_by_this_rule_also_with_two_gateways(arrivals):
     def latents(rule, num_gateways=1):
-        return play(arrivals, rule, reads=False, num_gateways=num_gateways).latents
+        return play(arrivals, rule, prefills=False, num_gateways=num_gateways).latents
 
     alone, two = latents(by_rule), latents(by_rule, 2)
     assert alone > latents(least_requests) > 0.5
@@ -212,16 +212,16 @@ def test_recorded_traces_are_read(name, text, tmp_path):
 
 @pytest.mark.parametrize("does", [(True, False), (False, True), (True, True)])
 def test_a_trace_is_sped_up_until_ranks_are_busy(does, arrivals):
-    reads, generates = does
-    faster, speed = at_load(arrivals, 0.5, reads=reads, generates=generates)
-    slower, _ = at_load(arrivals, 0.25, reads=reads, generates=generates)
+    prefills, generates = does
+    faster, speed = at_load(arrivals, 0.5, prefills=prefills, generates=generates)
+    slower, _ = at_load(arrivals, 0.25, prefills=prefills, generates=generates)
     assert slower[-1].at_s == pytest.approx(2 * faster[-1].at_s)
     assert faster[-1].at_s * speed == pytest.approx(arrivals[-1].at_s - arrivals[0].at_s)
 
 
 def test_ranks_with_more_work_than_time_fall_behind(arrivals):
     def wait_s(load):
-        sped_up, _ = at_load(arrivals[:300], load, reads=True, generates=False)
+        sped_up, _ = at_load(arrivals[:300], load, prefills=True, generates=False)
         return play(sped_up, round_robin, generates=False).mean_wait_s
 
     assert wait_s(3.0) > 3 * wait_s(0.3)
@@ -229,7 +229,7 @@ def test_ranks_with_more_work_than_time_fall_behind(arrivals):
 
 PARTS = {
     "prefill": ({"generates": False}, 52),
-    "decode": ({"reads": False}, 26),
+    "decode": ({"prefills": False}, 26),
     "mixed": ({}, 26),
 }
 
@@ -254,7 +254,7 @@ RECORDED = "EQUIPOISE_REQUEST_TRACE"
 def test_rules_on_a_recorded_trace(part):
     """Prints the table of decision 0032 for a trace whose ranks are busy for 70 % of the time."""
     changes, _ = PARTS[part]
-    does = {"reads": True, "generates": True} | changes
+    does = {"prefills": True, "generates": True} | changes
     arrivals, speed = at_load(recorded(Path(os.environ[RECORDED])), 0.7, **does)
     print(f"{len(arrivals)} requests at {speed:.2f} times their speed")
     print_table(part, [arrivals], changes)

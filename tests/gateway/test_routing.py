@@ -19,10 +19,10 @@ from equipoise.gateway.routing import (
 from equipoise.wire.block_keys import keys_of
 
 NOW_S = 100.0
-READS = Demand(prompt_tokens=100, answer_tokens=1, generates=False)
-CONTINUES = Demand(prompt_tokens=100, answer_tokens=50, is_read_elsewhere=True)
+PREFILLS = Demand(prompt_tokens=100, answer_tokens=1, generates=False)
+CONTINUES = Demand(prompt_tokens=100, answer_tokens=50, is_prefilled_elsewhere=True)
 BOTH = Demand(prompt_tokens=100, answer_tokens=50)
-demands = st.sampled_from([READS, CONTINUES, BOTH])
+demands = st.sampled_from([PREFILLS, CONTINUES, BOTH])
 
 
 def amounts(most):
@@ -36,8 +36,8 @@ loads = st.builds(
     state=st.sampled_from(RankState),
     requests=amounts(20),
     latents=amounts(2000),
-    unread_tokens=amounts(2000),
-    unread_pairs=amounts(10**6),
+    pending_tokens=amounts(2000),
+    pending_pairs=amounts(10**6),
     max_requests=st.sampled_from([0, 8, 64]),
     kv_tokens_total=st.sampled_from([0, 1000, 3000]),
     parity_tokens=st.sampled_from([0, 200, 10_000]),
@@ -66,8 +66,8 @@ def rank(name, *, requests=0, latents=0, tokens=0, pairs=0, **more):
         address=f"{name}:1",
         requests=Amount(booked=requests),
         latents=Amount(booked=latents),
-        unread_tokens=Amount(booked=tokens),
-        unread_pairs=Amount(booked=pairs),
+        pending_tokens=Amount(booked=tokens),
+        pending_pairs=Amount(booked=pairs),
         **{"max_requests": 10, "kv_tokens_total": 10_000, "parity_tokens": 1000} | more,
     )
 
@@ -100,7 +100,7 @@ def test_no_other_rank_is_better_in_every_respect(ranks, demand, avoid, turn):
 
     def badness(rank):
         booking = demand.booking_on(rank)
-        waiting = (rank.unread_tokens.total, rank.unread_pairs.total)
+        waiting = (rank.pending_tokens.total, rank.pending_pairs.total)
         return (*waiting, rank.share_with(booking))
 
     for other in usable(ranks):
@@ -134,7 +134,7 @@ def test_more_work_elsewhere_changes_nothing(ranks, demand, avoid, turn, more):
         if rank.address == best.address
         else replace(
             rank,
-            unread_tokens=Amount(booked=rank.unread_tokens.total + more),
+            pending_tokens=Amount(booked=rank.pending_tokens.total + more),
             requests=Amount(booked=rank.requests.total + more),
         )
         for rank in ranks
@@ -171,13 +171,13 @@ def test_no_known_rank_is_a_reason():
     assert found([]) == NoRankChoice(reason="no rank is known", retry_at_s=None)
 
 
-def test_a_prompt_goes_where_it_is_read_first():
+def test_a_prompt_goes_where_it_is_prefilled_first():
     # A token more, or as many pairs as take as long as two.
     least, more = rank("least", tokens=500, requests=9), rank("more", tokens=501)
-    assert chosen([more, least], demand=READS) is least
+    assert chosen([more, least], demand=PREFILLS) is least
     far = rank("far", tokens=499, pairs=2 * 1000)
-    assert chosen([far, least], demand=READS) is least
-    assert chosen([far, replace(least, unread_tokens=Amount(booked=502))], demand=READS) is far
+    assert chosen([far, least], demand=PREFILLS) is least
+    assert chosen([far, replace(least, pending_tokens=Amount(booked=502))], demand=PREFILLS) is far
 
 
 def test_attention_is_weighed_by_the_pools_median():
@@ -186,12 +186,12 @@ def test_attention_is_weighed_by_the_pools_median():
     assert parity_tokens(ranks[:1]) == 0
     # Unknown to all: tokens alone count.
     one, other = rank("one", tokens=5, parity_tokens=0), rank("other", pairs=9, parity_tokens=0)
-    assert chosen([one, other], demand=READS) is other
+    assert chosen([one, other], demand=PREFILLS) is other
 
 
 def test_of_equal_ranks_the_prompt_goes_to_the_one_with_more_room():
     full, free = rank("full", requests=3), rank("free", requests=2)
-    assert chosen([full, free], demand=READS) is free
+    assert chosen([full, free], demand=PREFILLS) is free
 
 
 @pytest.mark.parametrize(
@@ -204,38 +204,40 @@ def test_of_equal_ranks_the_prompt_goes_to_the_one_with_more_room():
         ({"latents": 4000, "kv_tokens_total": 5000}, {"latents": 6000, "kv_tokens_total": 9000}),
     ],
 )
-def test_a_request_that_was_read_elsewhere_goes_where_the_larger_share_is_smallest(held, free):
+def test_a_request_that_was_prefilled_elsewhere_goes_where_the_larger_share_is_smallest(held, free):
     ranks = [rank("held", **held), rank("free", **free)]
     assert chosen(ranks, demand=CONTINUES).name == "free"
     assert chosen(ranks[::-1], demand=CONTINUES).name == "free"
 
 
-def test_where_the_same_rank_reads_and_generates_both_count():
+def test_where_the_same_rank_prefills_and_generates_both_count():
     # A request slot is a tenth of 10,000 cache tokens, of which each weighs a quarter.
     waits, full = rank("waits", tokens=249), rank("full", requests=1)
     assert chosen([waits, full]) is waits
-    assert chosen([replace(waits, unread_tokens=Amount(booked=251)), full]) is full
+    assert chosen([replace(waits, pending_tokens=Amount(booked=251)), full]) is full
 
 
-def test_a_cached_beginning_is_not_read_again():
+def test_a_cached_beginning_is_not_prefilled_again():
     prompt = tuple(range(320))
     demand = replace(
-        READS, prompt_tokens=320, keys=tuple(keys_of(prompt, block_tokens=16)), block_tokens=16
+        PREFILLS, prompt_tokens=320, keys=tuple(keys_of(prompt, block_tokens=16)), block_tokens=16
     )
     knows = rank("knows", block_tokens=16, prefixes=PrefixIndex())
     knows.prefixes.max_blocks = 100
     knows.prefixes.note(demand.keys[:10])
     booking = demand.booking_on(knows)
-    assert (booking.unread_tokens, booking.unread_pairs) == (160, 160 * 160 + 160 * 160 // 2)
-    assert demand.booking_on(replace(knows, block_tokens=64)).unread_tokens == 320
+    assert (booking.pending_tokens, booking.pending_pairs) == (160, 160 * 160 + 160 * 160 // 2)
+    assert demand.booking_on(replace(knows, block_tokens=64)).pending_tokens == 320
     empty = rank("empty", block_tokens=16)
     # 160 + 38.4 here, 320 + 51.2 there.
     assert chosen([empty, knows], demand=demand) is knows
-    busy = replace(knows, unread_tokens=Amount(booked=172))
+    busy = replace(knows, pending_tokens=Amount(booked=172))
     assert chosen([empty, busy], demand=demand) is busy
-    assert chosen([empty, replace(knows, unread_tokens=Amount(booked=173))], demand=demand) is empty
-    elsewhere = replace(demand, is_read_elsewhere=True)
-    assert elsewhere.booking_on(empty).unread_tokens == 320 - 19 * 16
+    assert (
+        chosen([empty, replace(knows, pending_tokens=Amount(booked=173))], demand=demand) is empty
+    )
+    elsewhere = replace(demand, is_prefilled_elsewhere=True)
+    assert elsewhere.booking_on(empty).pending_tokens == 320 - 19 * 16
 
 
 def test_a_prefix_index_keeps_beginnings_longest_and_its_bound():
@@ -256,11 +258,11 @@ def test_ranks_of_an_earlier_version_are_told_apart_by_what_they_report():
     for number, one in enumerate(old):
         info = RankInfo(name=one.name, address=one.address, state=RankState.OPEN, report=1)
         one.note_report(replace(info, num_requests=3 - number, kv_tokens_used=100 * number))
-    # Each request is assumed to have 128 tokens to read, and a slot of 512 tokens.
-    for demand in (READS, BOTH, CONTINUES):
+    # Each request is assumed to have 128 tokens to prefill, and a slot of 512 tokens.
+    for demand in (PREFILLS, BOTH, CONTINUES):
         assert chosen(old, demand=demand).name == "b"
     new = rank("c", tokens=257, requests=2)
-    assert chosen([*old, new], demand=READS).name == "b"
+    assert chosen([*old, new], demand=PREFILLS).name == "b"
 
 
 def test_a_rank_that_broke_under_a_request_is_the_last_resort():
@@ -285,6 +287,6 @@ def test_a_rank_with_a_full_cache_comes_after_one_with_room():
 def test_the_reason_has_the_numbers():
     choice = found([rank("a", tokens=40, pairs=5000, requests=2), rank("b", tokens=2000)])
     assert choice.reason == (
-        "a has the lowest cost of 2 usable ranks of 2: 45 tokens are queued to be read, this "
+        "a has the lowest cost of 2 usable ranks of 2: 45 tokens are queued for prefill, this "
         "prompt adds 105, and with it 30% of the rank's slots or cache are in use"
     )

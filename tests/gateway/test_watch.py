@@ -119,8 +119,8 @@ def test_what_a_rank_has_to_read_is_read():
             )
         )
     )
-    assert (rank_info.max_requests, rank_info.unread_tokens) == (128, 5000)
-    assert (rank_info.unread_pairs, rank_info.parity_tokens) == (12_500_000, 14_245)
+    assert (rank_info.max_requests, rank_info.pending_tokens) == (128, 5000)
+    assert (rank_info.pending_pairs, rank_info.parity_tokens) == (12_500_000, 14_245)
     assert rank_info.boot_id == "boot-7"
 
 

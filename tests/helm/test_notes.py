@@ -19,7 +19,7 @@ def test_a_second_release_names_a_command_that_reaches_the_balancer():
 
 def test_two_pools_say_how_to_check_handovers():
     text = notes("phase=decode", "pool=writers", "prefillPool=readers", "peerPools={readers}")
-    assert 'Pool "readers" reads prompts for pool "writers"' in text
+    assert 'Pool "readers" prefills prompts for pool "writers"' in text
     assert "`helm test` sends a prompt that must be handed over." in text
     assert "set prefillPool=readers and peerPools" in notes("phase=prefill", "pool=readers")
     assert "prefillPool" not in notes()

@@ -15,12 +15,12 @@ NODE_ANSWER_TOKENS_PER_S = 14_800
 USER_TOKENS_PER_S = 21
 
 
-def minute(*, tokens=0.0, unread_growth=0.0, full_tokens=0.0, full_s=0.0, slots=0.0, cache=0.0):
+def minute(*, tokens=0.0, pending_growth=0.0, full_tokens=0.0, full_s=0.0, slots=0.0, cache=0.0):
     """A minute of one rank; `tokens` per second, `slots` and `cache` as shares."""
     return Use(
         rank_s=60.0,
         tokens=60.0 * tokens,
-        unread_growth=unread_growth,
+        pending_growth=pending_growth,
         full_tokens=full_tokens,
         full_s=full_s,
         slots_s=60.0 * slots,
@@ -78,20 +78,20 @@ def test_no_advice_before_five_minutes():
         assert found.reason == f"measured for {count} of 5 minutes"
 
 
-def test_no_advice_on_reading_before_a_rank_was_seen_at_its_limit():
+def test_no_advice_on_prefill_before_a_rank_was_seen_at_its_limit():
     idle = [minute(tokens=100)] * 10
     found = prefill(idle, num_ranks=4)
     assert (found.ranks, found.needed) == (0, 0.0)
-    assert "no rank has had prompts waiting for long enough" in found.reason
+    assert "no rank has had prompts queued for long enough" in found.reason
     earlier = minute(tokens=100, full_tokens=20_000, full_s=20)
     found = prefill([earlier, *idle], num_ranks=4)
     assert found.needed == pytest.approx(0.4)
     assert found.ranks == 1
-    assert "prompts arrive at 400 tokens/s, and a busy rank reads 1,000" in found.reason
+    assert "prompts arrive at 400 tokens/s, and a busy rank prefills 1,000" in found.reason
 
 
 def test_prompts_that_pile_up_count_as_demand():
-    full = minute(tokens=1000, unread_growth=60 * 500, full_tokens=60_000, full_s=60)
+    full = minute(tokens=1000, pending_growth=60 * 500, full_tokens=60_000, full_s=60)
     found = prefill([full] * MINUTES, num_ranks=4)
     assert found.needed == pytest.approx(6.0)
     assert found.ranks == 7
@@ -158,16 +158,16 @@ def test_at_most_twice_the_ranks_whatever_is_reported():
 
 
 USE = RankUse(
-    time_s=10.0, boot_id="a", processed=1000, cached=300, unread=600, slots=0.5, cache=0.25
+    time_s=10.0, boot_id="a", processed=1000, cached=300, pending=600, slots=0.5, cache=0.25
 )
 
 
 def test_use_between_two_reports():
-    later = replace(USE, time_s=12.0, processed=1500, unread=200, slots=0.25, cache=0.75)
+    later = replace(USE, time_s=12.0, processed=1500, pending=200, slots=0.25, cache=0.75)
     assert use_between(USE, later) == Use(
         rank_s=2.0,
         tokens=500,
-        unread_growth=-400,
+        pending_growth=-400,
         full_tokens=500,
         full_s=2.0,
         slots_s=0.5,
@@ -191,7 +191,7 @@ def test_reports_that_do_not_follow_one_another_are_no_use(changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"processed": 1601}, {"cached": 401}, {"processed": 1000}, {"unread": 0}]
+    "changes", [{"processed": 1601}, {"cached": 401}, {"processed": 1000}, {"pending": 0}]
 )
 def test_a_rank_that_may_have_run_out_of_prompts_shows_no_limit(changes):
     later = replace(USE, **{"time_s": 12.0, "processed": 1500, **changes})
@@ -200,7 +200,7 @@ def test_a_rank_that_may_have_run_out_of_prompts_shows_no_limit(changes):
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8, 0.95])
 def test_a_simulated_queue_shows_its_load(load):
-    """One rank reads 1,000 tokens/s, prompts of 2,000 to 6,000 arrive at random; reports of 1 s."""
+    """One rank prefills 1,000 tokens/s; prompts of 2,000 to 6,000 at random; reports of 1 s."""
     arrivals = random.Random(7)
     rate, queue, processed, before, minutes = 1000.0, 0.0, 0.0, None, []
     next_s, arrived = 0.0, 0.0
@@ -220,7 +220,7 @@ def test_a_simulated_queue_shows_its_load(load):
                 boot_id="a",
                 processed=round(processed),
                 cached=0,
-                unread=round(queue),
+                pending=round(queue),
                 slots=0.0,
                 cache=0.0,
             )
@@ -232,6 +232,6 @@ def test_a_simulated_queue_shows_its_load(load):
     measured = sum(one.full_tokens for one in minutes) / sum(one.full_s for one in minutes)
     assert measured == pytest.approx(rate, rel=0.01)
     recent = minutes[-MINUTES:]
-    truth = (sum(one.tokens + one.unread_growth for one in recent)) / (60 * MINUTES) / rate
+    truth = (sum(one.tokens + one.pending_growth for one in recent)) / (60 * MINUTES) / rate
     assert found.needed == pytest.approx(truth, rel=0.02)
     assert arrived / 3600 / rate == pytest.approx(load, rel=0.15)

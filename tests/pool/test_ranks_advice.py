@@ -81,19 +81,19 @@ def test_requests_that_wait_count_as_demand(decode):
     assert decode.status().advice.ranks == 7
 
 
-def test_a_prefill_pool_asks_for_the_ranks_that_read_its_prompts(prefill):
+def test_a_prefill_pool_asks_for_the_ranks_that_prefill_its_prompts(prefill):
     prefill.run(minutes=1, tokens_per_s=2000, pending_prompt_tokens=20_000)
     prefill.run(minutes=6, tokens_per_s=1900, pending_prompt_tokens=0)
     advice = prefill.status().advice
     assert advice.ranks == 5
-    assert "prompts arrive at 7,600 tokens/s, and a busy rank reads 2,000" in advice.reason
+    assert "prompts arrive at 7,600 tokens/s, and a busy rank prefills 2,000" in advice.reason
 
 
-def test_prompts_found_in_the_cache_do_not_show_how_fast_a_rank_reads(prefill):
+def test_prompts_found_in_the_cache_do_not_show_how_fast_a_rank_prefills(prefill):
     prefill.run(minutes=6, tokens_per_s=2000, cached_per_s=2001, pending_prompt_tokens=20_000)
     advice = prefill.status().advice
     assert not advice.ranks
-    assert "no rank has had prompts waiting for long enough" in advice.reason
+    assert "no rank has had prompts queued for long enough" in advice.reason
 
 
 def test_a_pool_that_fits_says_so(decode):

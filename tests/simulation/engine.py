@@ -7,7 +7,7 @@ from typing import Any
 from equipoise.rank.engine import EngineProgress
 from equipoise.worker.engine import Engine
 from equipoise.worker.scheduler import SchedulerCounts
-from equipoise.worker.sequence import Unread
+from equipoise.worker.sequence import PrefillWork
 
 STEP_S = (0.4, 0.7)
 TOKENS = 8
@@ -143,8 +143,8 @@ class SimScheduler:
     def __init__(self, world: Any) -> None:
         self._world = world
 
-    def unread(self) -> Unread:
-        return Unread(tokens=0, pairs=0)
+    def prefill_work(self) -> PrefillWork:
+        return PrefillWork(tokens=0, pairs=0)
 
     def plan(self, *, now: float) -> Any:
         if self._world.has_traffic:

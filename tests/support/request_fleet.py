@@ -2,7 +2,7 @@
 
 Traces are drawn from a seed, or read from a file of recorded arrivals.
 
-Ranks read prompts one after another at a fixed speed and generate for all requests that have a
+Ranks prefill prompts one after another at a fixed speed and generate for all requests that have a
 slot. The gateways' side is the product's: `RankLoad` with its bookings and reports, and `choose`.
 Everything is drawn from seeds, so results are exact.
 """
@@ -22,7 +22,7 @@ from equipoise.gateway.routing import Demand, choose
 PARITY = 14_245
 """Pairs that take as long as a token: DeepSeek-V3's arithmetic."""
 
-READ_TOKENS_PER_S = 20_000.0
+PREFILL_TOKENS_PER_S = 20_000.0
 STEP_S = 0.05
 REPORT_S, DELAY_S = 1.0, 0.5
 BLOCK = 64
@@ -86,15 +86,15 @@ def recorded(path):
         return [one for one in read(lines) if one.answer_tokens > 0]
 
 
-def at_load(arrivals, load, *, reads, generates, num_ranks=8, slots=64):
+def at_load(arrivals, load, *, prefills, generates, num_ranks=8, slots=64):
     """Arrivals sped up or slowed down until ranks are busy for this share of the time.
 
-    That is the largest of the shares of reading (nothing being cached), of slots and of cache.
+    That is the largest of the shares of prefill (nothing being cached), of slots and of cache.
     """
     slots *= num_ranks
     answers_s = [STEP_S * one.answer_tokens for one in arrivals]
     seconds = {
-        "reading": reads * sum(one.cost for one in arrivals) / READ_TOKENS_PER_S / num_ranks,
+        "prefill": prefills * sum(one.cost for one in arrivals) / PREFILL_TOKENS_PER_S / num_ranks,
         "slots": generates * sum(answers_s) / slots,
         "cache": generates * sum(
             one.prompt_tokens * for_s for one, for_s in zip(arrivals, answers_s, strict=True)
@@ -137,25 +137,25 @@ class SimRank:
     slots: int
     cache_tokens: int
     prefixes: dict = field(default_factory=dict)
-    reading: list = field(default_factory=list)
+    prefills: list = field(default_factory=list)
     busy_until_s: float = 0.0
     active: int = 0
     latents: int = 0
     num_reports: int = 0
     pairs_of_window: dict = field(default_factory=dict)
 
-    def read(self, now_s, arrival):
-        """Queue a prompt; returns when it is read."""
+    def prefill(self, now_s, arrival):
+        """Queue a prompt; returns when it is prefilled."""
         num_cached = 0
         for key in arrival.keys:
             if key not in self.prefixes:
                 break
             num_cached += BLOCK
-        unread = arrival.prompt_tokens - num_cached
-        pairs = num_cached * unread + unread**2 // 2
+        uncached = arrival.prompt_tokens - num_cached
+        pairs = num_cached * uncached + uncached**2 // 2
         start_s = max(now_s, self.busy_until_s)
-        self.busy_until_s = start_s + (unread + pairs / PARITY) / READ_TOKENS_PER_S
-        self.reading.append((start_s, self.busy_until_s, unread, pairs))
+        self.busy_until_s = start_s + (uncached + pairs / PARITY) / PREFILL_TOKENS_PER_S
+        self.prefills.append((start_s, self.busy_until_s, uncached, pairs))
         window = int(self.busy_until_s // WINDOW_S)
         self.pairs_of_window[window] = self.pairs_of_window.get(window, 0) + pairs
         return self.busy_until_s
@@ -169,10 +169,10 @@ class SimRank:
 
     def info(self, now_s, name):
         self.num_reports += 1
-        self.reading = [one for one in self.reading if one[1] > now_s]
+        self.prefills = [one for one in self.prefills if one[1] > now_s]
         left = [
-            (unread, pairs, min(1.0, (end_s - now_s) / (end_s - start_s)))
-            for start_s, end_s, unread, pairs in self.reading
+            (uncached, pairs, min(1.0, (end_s - now_s) / (end_s - start_s)))
+            for start_s, end_s, uncached, pairs in self.prefills
         ]
         return RankInfo(
             name=name,
@@ -180,8 +180,8 @@ class SimRank:
             state=RankState.OPEN,
             num_requests=self.active,
             max_requests=self.slots,
-            unread_tokens=round(sum(part * unread for unread, _, part in left)),
-            unread_pairs=round(sum(part * pairs for _, pairs, part in left)),
+            pending_tokens=round(sum(part * uncached for uncached, _, part in left)),
+            pending_pairs=round(sum(part * pairs for _, pairs, part in left)),
             parity_tokens=PARITY,
             kv_tokens_total=self.cache_tokens,
             kv_tokens_used=self.latents,
@@ -220,20 +220,20 @@ class Outcome:
     requests: float
     """Requests that they had, each second."""
     mean_wait_s: float
-    """From arrival until the prompt is read."""
+    """From arrival until the prompt is prefilled."""
     p99_wait_s: float
     hit_rate: float
     """Share of prompt tokens that were cached."""
 
 
-def play(arrivals, rule, *, reads=True, generates=True, num_ranks=8, num_gateways=1, slots=64):
+def play(arrivals, rule, *, prefills=True, generates=True, num_ranks=8, num_gateways=1, slots=64):
     """Play a trace; each request arrives at a gateway by chance."""
-    return _Play(rule, reads, generates, num_ranks, num_gateways, slots).run(list(arrivals))
+    return _Play(rule, prefills, generates, num_ranks, num_gateways, slots).run(list(arrivals))
 
 
 class _Play:
-    def __init__(self, rule, reads, generates, num_ranks, num_gateways, slots):
-        self.rule, self.reads, self.generates = rule, reads, generates
+    def __init__(self, rule, prefills, generates, num_ranks, num_gateways, slots):
+        self.rule, self.prefills, self.generates = rule, prefills, generates
         self.ranks = [SimRank(slots, slots * SLOT_TOKENS) for _ in range(num_ranks)]
         self.views = []
         for _ in range(num_gateways):
@@ -246,7 +246,7 @@ class _Play:
         self.dice = dice
         self.events, self.order = [], itertools.count()
         self.waits, self.samples = [], {"latents": [], "requests": []}
-        self.num_tokens = self.num_unread = 0
+        self.num_tokens = self.num_uncached = 0
 
     def at(self, at_s, act, *args):
         heapq.heappush(self.events, (at_s, next(self.order), act, args))
@@ -274,7 +274,7 @@ class _Play:
             requests=_mean(self.samples["requests"]),
             mean_wait_s=_mean(self.waits),
             p99_wait_s=self.waits[int(0.99 * len(self.waits))] if self.waits else 0.0,
-            hit_rate=1 - self.num_unread / max(1, self.num_tokens),
+            hit_rate=1 - self.num_uncached / max(1, self.num_tokens),
         )
 
     def report(self, now_s, n):
@@ -299,7 +299,7 @@ class _Play:
         demand = Demand(
             prompt_tokens=arrival.prompt_tokens,
             answer_tokens=213 if self.generates else 1,
-            is_read_elsewhere=not self.reads,
+            is_prefilled_elsewhere=not self.prefills,
             generates=self.generates,
             keys=arrival.keys,
             block_tokens=BLOCK,
@@ -310,15 +310,15 @@ class _Play:
         load.book(booking, now=now_s)
         rank.active += 1
         rank.latents += arrival.prompt_tokens
-        read_s = now_s
-        if self.reads:
-            read_s = rank.read(now_s, arrival)
+        prefilled_s = now_s
+        if self.prefills:
+            prefilled_s = rank.prefill(now_s, arrival)
             self.num_tokens += arrival.prompt_tokens
-            self.num_unread += rank.reading[-1][2]
-        self.at(read_s, self.is_read, rank, load, booking, arrival, now_s)
+            self.num_uncached += rank.prefills[-1][2]
+        self.at(prefilled_s, self.is_prefilled, rank, load, booking, arrival, now_s)
 
-    def is_read(self, now_s, rank, load, booking, arrival, arrived_s):
-        load.note_read(booking)
+    def is_prefilled(self, now_s, rank, load, booking, arrival, arrived_s):
+        load.note_prefilled(booking)
         load.prefixes.note(arrival.keys)
         rank.remember(arrival.keys)
         self.waits.append(now_s - arrived_s)

@@ -20,7 +20,7 @@ from equipoise.worker.engine import (
 )
 from equipoise.worker.errors import QueueFullError, StepError
 from equipoise.worker.placement import placement_of
-from equipoise.worker.read_cost import ReadCostFit
+from equipoise.worker.prefill_cost import PrefillCostFit
 from equipoise.worker.sequence import Request
 from equipoise.worker.step_inputs import draft_tokens
 from equipoise_model.dispatch import ExpertParallel
@@ -242,11 +242,11 @@ def test_a_draft_module_runs_if_any_rank_drafts_on_the_rows_of_those_that_do():
     assert draft_tokens((busy, deeper, drafting)) == [[0, 3, 2], [0, 3, 0]]
 
 
-def test_a_report_shows_what_is_unread_and_what_reading_costs(rank_of_one):
+def test_a_report_shows_what_is_left_to_prefill_and_what_prefill_costs(rank_of_one):
     core, held = rank_of_one()
-    costs = ReadCostFit()
+    costs = PrefillCostFit()
     client = Client(leave_when_done(len(PROMPTS)))
-    engine = engine_of(core, held, client, read_cost=costs)
+    engine = engine_of(core, held, client, prefill_cost=costs)
     for key in range(len(PROMPTS)):
         engine.submit(request(key))
     before = engine.progress().stats
@@ -257,11 +257,11 @@ def test_a_report_shows_what_is_unread_and_what_reading_costs(rank_of_one):
     engine.run()
     after = engine.progress().stats
     assert (after.pending_prompt_tokens, after.pending_prompt_pairs) == (0, 0)
-    assert 0 < costs.num_steps < after.steps, "only steps that read prompts count"
+    assert 0 < costs.num_steps < after.steps, "only steps that prefill prompts count"
 
 
 def test_reports_show_that_a_rank_with_prompts_is_busy(rank_of_one):
-    """A rank processes as many tokens as its unread prompts lose: advice relies on it."""
+    """A rank processes as many tokens as its pending prompts lose: advice relies on it."""
     core, held = rank_of_one()
     leave, seen = leave_when_done(len(PROMPTS)), []
 
@@ -282,7 +282,7 @@ def test_reports_show_that_a_rank_with_prompts_is_busy(rank_of_one):
                     boot_id="a",
                     processed=stats.tokens_processed,
                     cached=stats.prefix_tokens_found,
-                    unread=stats.pending_prompt_tokens,
+                    pending=stats.pending_prompt_tokens,
                     slots=0.0,
                     cache=0.0,
                 )
@@ -291,7 +291,7 @@ def test_reports_show_that_a_rank_with_prompts_is_busy(rank_of_one):
         )
         for pair in pairwise(seen)
     ]
-    assert [one.tokens for one in uses] == [-one.unread_growth for one in uses]
+    assert [one.tokens for one in uses] == [-one.pending_growth for one in uses]
     assert sum(one.tokens for one in uses) == sum(map(len, PROMPTS))
     busy = [one for one in uses if one.full_s]
     assert len(busy) == len([one for one in uses if one.tokens]) - 1, "all but the last step"

@@ -1,4 +1,4 @@
-"""A prefill rank fails while its latents are fetched: the rest is read, and nothing stays held."""
+"""A prefill rank fails while its latents are fetched: the rest is prefilled, nothing stays held."""
 
 import asyncio
 
@@ -40,7 +40,7 @@ async def test_a_rank_that_fails_amid_a_fetch_leaves_a_shorter_prefix(rank_of_on
         one = await handed_over(prefill, decode, PROMPT, 6)
         assert decode.puller.outcomes == {outcome: 1}
         assert decode.puller.num_bytes == decode.core.cache.block_bytes
-        assert decode.scheduler.counts.read_missing == (NUM_FULL - 1) * B
+        assert decode.scheduler.counts.prefilled_missing == (NUM_FULL - 1) * B
         assert one.tokens == (await answer(prefill, PROMPT, 6)).tokens
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended == {HoldEnd.EXPIRED: 1}
@@ -69,13 +69,15 @@ async def test_after_a_hold_expired_its_blocks_are_fetched_while_they_are_cached
         await expired(prefill)
         rest = await leg(decode, prefill, first)
         assert decode.puller.outcomes == {PullOutcome.WHOLE: 1}
-        assert decode.scheduler.counts.read_missing == 0
+        assert decode.scheduler.counts.prefilled_missing == 0
         assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended == {HoldEnd.EXPIRED: 1}
 
 
-async def test_after_a_hold_expired_and_its_blocks_are_reused_the_prompt_is_read_again(rank_of_one):
+async def test_after_a_hold_expired_and_its_blocks_are_reused_the_prompt_is_prefilled_again(
+    rank_of_one,
+):
     async with two_pools(rank_of_one, hold_s=0.01) as (prefill, decode):
         first = await answer(prefill, PROMPT, 1, hold_latents=True)
         await expired(prefill)
@@ -83,7 +85,7 @@ async def test_after_a_hold_expired_and_its_blocks_are_reused_the_prompt_is_read
             await answer(prefill, [number + 1] * 90, 1)
         rest = await leg(decode, prefill, first)
         assert decode.puller.outcomes == {PullOutcome.PARTIAL: 1}
-        assert decode.scheduler.counts.read_missing == NUM_FULL * B
+        assert decode.scheduler.counts.prefilled_missing == NUM_FULL * B
         assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
         await nothing_is_held(prefill, decode)
 
@@ -94,7 +96,7 @@ async def test_a_repeated_request_fetches_the_same_hold_without_harm(rank_of_one
         one, other = await asyncio.gather(*(leg(decode, prefill, first) for _ in range(2)))
         assert one.tokens == other.tokens
         assert decode.puller.outcomes == {PullOutcome.WHOLE: 2}
-        assert decode.scheduler.counts.read_missing == 0
+        assert decode.scheduler.counts.prefilled_missing == 0
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 1}
 
@@ -123,7 +125,7 @@ async def test_a_fetch_goes_on_while_either_pool_forms_a_new_epoch(rank_of_one):
         for rank in (prefill, decode):
             rank.begin_epoch()
         rest = await second
-        assert decode.scheduler.counts.read_missing == 0
+        assert decode.scheduler.counts.prefilled_missing == 0
         assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
         await nothing_is_held(prefill, decode)
 
@@ -136,5 +138,5 @@ async def test_a_prefill_rank_that_came_back_as_another_process_has_nothing(rank
             rest = await leg(decode, prefill, first)
             assert decode.puller.outcomes == {PullOutcome.LOST: 1}
             assert successor.service.rejected == {"latents_boot": 1}
-            assert decode.scheduler.counts.read_missing == NUM_FULL * B
+            assert decode.scheduler.counts.prefilled_missing == NUM_FULL * B
             assert first.tokens + rest.tokens == (await answer(successor, PROMPT, 6)).tokens

@@ -1,4 +1,4 @@
-"""A prompt read in one pool continues in another: the same tokens, and its latents travelled."""
+"""A prompt prefilled in one pool continues in another: the same tokens, its latents travelled."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ SAMPLED = pb.Sampling(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_tokens_are_one_pools_and_latents_travel_instead_of_being_read_again(
+async def test_tokens_are_one_pools_and_latents_travel_instead_of_being_computed_again(
     rank_of_one, sampling
 ):
     num_tokens = 9
@@ -40,7 +40,7 @@ async def test_tokens_are_one_pools_and_latents_travel_instead_of_being_read_aga
                 pulled = decode.puller.num_bytes - before[1]
                 assert pulled == decode.core.cache.bytes_per_token * B * (length // B)
         counts = decode.scheduler.counts
-        assert (counts.read_missing, counts.read_own) == (0, 0)
+        assert (counts.prefilled_missing, counts.prefilled_own) == (0, 0)
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 5}
 
@@ -90,7 +90,7 @@ def repeat(message):
 @pytest.mark.parametrize(
     ("tamper", "num_kept"), [(flip, 1), (cut, 1), (lengthen, 1), (reorder, 1), (repeat, 1)]
 )
-async def test_a_bad_block_is_dropped_with_all_behind_it_and_read_instead(
+async def test_a_bad_block_is_dropped_with_all_behind_it_and_prefilled_instead(
     rank_of_one, tamper, num_kept
 ):
     prompt = TOKENS[:50]
@@ -100,7 +100,7 @@ async def test_a_bad_block_is_dropped_with_all_behind_it_and_read_instead(
         ledger = prefill.scheduler.holds
         assert (ledger.num_open, ledger.ended[HoldEnd.EXPIRED]) == (0, 0)
         assert decode.puller.num_bytes == num_kept * decode.core.cache.block_bytes
-        assert decode.scheduler.counts.read_missing == (3 - num_kept) * B
+        assert decode.scheduler.counts.prefilled_missing == (3 - num_kept) * B
         other = await answer(prefill, prompt, 6)
         assert one.tokens == other.tokens
         await nothing_is_held(prefill, decode)
@@ -115,7 +115,7 @@ async def test_a_bad_block_is_dropped_with_all_behind_it_and_read_instead(
         ({"address": "127.0.0.1:9"}, ("prefill",), PullOutcome.LOST),
     ],
 )
-async def test_what_cannot_be_fetched_is_read_and_counted(
+async def test_what_cannot_be_fetched_is_prefilled_and_counted(
     rank_of_one, changes, peer_pools, outcome
 ):
     prompt = TOKENS[:50]
@@ -123,7 +123,7 @@ async def test_what_cannot_be_fetched_is_read_and_counted(
         one = await handed_over(prefill, decode, prompt, 6, **changes)
         assert decode.puller.outcomes == {outcome: 1}
         assert decode.puller.num_bytes == 0
-        assert decode.scheduler.counts.read_missing == 3 * B
+        assert decode.scheduler.counts.prefilled_missing == 3 * B
         assert one.tokens == (await answer(prefill, prompt, 6)).tokens
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended[HoldEnd.EXPIRED] == 1
@@ -142,8 +142,8 @@ async def test_what_cannot_be_fetched_is_read_and_counted(
 async def test_a_fetch_that_does_not_fit_is_rejected_by_name(
     rank_of_one, changes, code, kind, words
 ):
-    async with a_rank(*rank_of_one(), boot_id="reads") as rank:
-        fields = {"form": "v1/small", "boot_id": "reads", "keys": [bytes(16)]}
+    async with a_rank(*rank_of_one(), boot_id="prefills") as rank:
+        fields = {"form": "v1/small", "boot_id": "prefills", "keys": [bytes(16)]}
         with pytest.raises(grpc.aio.AioRpcError, match=words) as rejected:
             async for _ in rank.latents.Fetch(pb.LatentTransferFetchRequest(**fields | changes)):
                 pass
@@ -153,9 +153,11 @@ async def test_a_fetch_that_does_not_fit_is_rejected_by_name(
 
 
 async def test_unknown_keys_end_the_stream_at_once(rank_of_one):
-    async with a_rank(*rank_of_one(), boot_id="reads") as rank:
+    async with a_rank(*rank_of_one(), boot_id="prefills") as rank:
         await answer(rank, TOKENS[:40], 1)
-        request = pb.LatentTransferFetchRequest(form="v1/small", boot_id="reads", keys=[bytes(16)])
+        request = pb.LatentTransferFetchRequest(
+            form="v1/small", boot_id="prefills", keys=[bytes(16)]
+        )
         assert [part async for part in rank.latents.Fetch(request)] == []
 
 

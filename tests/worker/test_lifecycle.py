@@ -406,7 +406,9 @@ async def test_a_worker_that_stops_waits_no_longer_than_its_holds_last(
             await _held(channel)
         rig.stop.set()
         await asyncio.wait_for(asyncio.shield(rig.task), 20)
-    assert "1 of 1 prompts were not fetched within 1 s: other ranks read them again" in caplog.text
+    assert (
+        "1 of 1 prompts were not fetched within 1 s: other ranks prefill them again" in caplog.text
+    )
 
 
 async def test_a_fatal_rejection_at_the_start_ends_the_worker_with_the_reason(balancer, settings):

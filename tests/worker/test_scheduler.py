@@ -8,7 +8,7 @@ from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.scheduler import Scheduler
-from equipoise.worker.sequence import Request, Unread
+from equipoise.worker.sequence import PrefillWork, Request
 from equipoise_model.sampling_params import SampledToken, SamplingParams
 
 BLOCK = 4
@@ -361,22 +361,22 @@ def test_sampling_rows_separate_prompt_from_output_also_after_a_replay():
     assert (list(replayed.prompt), list(replayed.output)) == ([1, 2, 3], [4])
 
 
-def test_what_is_unread_shrinks_with_each_step_and_counts_what_waits():
+def test_what_is_left_to_prefill_shrinks_with_each_step_and_counts_what_waits():
     scheduler = scheduler_of(max_requests=1, max_step_tokens=5, num_blocks=20)
     model = Model()
     scheduler.submit(Request(key=1, prompt=tuple(range(12)), max_tokens=2))
     scheduler.submit(Request(key=2, prompt=tuple(range(20, 26)), max_tokens=1))
-    # Another pool has read all but what is behind the last full block, and the last token.
+    # Another pool has prefilled all but what is behind the last full block, and the last token.
     scheduler.submit(Request(key=3, prompt=(1,) * 9, max_tokens=1, is_handed_over=True))
-    waiting = Unread(tokens=6 + 1, pairs=6 * 6 // 2 + 8)
+    waiting = PrefillWork(tokens=6 + 1, pairs=6 * 6 // 2 + 8)
     found = []
     for _ in range(4):
-        found.append(scheduler.unread())
+        found.append(scheduler.prefill_work())
         plan = scheduler.plan()
         commit(scheduler, plan, model.run(plan))
     assert found == [
-        Unread(tokens=waiting.tokens + 12, pairs=waiting.pairs + 12 * 12 // 2),
-        Unread(tokens=waiting.tokens + 7, pairs=waiting.pairs + 7 * 5 + 7 * 7 // 2),
-        Unread(tokens=waiting.tokens + 2, pairs=waiting.pairs + 2 * 10 + 2 * 2 // 2),
+        PrefillWork(tokens=waiting.tokens + 12, pairs=waiting.pairs + 12 * 12 // 2),
+        PrefillWork(tokens=waiting.tokens + 7, pairs=waiting.pairs + 7 * 5 + 7 * 7 // 2),
+        PrefillWork(tokens=waiting.tokens + 2, pairs=waiting.pairs + 2 * 10 + 2 * 2 // 2),
         waiting,
     ]

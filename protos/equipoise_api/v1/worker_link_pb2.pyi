@@ -731,7 +731,7 @@ class LoadReport(_message.Message):
     """Pairs of one of them and an earlier position of its prompt, which attention computes."""
     parity_tokens: _builtins.int
     """Pairs that take as long as one token does without attention, fitted to this rank's steps that
-    read prompts, or by the model's arithmetic until they show it; 0 if not reported.
+    prefill prompts, or by the model's arithmetic until they show it; 0 if not reported.
     """
     step_us: _builtins.int
     """Duration of this epoch's steps, microseconds, waits for peers included; 0 if not reported."""

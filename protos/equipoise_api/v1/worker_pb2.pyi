@@ -173,7 +173,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def latents_from(self) -> Global___LatentSource:
-        """Rank that read the beginning of the prompt: its latents are fetched first. What is missing is read."""
+        """Rank that prefilled the beginning of the prompt: its latents are fetched first. What is missing is
+        prefilled.
+        """
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from equipoise.gateway.errors import InvalidRequestError, RequestError
-from equipoise.gateway.handoff import Direct
+from equipoise.gateway.handover import Direct
 from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.request_balance import request_balancedness
 from equipoise.planning.phase import Phase
@@ -51,7 +51,7 @@ class RequestTally:
     """Requests handed over from the prefill pool to a decode rank."""
 
     direct: Counter[Direct] = field(default_factory=Counter)
-    """Prompts that decode ranks read although there is a prefill pool, by reason."""
+    """Prompts that decode ranks prefill although there is a prefill pool, by reason."""
 
     second_token_s: Histogram = field(default_factory=lambda: Histogram(SHORT_S))
     """Time from the first to the second token of a request that was handed over, seconds."""
@@ -104,7 +104,7 @@ class GatewayCollector(Collector):
     def __init__(
         self, tally: RequestTally, *, ranks: RankTable, prefill: RankTable | None = None
     ) -> None:
-        """`prefill` are the ranks of the pool that reads prompts for `ranks`, if there is one."""
+        """`prefill` are the ranks of the pool that prefills for `ranks`, if there is one."""
         self._tally = tally
         self._ranks = ranks
         self._prefill = prefill
@@ -122,7 +122,7 @@ class GatewayCollector(Collector):
         poison = "Requests rejected because they appear to crash the ranks that run them."
         direct = CounterMetricFamily(
             "equipoise_gateway_direct",
-            "Prompts that decode ranks read although there is a prefill pool, by reason.",
+            "Prompts that decode ranks prefill although there is a prefill pool, by reason.",
             labels=("reason",),
         )
         for reason in Direct:

@@ -1,7 +1,7 @@
 """`PrefixIndex`: which prompts' beginnings a rank has probably cached. Pure.
 
-A guess: the rank may have needed the memory since. A wrong guess costs one prompt that is read
-although it was expected to be cached; then the guess is right again.
+A guess: the rank may have needed the memory since. A wrong guess costs one prefill of a prompt
+that was expected to be cached; then the guess is right again.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ MAX_BLOCKS = 2**18
 
 
 class PrefixIndex:
-    """Keys of the blocks that one rank has read or fetched, at most `max_blocks`."""
+    """Keys of the blocks that one rank has computed or fetched, at most `max_blocks`."""
 
     def __init__(self) -> None:
         self.max_blocks = 0

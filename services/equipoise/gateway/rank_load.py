@@ -1,8 +1,8 @@
 """`RankLoad`: a rank as this gateway knows it, and the work that it has. Pure.
 
-Work has four kinds: requests, tokens in the latent cache, prompt tokens still to be read, and the
-pairs of such a token and an earlier position, which attention computes. Of each, the gateway knows
-what it has booked itself, and from the rank's reports how much there is beyond that.
+Work has four kinds: requests, tokens in the latent cache, prompt tokens yet to be prefilled, and
+the pairs of such a token and an earlier position, which attention computes. Of each, the gateway
+knows what it has booked itself, and from the rank's reports how much there is beyond that.
 """
 
 import math
@@ -18,8 +18,8 @@ ASSUMED_MAX_REQUESTS = 64
 ASSUMED_SLOT_TOKENS = 512
 """Request slots of a rank that does not report them, and cache tokens for each."""
 
-ASSUMED_UNREAD_TOKENS = 128
-"""Unread tokens of a request from elsewhere, on a rank that does not report them."""
+ASSUMED_PENDING_TOKENS = 128
+"""Pending tokens of a request from elsewhere, on a rank that does not report them."""
 
 
 HALF_LIFE_S = 60.0
@@ -58,10 +58,10 @@ class RankInfo:
     max_requests: int = 0
     """Requests that it generates at a time; 0 if unknown."""
 
-    unread_tokens: int = 0
+    pending_tokens: int = 0
     """Tokens of their prompts that have not run yet; meaningless if `max_requests` is unknown."""
 
-    unread_pairs: int = 0
+    pending_pairs: int = 0
     """Pairs of one of those and an earlier position; likewise."""
 
     parity_tokens: int = 0
@@ -90,10 +90,10 @@ class RankInfo:
 class Booking:
     """A request's work on one rank."""
 
-    unread_tokens: int
-    """Tokens of its prompt to read."""
+    pending_tokens: int
+    """Tokens of its prompt to prefill."""
 
-    unread_pairs: int
+    pending_pairs: int
     """Pairs of one of those and an earlier position."""
 
     latents: int
@@ -173,14 +173,14 @@ class RankLoad:
     latents: Amount = field(default_factory=Amount)
     """Tokens that the latent cache holds, or will hold at the end of our requests."""
 
-    unread_tokens: Amount = field(default_factory=Amount)
+    pending_tokens: Amount = field(default_factory=Amount)
     """Tokens of prompts that have not run yet."""
 
-    unread_pairs: Amount = field(default_factory=Amount)
+    pending_pairs: Amount = field(default_factory=Amount)
     """Pairs of one of those and an earlier position."""
 
     sent_tokens: Recent = field(default_factory=Recent)
-    """Prompt tokens to read that this gateway sent lately."""
+    """Prompt tokens to prefill that this gateway sent lately."""
 
     sent_pairs: Recent = field(default_factory=Recent)
     """Pairs of one of those and an earlier position."""
@@ -285,23 +285,23 @@ class RankLoad:
         self.report = info.report
         self.requests.report(info.num_requests)
         self.latents.report(info.kv_tokens_used)
-        self.unread_tokens.report(info.unread_tokens)
-        self.unread_pairs.report(info.unread_pairs)
+        self.pending_tokens.report(info.pending_tokens)
+        self.pending_pairs.report(info.pending_pairs)
         if not info.max_requests:
             # An earlier version, which reports no prompts.
-            self.unread_tokens.foreign = ASSUMED_UNREAD_TOKENS * self.requests.foreign
+            self.pending_tokens.foreign = ASSUMED_PENDING_TOKENS * self.requests.foreign
 
     def book(self, booking: Booking, *, now: float) -> None:
         """Count a request that this gateway sends to the rank."""
-        self.sent_tokens.add(booking.unread_tokens, now=now)
-        self.sent_pairs.add(booking.unread_pairs, now=now)
+        self.sent_tokens.add(booking.pending_tokens, now=now)
+        self.sent_pairs.add(booking.pending_pairs, now=now)
         self.requests.add(1)
         self.num_unanswered += 1
         self.latents.add(booking.latents)
-        self.unread_tokens.add(booking.unread_tokens)
-        self.unread_pairs.add(booking.unread_pairs)
+        self.pending_tokens.add(booking.pending_tokens)
+        self.pending_pairs.add(booking.pending_pairs)
 
-    def note_read(self, booking: Booking) -> None:
-        """The rank has read the prompt of our request, or the request ended before that."""
-        self.unread_tokens.add(-booking.unread_tokens)
-        self.unread_pairs.add(-booking.unread_pairs)
+    def note_prefilled(self, booking: Booking) -> None:
+        """The rank has prefilled the prompt of our request, or the request ended before that."""
+        self.pending_tokens.add(-booking.pending_tokens)
+        self.pending_pairs.add(-booking.pending_pairs)

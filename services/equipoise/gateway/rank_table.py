@@ -117,11 +117,11 @@ class RankTable:
         suspicion: Suspicion,
         until_s: float,
         timeout_s: float,
-        is_read_elsewhere: bool = False,
+        is_prefilled_elsewhere: bool = False,
     ) -> "Reservation":
         """Reserve a rank for a request, waiting until `until_s`; messages show `timeout_s`.
 
-        `is_read_elsewhere`: whether another pool is expected to read the prompt.
+        `is_prefilled_elsewhere`: whether another pool is expected to prefill the prompt.
 
         A retry precedes new requests and is never rejected for the queue's length. A suspect may
         wait longer: it shares no rank with another suspect, and its choices run one at a
@@ -135,7 +135,7 @@ class RankTable:
             raise self._no_rank(timeout_s)
         waiter = _Waiter(
             request=request,
-            demand=self._demand(request, is_read_elsewhere=is_read_elsewhere),
+            demand=self._demand(request, is_prefilled_elsewhere=is_prefilled_elsewhere),
             avoid=avoid,
             is_retry=is_retry,
             suspicion=suspicion,
@@ -158,14 +158,14 @@ class RankTable:
             with suppress(ValueError):
                 self._queue.remove(waiter)
 
-    def _demand(self, request: GenerateRequest, *, is_read_elsewhere: bool) -> Demand:
+    def _demand(self, request: GenerateRequest, *, is_prefilled_elsewhere: bool) -> Demand:
         """What a request needs of a rank, as far as can be expected."""
         block_tokens = max((rank.block_tokens for rank in self._ranks.values()), default=0)
         keys = keys_of(request.prompt, block_tokens=block_tokens) if block_tokens else ()
         return Demand(
             prompt_tokens=len(request.prompt),
             answer_tokens=min(request.max_tokens, round(self._mean_answer)),
-            is_read_elsewhere=is_read_elsewhere,
+            is_prefilled_elsewhere=is_prefilled_elsewhere,
             generates=request.max_tokens > 1,
             keys=tuple(keys),
             block_tokens=block_tokens,
@@ -282,7 +282,7 @@ class Reservation(AbstractContextManager["Reservation"]):
     def generated(self, num_tokens: int) -> None:
         """The rank has generated tokens, and has run the prompt before the first."""
         if num_tokens and not self._num_generated:
-            self.rank.note_read(self._booking)
+            self.rank.note_prefilled(self._booking)
             self.rank.prefixes.note(self._keys)
         self._num_generated += num_tokens
         # Longer answers than expected hold more.
@@ -332,7 +332,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         if self._num_generated:
             self._ranks.note_answer_length(self._num_generated)
         else:
-            self.rank.note_read(self._booking)
+            self.rank.note_prefilled(self._booking)
         self._ranks.changed(self.rank)
 
     def _leave_trial(self) -> None:

@@ -23,7 +23,7 @@ from equipoise.gateway.errors import (
     RankLostError,
     TooManyQueuedError,
 )
-from equipoise.gateway.handoff import (
+from equipoise.gateway.handover import (
     Direct,
     first_leg,
     first_part,
@@ -45,7 +45,7 @@ from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
 PREFILL_WAIT_S = 1.0
-"""Time for a rank of the prefill pool to become free; then the decode rank reads the prompt."""
+"""Time for a rank of the prefill pool to become free; then the decode rank prefills."""
 
 RELEASE_TIMEOUT_S = 1.0
 """Time for a prefill rank to end a hold."""
@@ -112,7 +112,7 @@ class Relay:
                 suspicion=suspicion,
                 until_s=progress.without_rank_since_s + self._settings.queue_timeout_s,
                 timeout_s=self._settings.queue_timeout_s,
-                is_read_elsewhere=self._prefill is not None and not self._prefill.trouble(),
+                is_prefilled_elsewhere=self._prefill is not None and not self._prefill.trouble(),
             )
             progress.was_placed = True
             progress.running = reservation
@@ -190,7 +190,7 @@ class Relay:
     async def _reserve_prefill(
         self, reservation: Reservation, request: GenerateRequest, progress: "_RequestProgress"
     ) -> Reservation | None:
-        """Reserve a rank that reads the prompt; None if the reserved decode rank should."""
+        """Reserve a rank that prefills the prompt; None if the reserved decode rank should."""
         if self._prefill is None:
             return None
         decode, suspicion = reservation.rank, progress.suspicion
@@ -233,7 +233,7 @@ class Relay:
             Direct.NO_PREFILL: self._prefill.trouble(),
         }
         _log.warning(
-            "%s reads a prompt itself (%s, %d so far): %s",
+            "%s prefills a prompt itself (%s, %d so far): %s",
             *(decode.name, reason, count, why.get(reason) or "see docs/disaggregation.md"),
         )
 

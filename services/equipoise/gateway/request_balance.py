@@ -10,7 +10,7 @@ class BurdenKind(StrEnum):
     """Kinds of work that requests bring to a rank."""
 
     TOKENS = "tokens"
-    """Prompt tokens to read that this gateway sent, lately."""
+    """Prompt tokens to prefill that this gateway sent lately."""
 
     ATTENTION = "attention"
     """Pairs of one of those and an earlier position."""

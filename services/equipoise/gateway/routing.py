@@ -2,14 +2,15 @@
 
 Two costs, both as DeepSeek's balancers of prefill and decode even them (open-infra-index, day 6):
 
-- Reading: the tokens that the rank reads before the first answer token. A prompt of n tokens after
-  c cached ones costs n + (c n + n^2 / 2) / parity, where `parity` pairs of a token and an earlier
-  position take as long as a token without attention. So a cached beginning and the work that waits
-  are one number: a prompt follows its beginning until waiting costs more than reading it again.
+- Prefill: the tokens that the rank prefills before the first answer token. A prompt of n tokens
+  after c cached ones costs n + (c n + n^2 / 2) / parity, where `parity` pairs of a token and an
+  earlier position take as long as a token without attention. So a cached beginning and the work
+  that waits are one number: a prompt follows its beginning until waiting costs more than
+  prefilling it again.
 - Room: the larger of the shares of request slots and cache in use, with this request.
 
-What a request does on the rank says which counts: a prefill pool only reads, a rank that continues
-what another pool has read only needs room, and one that does both pays both.
+What a request does on the rank says which counts: a prefill pool only prefills, a rank that
+continues what another pool has prefilled only needs room, and one that does both pays both.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from equipoise.gateway.rank_load import Booking, RankLoad, RankState
 from equipoise.wire.block_keys import BlockKey
 
 ROOM_WEIGHT = 0.25
-"""Weight of a token of the cache in use, in tokens to read, for requests that need both. A cached
-token costs every step some attention; a token to read costs one step all of a token's work."""
+"""Weight of a token of the cache in use, in tokens to prefill, for requests that need both. A
+cached token costs every step some attention; a token to prefill costs one step all of its work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,8 @@ class Demand:
     answer_tokens: int
     """Tokens that it is expected to generate here."""
 
-    is_read_elsewhere: bool = False
-    """Whether the rank fetches what another pool has read of the prompt."""
+    is_prefilled_elsewhere: bool = False
+    """Whether the rank fetches what another pool has prefilled of the prompt."""
 
     generates: bool = True
     """Whether the rank generates more than the first token."""
@@ -49,14 +50,14 @@ class Demand:
     def booking_on(self, rank: RankLoad) -> Booking:
         """The request's work on a rank."""
         num_cached = 0
-        if self.is_read_elsewhere:
+        if self.is_prefilled_elsewhere:
             num_cached = len(self.keys) * self.block_tokens
         elif rank.block_tokens == self.block_tokens:
             num_cached = rank.prefixes.num_cached(self.keys) * self.block_tokens
-        unread = self.prompt_tokens - num_cached
+        uncached = self.prompt_tokens - num_cached
         return Booking(
-            unread_tokens=unread,
-            unread_pairs=num_cached * unread + unread**2 // 2,
+            pending_tokens=uncached,
+            pending_pairs=num_cached * uncached + uncached**2 // 2,
             latents=self.prompt_tokens + self.answer_tokens,
         )
 
@@ -156,16 +157,16 @@ class _Cost:
     """Its work there."""
 
     waiting: float
-    """Tokens that wait to be read there, with their attention."""
+    """Tokens that are queued for prefill there, with their attention."""
 
-    reading: float
-    """Tokens to read until its prompt has been read: those, and its own."""
+    prefill: float
+    """Tokens to prefill until its prompt has been: those, and its own."""
 
     share: float
     """The larger share of request slots and cache in use, with it."""
 
     total: float
-    """The cost, in tokens to read."""
+    """The cost, in tokens to prefill."""
 
     other: float
     """What decides between ranks of equal cost."""
@@ -174,8 +175,8 @@ class _Cost:
     def reason(self) -> str:
         """The parts of the cost."""
         return (
-            f"{self.waiting:.0f} tokens are queued to be read, this prompt adds "
-            f"{self.reading - self.waiting:.0f}, and with it {self.share:.0%} of the rank's slots "
+            f"{self.waiting:.0f} tokens are queued for prefill, this prompt adds "
+            f"{self.prefill - self.waiting:.0f}, and with it {self.share:.0%} of the rank's slots "
             "or cache are in use"
         )
 
@@ -190,21 +191,21 @@ def _costs(ranks: Sequence[RankLoad], usable: Sequence[int], demand: Demand) -> 
     for index in usable:
         rank = ranks[index]
         booking = demand.booking_on(rank)
-        waiting = rank.unread_tokens.total + rank.unread_pairs.total * per_pair
-        reading = waiting + booking.unread_tokens + booking.unread_pairs * per_pair
+        waiting = rank.pending_tokens.total + rank.pending_pairs.total * per_pair
+        prefill = waiting + booking.pending_tokens + booking.pending_pairs * per_pair
         share = rank.share_with(booking)
         room = ROOM_WEIGHT * mean_cache * share
         if not demand.generates:
-            total, other = reading, share
-        elif demand.is_read_elsewhere:
-            total, other = room, reading
+            total, other = prefill, share
+        elif demand.is_prefilled_elsewhere:
+            total, other = room, prefill
         else:
-            total, other = reading + room, share
+            total, other = prefill + room, share
         costs.append(
             _Cost(
                 booking=booking,
                 waiting=waiting,
-                reading=reading,
+                prefill=prefill,
                 share=share,
                 total=total,
                 other=other,

@@ -37,8 +37,8 @@ class GatewaySettings:
     """Pool to serve from."""
 
     prefill_pool: str = ""
-    """Pool that reads prompts for --pool, which then generates: workers with --phase prefill that
-    list --pool in --peer-pools, and are listed by its workers. Default: --pool does both."""
+    """Pool that prefills prompts for --pool, which then generates: workers with --phase prefill
+    that list --pool in --peer-pools, and are listed by its workers. Default: --pool does both."""
 
     workers: tuple[str, ...] = ()
     """host:port of the ranks, to serve without a balancer."""

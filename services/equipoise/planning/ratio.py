@@ -1,6 +1,6 @@
 """`advise`: how many ranks the measured traffic of a prefill or decode pool calls for.
 
-A prefill pool needs as many ranks as its prompts take to read, at the rate that busy ranks show. A
+A prefill pool needs as many ranks as its prompts take, at the rate at which busy ranks prefill. A
 decode pool needs as many as its requests fill, by slots or by cache. Nothing is moved by it.
 """
 
@@ -23,7 +23,7 @@ LEAST_LOADED = 0.8
 """Load of a rank, with fewer ranks, up to which fewer are advised."""
 
 MIN_FULL_S = 10.0
-"""Seconds of busy ranks without which the rate at which a rank reads is unknown."""
+"""Seconds of busy ranks without which the rate at which a rank prefills is unknown."""
 
 MAX_GROWTH = 2
 """Most ranks advised, as a multiple of the present ones: a larger group has to be measured."""
@@ -45,7 +45,7 @@ class RankUse:
     cached: int
     """Tokens of prompts found in the cache since boot, which did not have to run."""
 
-    unread: int
+    pending: int
     """Tokens of prompts that have not run yet."""
 
     slots: float
@@ -65,11 +65,11 @@ class Use:
     tokens: int = 0
     """Tokens processed."""
 
-    unread_growth: int = 0
+    pending_growth: int = 0
     """Tokens of prompts that were added to those waiting, less those taken from them."""
 
     full_tokens: int = 0
-    """Tokens processed while a rank certainly had prompts to read."""
+    """Tokens processed while a rank certainly had prompts to prefill."""
 
     full_s: float = 0.0
     """That time, seconds."""
@@ -85,7 +85,7 @@ class Use:
         return Use(
             rank_s=self.rank_s + other.rank_s,
             tokens=self.tokens + other.tokens,
-            unread_growth=self.unread_growth + other.unread_growth,
+            pending_growth=self.pending_growth + other.pending_growth,
             full_tokens=self.full_tokens + other.full_tokens,
             full_s=self.full_s + other.full_s,
             slots_s=self.slots_s + other.slots_s,
@@ -110,18 +110,18 @@ class RanksAdvice:
 def use_between(before: RankUse, after: RankUse) -> Use:
     """Return the use of a rank between two successive reports; none if counters started again.
 
-    The rank was busy throughout if it began with at least as many unread tokens as it then
+    The rank was busy throughout if it began with at least as many pending tokens as it then
     processed or found in its cache, and still has some.
     """
     elapsed_s, tokens = after.time_s - before.time_s, after.processed - before.processed
     cached = after.cached - before.cached
     if after.boot_id != before.boot_id or tokens < 0 or cached < 0 or elapsed_s <= 0:
         return Use()
-    was_full = after.unread > 0 and tokens > 0 and tokens + cached <= before.unread
+    was_full = after.pending > 0 and tokens > 0 and tokens + cached <= before.pending
     return Use(
         rank_s=elapsed_s,
         tokens=tokens,
-        unread_growth=after.unread - before.unread,
+        pending_growth=after.pending - before.pending,
         full_tokens=tokens if was_full else 0,
         full_s=elapsed_s if was_full else 0.0,
         slots_s=elapsed_s * after.slots,
@@ -146,12 +146,12 @@ def advise(
         full_s = sum(one.full_s for one in minutes)
         if full_s < MIN_FULL_S:
             return RanksAdvice(
-                reason="no rank has had prompts waiting for long enough to show how fast it reads"
+                reason="no rank has had prompts queued for long enough to show how fast it prefills"
             )
         rate = sum(one.full_tokens for one in minutes) / full_s
         loads = [_arriving(one) / rate for one in latest]
         arriving = num_ranks * sum(map(_arriving, latest)) / MINUTES
-        cause = f"prompts arrive at {arriving:,.0f} tokens/s, and a busy rank reads {rate:,.0f}"
+        cause = f"prompts arrive at {arriving:,.0f} tokens/s, and a busy rank prefills {rate:,.0f}"
     else:
         loads = [max(one.slots_s, one.cache_s) / one.rank_s for one in latest]
         slots = sum(one.slots_s / one.rank_s for one in latest) / MINUTES
@@ -173,4 +173,4 @@ def advise(
 
 def _arriving(use: Use) -> float:
     """Tokens of prompts per second and rank that arrived."""
-    return max(0.0, (use.tokens + use.unread_growth) / use.rank_s)
+    return max(0.0, (use.tokens + use.pending_growth) / use.rank_s)

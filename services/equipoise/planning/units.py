@@ -28,7 +28,7 @@ class UnitName(StrEnum):
     """Names of the units."""
 
     PREFILL_EP32 = "prefill-ep32"
-    """Reads prompts: 4 machines, 9 slots per rank, expert groups kept within a machine."""
+    """Prefills prompts: 4 machines, 9 slots per rank, expert groups kept within a machine."""
 
     DECODE_EP144 = "decode-ep144"
     """Generates: 18 machines, 2 slots per rank."""

@@ -52,7 +52,7 @@ def _use(stats: RankStats, *, boot_id: str, now: float) -> RankUse:
         boot_id=boot_id,
         processed=stats.tokens_processed,
         cached=stats.prefix_tokens_found,
-        unread=stats.pending_prompt_tokens,
+        pending=stats.pending_prompt_tokens,
         slots=(stats.active_requests + stats.queued_requests) / stats.max_requests,
         cache=stats.cache_tokens_used / stats.cache_tokens,
     )

@@ -92,7 +92,7 @@ class Windows:
     def advice(self) -> RanksAdvice | None:
         """How many ranks the traffic of this epoch calls for; None while nothing is known.
 
-        An epoch and a new leader measure again: how fast a rank reads depends on the group.
+        An epoch and a new leader measure again: how fast a rank prefills depends on the group.
         """
         return None if self._demand is None else self._demand.advice
 

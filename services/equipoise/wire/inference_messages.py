@@ -150,7 +150,7 @@ class GenerateRequest:
     """Whether to hold its latents when it has finished, for a rank of another pool."""
 
     latents_from: LatentSource | None = None
-    """A rank that holds latents of the prompt's beginning; None to read all of it."""
+    """A rank that holds latents of the prompt's beginning; None to prefill all of it."""
 
     prompt_logprobs: int | None = None
     """How many of the most likely tokens to report at each position of the prompt; None for no

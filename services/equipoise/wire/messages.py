@@ -204,7 +204,7 @@ class Wait(StrEnum):
     """For requests in flight during a graceful shutdown; the rest fail after it."""
 
     LATENTS = "latents"
-    """For the latents of a prompt from another pool; what is missing after it is read."""
+    """For the latents of a prompt from another pool; what is missing after it is prefilled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
 from equipoise.worker.micro_batches import num_second
 from equipoise.worker.placement import HeldSlots
-from equipoise.worker.read_cost import ReadCostFit
+from equipoise.worker.prefill_cost import PrefillCostFit
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
 from equipoise.worker.statistics import rank_stats
@@ -97,7 +97,7 @@ class Engine:
         publish: Callable[[StepResult], None],
         step_s: Histogram,
         drafter: Drafter | None,
-        read_cost: ReadCostFit | None = None,
+        prefill_cost: PrefillCostFit | None = None,
         cut_from_tokens: int = 0,
         after_turn: Callable[[int], None] = lambda _num_steps: None,
     ) -> None:
@@ -105,8 +105,8 @@ class Engine:
 
         It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
         the scheduler to have verified; without one, a step gives each request one token.
-        `read_cost` continues to be fitted; by default a new one is. This rank cuts its steps from
-        `cut_from_tokens` tokens on into two micro-batches, or never if that is 0.
+        `prefill_cost` continues to be fitted; by default a new one is. This rank cuts its steps
+        from `cut_from_tokens` tokens on into two micro-batches, or never if that is 0.
         `after_turn` is called on the engine's thread with the number of steps so far.
         """
         self._model = core.model
@@ -118,7 +118,10 @@ class Engine:
         self._scheduler = scheduler
         self._publish, self._after_turn = publish, after_turn
         self._step_s, self._step_s_before = step_s, step_s.sum
-        self._read_cost, self._cut_from_tokens = read_cost or ReadCostFit(), cut_from_tokens
+        self._prefill_cost, self._cut_from_tokens = (
+            prefill_cost or PrefillCostFit(),
+            cut_from_tokens,
+        )
         self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
@@ -210,7 +213,7 @@ class Engine:
                 median_step_us=_median(self._unreported_us),
                 busy_s=self._busy_s,
                 step_s=self._step_s.sum - self._step_s_before,
-                parity_tokens=self._read_cost.parity_tokens or self._assumed_parity_tokens,
+                parity_tokens=self._prefill_cost.parity_tokens or self._assumed_parity_tokens,
             )
             self._unreported_us.clear()
             return EngineProgress(loads=self._loads, stats=stats)
@@ -255,7 +258,7 @@ class Engine:
                 busy_s = max(0.0, time.perf_counter() - began - waited_s)
                 self._busy_s += busy_s
                 mean_tokens = sum(header.num_tokens for header in headers) / len(headers)
-                self._read_cost.add(plan, mean_tokens=mean_tokens, busy_s=busy_s)
+                self._prefill_cost.add(plan, mean_tokens=mean_tokens, busy_s=busy_s)
         if emissions or switch or rejected:
             self._publish(
                 StepResult(

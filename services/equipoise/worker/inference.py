@@ -51,7 +51,7 @@ class InferenceService(pb_grpc.InferenceServicer):
     `grammars` compiles what outputs must match; without it such requests are rejected.
     `vocab_size` and `context_length` (prompt and output together) limit what a request may ask for.
     `itl_s` counts the time between two tokens of a request, seconds. `boot_id` is this process;
-    `latents` fetches what another pool has read of a prompt.
+    `latents` fetches what another pool has prefilled of a prompt.
     """
 
     def __init__(

@@ -100,10 +100,14 @@ class WorkerCollector(Collector):
     def _latent_counters(self) -> Iterator[Metric]:
         counts, holds = self._scheduler.counts, self._scheduler.holds
         yield _labelled(
-            "prompt_tokens_read",
-            "Tokens of admitted requests that were not cached, by why they were read here.",
+            "prefilled_tokens",
+            "Tokens of admitted requests that were not cached, by why they were prefilled here.",
             "why",
-            {"own": counts.read_own, "tail": counts.read_tail, "missing": counts.read_missing},
+            {
+                "own": counts.prefilled_own,
+                "tail": counts.prefilled_tail,
+                "missing": counts.prefilled_missing,
+            },
         )
         yield _labelled(
             "latent_pulls",

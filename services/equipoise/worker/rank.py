@@ -57,7 +57,7 @@ class Rank:
             publish=self._publish,
             step_s=parts.timings.step_s,
             drafter=core.drafter(settings),
-            read_cost=parts.timings.read_cost,
+            prefill_cost=parts.timings.prefill_cost,
             cut_from_tokens=settings.cut_from_tokens if settings.micro_batches > 1 else 0,
             after_turn=parts.profiler.note_turn,
         )

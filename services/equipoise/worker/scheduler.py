@@ -22,7 +22,7 @@ from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.latents.holds import HoldLedger
 from equipoise.worker.latents.pulls import Pull, Pulls
-from equipoise.worker.sequence import Emission, Request, Sequence, StepPlan, Unread
+from equipoise.worker.sequence import Emission, PrefillWork, Request, Sequence, StepPlan
 from equipoise_model.sampling_params import MAX_SCORED_ROWS, SampledToken
 
 
@@ -51,13 +51,13 @@ class SchedulerCounts:
     preempted: int = 0
     """Times a request was preempted."""
 
-    read_own: int = 0
-    """Tokens of admitted requests that no other pool has read, without cached ones."""
+    prefilled_own: int = 0
+    """Tokens of admitted requests that no other pool has prefilled, without cached ones."""
 
-    read_tail: int = 0
+    prefilled_tail: int = 0
     """Tokens of handed-over requests behind their last full block."""
 
-    read_missing: int = 0
+    prefilled_missing: int = 0
     """Tokens in full blocks of handed-over requests that were not fetched."""
 
 
@@ -116,12 +116,14 @@ class Scheduler:
         """Queued requests."""
         return len(self._queue)
 
-    def unread(self) -> Unread:
-        """What of all prompts has not run yet."""
+    def prefill_work(self) -> PrefillWork:
+        """What is left to prefill of all prompts, active and queued."""
         size = self.blocks.block_tokens
-        reads = [one.unread(block_tokens=size) for one in (*self._active.values(), *self._queue)]
-        return Unread(
-            tokens=sum(one.tokens for one in reads), pairs=sum(one.pairs for one in reads)
+        works = [
+            one.prefill_work(block_tokens=size) for one in (*self._active.values(), *self._queue)
+        ]
+        return PrefillWork(
+            tokens=sum(one.tokens for one in works), pairs=sum(one.pairs for one in works)
         )
 
     @property
@@ -289,11 +291,11 @@ class Scheduler:
         if not is_first:
             return  # It resumes.
         if not admitted.request.is_handed_over:
-            self.counts.read_own += num_tokens - num_found
+            self.counts.prefilled_own += num_tokens - num_found
             return
         num_full = (num_tokens - 1) // size * size
-        self.counts.read_tail += num_tokens - num_full
-        self.counts.read_missing += num_full - num_found
+        self.counts.prefilled_tail += num_tokens - num_full
+        self.counts.prefilled_missing += num_full - num_found
 
     def _num_promised(self) -> int:
         """Blocks that active requests still need for their tokens, and one more for each."""

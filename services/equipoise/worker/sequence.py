@@ -48,7 +48,7 @@ class Request:
     """Whether to hold its full blocks when it has finished."""
 
     is_handed_over: bool = False
-    """Whether another pool read the prompt: what was not fetched of its full blocks is missing."""
+    """Whether another pool prefilled it: what was not fetched of its full blocks is missing."""
 
     constraint: Constraint | None = None
     """Which tokens the output may have, after the replayed ones; None for any."""
@@ -134,8 +134,8 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unread:
-    """Tokens that have not run yet."""
+class PrefillWork:
+    """Tokens that have not run yet, and their attention."""
 
     tokens: int
     """Their number."""
@@ -231,18 +231,18 @@ class Sequence:
         """Whether only the newest generated token has to run for the next one."""
         return self.num_pending == 1 and len(self.tokens) > len(self.request.prompt)
 
-    def unread(self, *, block_tokens: int) -> Unread:
+    def prefill_work(self, *, block_tokens: int) -> PrefillWork:
         """What has to run before the next token is generated, unless it generates already.
 
-        Of a request that waits, nothing is known to be cached, but if another pool read it, its
-        full blocks will be.
+        Of a request that waits, nothing is known to be cached, but if another pool prefilled
+        it, its full blocks will be.
         """
         if self.is_generating and self.table is not None:
-            return Unread(tokens=0, pairs=0)
+            return PrefillWork(tokens=0, pairs=0)
         start = self.num_run
         if self.table is None and self.request.is_handed_over:
             start = (len(self.tokens) - 1) // block_tokens * block_tokens
-        return Unread.of(len(self.tokens) - start, start=start)
+        return PrefillWork.of(len(self.tokens) - start, start=start)
 
     @property
     def num_left(self) -> int:

@@ -37,7 +37,7 @@ class WorkerSettings:
     """Name of the pool to join."""
 
     phase: Phase = Phase.MIXED
-    """What the pool serves, the same for all its workers: `prefill` reads prompts, `decode`
+    """What the pool serves, the same for all its workers: `prefill` runs prompts, `decode`
     generates, `mixed` does both. The loads of the pool, and so its layouts, are those of its
     phase."""
 

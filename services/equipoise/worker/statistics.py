@@ -14,7 +14,7 @@ def rank_stats(
     parity_tokens: int,
 ) -> RankStats:
     """Collect the statistics of a report; the caller keeps others from the scheduler meanwhile."""
-    counts, blocks, unread = scheduler.counts, scheduler.blocks, scheduler.unread()
+    counts, blocks, pending = scheduler.counts, scheduler.blocks, scheduler.prefill_work()
     return RankStats(
         steps=num_steps,
         tokens_processed=counts.processed,
@@ -31,8 +31,8 @@ def rank_stats(
         drafts=counts.drafted,
         drafts_accepted=counts.accepted,
         max_requests=scheduler.max_requests,
-        pending_prompt_tokens=unread.tokens,
-        pending_prompt_pairs=unread.pairs,
+        pending_prompt_tokens=pending.tokens,
+        pending_prompt_pairs=pending.pairs,
         parity_tokens=parity_tokens,
         step_us=round(step_s * 1e6),
     )

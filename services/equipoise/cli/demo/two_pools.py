@@ -1,7 +1,7 @@
 """`equipoise demo --disaggregated`: a prefill and a decode pool whose layouts come to differ.
 
 Half of the clients send long prompts of one kind of text for very short answers, the others short
-prompts of another kind for long answers, so most of what the prefill pool reads is of the first
+prompts of another kind for long answers, so most of what the prefill pool runs is of the first
 kind, and most of what the decode pool generates of the second.
 """
 
@@ -34,7 +34,7 @@ BLOCK_TOKENS = 16
 """Tokens per block of a worker's latent cache on a CPU."""
 
 _READERS_CACHE_TOKENS = 512
-"""Too few for all prompts: from a larger cache, each would be read only once."""
+"""Too few for all prompts: from a larger cache, each would be prefilled only once."""
 
 _MIN_ASSIGNMENTS = 500
 """Of a window: fewer than by default, because decode ranks have one token per request and step."""
@@ -271,9 +271,9 @@ class TwoPoolsDemo:
 
 
 def prompts_by_phase(settings: DemoSettings) -> Mapping[str, Sequence[Prompt]]:
-    """The requests that are mostly read, and those that are mostly generated.
+    """The requests that are mostly prefill, and those that are mostly decode.
 
-    Prompts are whole blocks, so decode ranks fetch all of them and read none.
+    Prompts are whole blocks, so decode ranks fetch all of them and prefill none.
     """
     long = domain_prompts(settings, settings.domains[0], max_tokens=_SHORT_ANSWER)
     short = domain_prompts(settings, settings.domains[-1], max_tokens=_LONG_ANSWER)

@@ -28,13 +28,13 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """How one prompt was read."""
+    """Where one prompt was prefilled."""
 
     prompt_tokens: int
     """Tokens of the prompt."""
 
     handed_over_tokens: int | None
-    """Those whose latents the decode rank got; None if no prefill rank read the prompt."""
+    """Those whose latents the decode rank got; None if no prefill rank ran the prompt."""
 
     @property
     def worked(self) -> bool:

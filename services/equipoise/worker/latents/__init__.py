@@ -1,1 +1,1 @@
-"""Latents that travel between pools: held by the rank that read a prompt, pulled by another."""
+"""Latents that travel between pools: held by a prefill rank, fetched by a decode rank."""

@@ -1,6 +1,7 @@
-"""`LatentPuller`: fetches the latents of a prompt from the rank that read it, before it is queued.
+"""`LatentPuller`: fetches a prompt's latents from the rank that prefilled it, before it is queued.
 
-Only speed depends on it: blocks are verified before they can be found, and what is missing is read.
+Only speed depends on it: blocks are verified before they can be found, and what is missing is
+prefilled.
 """
 
 import asyncio
@@ -112,13 +113,15 @@ class LatentPuller:
                 outcome, reason = await self._pull(key, tokens, source, visit=visit)
         except TimeoutError:
             outcome, reason = PullOutcome.TIMEOUT, f"it took {self._timeout_s:g} s"
-            self._waits.note(Wait.LATENTS, f"from {source.worker}: the rest of the prompt is read")
+            self._waits.note(
+                Wait.LATENTS, f"from {source.worker}: the rest of the prompt is prefilled"
+            )
         finally:
             visit(lambda scheduler: scheduler.pulls.stop(key))
             self.outcomes[outcome] += 1
             if reason:
                 _log.warning(
-                    "latents from %s of pool %s at %s: %s (%s); the rest is read",
+                    "latents from %s of pool %s at %s: %s (%s); the rest is prefilled",
                     *(source.worker, source.pool, source.address, reason, outcome),
                 )
 

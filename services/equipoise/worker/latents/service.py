@@ -91,7 +91,7 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
             await asyncio.sleep(DRAIN_POLL_S)
             num_open, num_expired = self._open_and_expired()
         if num_lost := num_open + num_expired - num_expired_before:
-            text = "%d of %d prompts were not fetched within %g s: other ranks read them again"
+            text = "%d of %d prompts were not fetched within %g s: other ranks prefill them again"
             _log.warning(text, num_lost, num_held, timeout_s)
 
     def _open_and_expired(self) -> tuple[int, int]:

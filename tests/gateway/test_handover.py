@@ -1,4 +1,4 @@
-"""A request's prompt is read by the prefill pool and continued by a decode rank, or directly."""
+"""A request's prompt is run by the prefill pool and continued by a decode rank, or directly."""
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -10,7 +10,7 @@ import pytest
 
 from equipoise.gateway import relay as relay_module
 from equipoise.gateway.errors import NoRankError
-from equipoise.gateway.handoff import Direct, first_leg, why_direct
+from equipoise.gateway.handover import Direct, first_leg, why_direct
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_load import RankInfo, RankLoad, RankState
@@ -56,7 +56,7 @@ def load(form="v1/16", *, state=RankState.OPEN, answers=None):
         (PROMPT, [load()], True, Direct.SUSPECT),
     ],
 )
-def test_the_prefill_pool_reads_what_fills_a_block_and_can_be_fetched(
+def test_the_prefill_pool_runs_what_fills_a_block_and_can_be_fetched(
     prompt, prefill, is_suspect, expected
 ):
     request = GenerateRequest(request_id="r", prompt=prompt, max_tokens=8)
@@ -122,7 +122,7 @@ async def pools(*, num_prefill=2, num_decode=2, prefill_form="v1/16", queue_time
 
 
 def assert_idle(rank):
-    for amount in (rank.requests, rank.latents, rank.unread_tokens, rank.unread_pairs):
+    for amount in (rank.requests, rank.latents, rank.pending_tokens, rank.pending_pairs):
         assert amount.booked == 0, rank
 
 
@@ -190,7 +190,7 @@ async def test_a_request_that_ends_with_its_first_token_moves_nowhere_and_leaves
         ({}, PROMPT[: B - 1], Direct.SHORT),
     ],
 )
-async def test_a_decode_rank_reads_the_prompt_itself_and_that_is_counted(
+async def test_a_decode_rank_prefills_the_prompt_itself_and_that_is_counted(
     settings, prompt, reason, caplog
 ):
     async with pools(**settings) as rig:
@@ -213,7 +213,7 @@ async def test_a_prefill_rank_that_fails_is_replaced_by_the_other_one(after):
         assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
 
 
-async def test_when_all_prefill_ranks_fail_the_decode_rank_reads_the_prompt():
+async def test_when_all_prefill_ranks_fail_the_decode_rank_prefills_the_prompt():
     async with pools() as rig:
         for rank in rig.prefill:
             rank.faults.extend([Fault(code=UNAVAILABLE, accept=False)] * 5)
@@ -222,7 +222,7 @@ async def test_when_all_prefill_ranks_fail_the_decode_rank_reads_the_prompt():
         assert rig.tally.num_handed_over == 0
 
 
-async def test_a_full_prefill_pool_makes_the_decode_rank_read_the_prompt(monkeypatch):
+async def test_a_full_prefill_pool_makes_the_decode_rank_prefill_the_prompt(monkeypatch):
     monkeypatch.setattr(relay_module, "PREFILL_WAIT_S", 0.05)
     async with pools(num_prefill=1) as rig:
         full = Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False)
@@ -244,7 +244,7 @@ async def test_a_decode_rank_that_fails_is_replaced_and_nothing_is_made_twice(af
         assert num_released(rig) == (0 if after else 2)
 
 
-async def test_hand_overs_do_not_use_up_a_requests_attempts():
+async def test_handovers_do_not_use_up_a_requests_attempts():
     async with pools() as rig:
         many = await asyncio.gather(*(answer(rig, (n, *PROMPT)) for n in range(12)))
         assert [tokens_of(one) for one in many] == [
@@ -269,14 +269,14 @@ async def test_full_decode_ranks_are_tried_again_and_nothing_is_made_twice():
         assert num_released(rig) == 2
 
 
-async def test_without_a_decode_pool_no_prompt_is_read():
+async def test_without_a_decode_pool_no_prompt_is_prefilled():
     async with pools(num_decode=0, queue_timeout_s=0.2) as rig:
         with pytest.raises(NoRankError, match=r"no rank accepted the request within 0\.2 s"):
             await answer(rig)
         assert legs(rig.prefill) == []
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_read_ends_the_first_leg():
+async def test_a_client_that_leaves_while_its_prompt_is_prefilled_ends_the_first_leg():
     async with pools(num_prefill=1) as rig:
         rig.prefill[0].gate.clear()
         leg = asyncio.create_task(answer(rig))

@@ -1,6 +1,6 @@
-"""Whether the prefill pool reads a request's prompt, and what is left for the decode rank. Pure.
+"""Whether the prefill pool runs a request's prompt, and what is left for the decode rank. Pure.
 
-A hand-over is a planned break after the first token: the decode rank continues with the request
+A handover is a planned break after the first token: the decode rank continues with the request
 that remains, as after any break, and fetches the latents of the prompt's full blocks.
 """
 
@@ -18,7 +18,7 @@ from equipoise.wire.inference_messages import (
 
 
 class Direct(StrEnum):
-    """Why a decode rank reads a prompt itself."""
+    """Why a decode rank prefills a prompt itself."""
 
     SHORT = "short"
     """It fills no block, so nothing could be fetched."""
@@ -43,7 +43,7 @@ def why_direct(
     prefill: Sequence[RankLoad],
     is_suspect: bool,
 ) -> Direct | None:
-    """Why the rank `decode` should read the prompt itself; None if `prefill` should."""
+    """Why the rank `decode` should prefill the prompt itself; None if `prefill` should."""
     if len(request.prompt) < decode.block_tokens:
         return Direct.SHORT
     if is_suspect:

@@ -1,4 +1,4 @@
-"""`ReadCostFit`: what reading a prompt costs on this rank, fitted to the steps that read prompts.
+"""`PrefillCostFit`: what prefilling costs on this rank, fitted to the steps that prefill prompts.
 
 Model of such a step: compute time = fixed + tokens + mean tokens of all ranks (whose experts run
 everywhere) + pairs of a token and an earlier position, each times a constant. What balancers need
@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.worker.sequence import StepPlan, Unread
+from equipoise.worker.sequence import PrefillWork, StepPlan
 
 Array = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ MAX_PARITY_TOKENS = 2**40
 _OUTLIER = 4.0  # median deviations
 
 
-class ReadCostFit:
+class PrefillCostFit:
     """Collects steps and fits them; deterministic. Not safe for use by two threads at once."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ReadCostFit:
         self._fitted: int | None = None
 
     def add(self, plan: StepPlan, *, mean_tokens: float, busy_s: float) -> None:
-        """Take a step, if it read prompts.
+        """Take a step, if it prefilled prompts.
 
         Args:
             plan: what this rank ran.
@@ -46,7 +46,9 @@ class ReadCostFit:
             busy_s: this rank's compute time, seconds.
         """
         if any(len(chunk.known) > 1 for chunk in plan.chunks):
-            pairs = sum(Unread.of(len(one.tokens), start=one.start).pairs for one in plan.chunks)
+            pairs = sum(
+                PrefillWork.of(len(one.tokens), start=one.start).pairs for one in plan.chunks
+            )
             self._steps.append((1.0, plan.num_tokens, mean_tokens, pairs, busy_s))
             self._fitted = None
 

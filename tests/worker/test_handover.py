@@ -73,11 +73,11 @@ async def answer(relay, request):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-async def test_two_pools_answer_as_one_and_read_no_prompt_twice(rank_of_one, name):
+async def test_two_pools_answer_as_one_and_prefill_no_prompt_twice(rank_of_one, name):
     num_tokens, lengths = 9, (1, B - 1, B, B + 1, 3 * B, 86)
     async with (
         a_rank(*rank_of_one(), boot_id="alone") as alone,
-        a_rank(*rank_of_one(), boot_id="reads") as prefill,
+        a_rank(*rank_of_one(), boot_id="prefills") as prefill,
         a_rank(*rank_of_one(), boot_id="writes") as decode,
     ):
         one_pool, two_pools = relay_of(alone), relay_of(decode, prefill)
@@ -97,7 +97,7 @@ async def test_two_pools_answer_as_one_and_read_no_prompt_twice(rank_of_one, nam
         short = sum(length + num_tokens - 1 for length in lengths if length < B)
         counts = decode.scheduler.counts
         assert counts.processed == short + sum(length % B + num_tokens - 1 for length in long)
-        assert counts.read_missing == 0
+        assert counts.prefilled_missing == 0
         assert prefill.scheduler.counts.processed == sum(long)
         per_block = decode.core.cache.bytes_per_token * B
         assert decode.puller.num_bytes == per_block * sum(length // B for length in long)
