@@ -180,8 +180,7 @@ class Relay:
                     if not was_continued:
                         was_continued = True
                         self._tally.second_token_s.observe(self._ranks.now() - first_s)
-                        num_cached = 0 if part.prompt is None else part.prompt.num_cached
-                        part = replace(part, num_handed_over=num_cached)  # noqa: PLW2901
+                        part = progress.with_handover(part, request)  # noqa: PLW2901
                     yield part
         finally:
             if first.held is not None and not was_continued:
@@ -334,3 +333,15 @@ class _RequestProgress:
 
     avoid: set[str] = field(default_factory=set)
     """Addresses of the ranks that failed."""
+
+    was_handed_over: bool = False
+    """Whether a decode rank has continued it; further handovers after failures are not reported."""
+
+    def with_handover(self, part: GeneratedTokens, request: GenerateRequest) -> GeneratedTokens:
+        """The first part of a decode rank, with how much of the prompt was handed over to it."""
+        if self.was_handed_over:
+            return part
+        self.was_handed_over = True
+        num_cached = 0 if part.prompt is None else part.prompt.num_cached
+        num_prompt = len(request.prompt) - request.num_replayed
+        return replace(part, num_handed_over=min(num_cached, num_prompt))

@@ -226,5 +226,5 @@ class GeneratedTokens:
     """Set with the last token if the rank holds the request's latents."""
 
     num_handed_over: int | None = None
-    """On the first part after a handover, the tokens of the prompt that the decode rank did not
-    prefill again."""
+    """On the first part after a request's first handover, the tokens of the prompt that the decode
+    rank did not prefill again."""
