@@ -144,7 +144,7 @@ def test_all_pools_are_planned_in_one_call_and_each_answer_is_printed(accepted, 
         f"prefill: {word}: as you wish",
         f"{2 if accepted else 0} of 2 pools accepted",
     ]
-    assert [one["pool"] for one in json.loads(shown)] == ["decode", "prefill"]
+    assert [one["pool"] for one in json.loads(shown)["pools"]] == ["decode", "prefill"]
 
 
 def test_a_pool_without_an_answer_is_reported_as_unknown(capsys):

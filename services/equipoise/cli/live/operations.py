@@ -135,7 +135,7 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
     _send(settings, lambda stub: stub.RebalanceAll, request, read=collect)
     accepted = sum(answer.outcome.accepted for answer in answers)
     if settings.json:
-        print_json([as_json(answer) for answer in answers])
+        print_json({"pools": [as_json(answer) for answer in answers]})
     else:
         print(f"{accepted} of {len(answers)} pools accepted")
     return 0 if accepted == len(answers) else EXIT_REJECTED

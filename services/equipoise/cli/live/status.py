@@ -4,8 +4,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -42,7 +42,7 @@ def run(settings: StatusSettings) -> int:
         pools = known.pools
         if settings.json:
             found = [_status(client, pool) for pool in pools]
-            print_json({"pools": [as_json(status) for status in found]})
+            print_json(_document(found))
             return _exit_status([status.health for status in found])
         if len(pools) != 1:
             return _show_pools(client, known, console)
@@ -150,12 +150,17 @@ def _printer(settings: StatusSettings) -> Callable[[status_pb2.PoolStatus], None
 
     def show(status: status_pb2.PoolStatus) -> None:
         nonlocal before
-        line = json.dumps(as_json(status)) if settings.json else status_line(status)
+        line = json.dumps(_document([status])) if settings.json else status_line(status)
         if line != before:
             print(line, flush=True)
         before = line
 
     return show
+
+
+def _document(pools: Iterable[status_pb2.PoolStatus]) -> dict[str, Any]:
+    """The JSON object of these pools, the same whether they are watched or not."""
+    return {"pools": [as_json(pool) for pool in pools]}
 
 
 def _exit_status(healths: list[status_pb2.PoolHealth.ValueType]) -> int:
