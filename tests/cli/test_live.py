@@ -312,6 +312,21 @@ def test_audit_records_are_shown_with_caller_and_outcome(address, balancer, caps
     assert (printed["sequence"], printed["who"], printed["accepted"]) == (2, "bo", False)
 
 
+def test_tables_are_whole_lines_in_a_pipe(address, balancer, capsys):
+    long = "many words " * 30 + "end"
+    balancer.decisions = [pb.Decision(sequence=1, time_unix_s=1e9, reason=long, kind="plan")]
+    balancer.audit = [pb.AuditRecord(sequence=1, who="w" * 150, what=long, outcome=long)]
+    balancer.status.epochs.add(epoch=3, workers=["a"], reason=long, opened_unix_s=1e9)
+    for command, settings in (
+        (decisions.run, DecisionsSettings),
+        (decisions.audit, AuditSettings),
+        (decisions.epochs, BalancerClientSettings),
+    ):
+        assert command(settings(address=address)) == 0
+        _, line = capsys.readouterr().out.splitlines()
+        assert long in line
+
+
 def test_epochs_are_shown_with_their_reasons(address, balancer, capsys):
     assert decisions.epochs(BalancerClientSettings(address=address)) == 0
     assert "is in epoch 3" in capsys.readouterr().out

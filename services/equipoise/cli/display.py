@@ -1,10 +1,14 @@
 """How tables and lines show bytes, times and text."""
 
+import io
 import json
 from datetime import datetime
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+
+_PIPE_WIDTH = 2000
+"""Columns of a pipe: no name and no reason is folded."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -37,6 +41,20 @@ def print_json(document: object) -> None:
 def console(*, stderr: bool = False) -> Console:
     """A console without markup, because names in files and messages may look like markup."""
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def print_view(view: RenderableType) -> None:
+    """Print a view; into a pipe with whole lines, which programs can search."""
+    screen = console()
+    if screen.is_terminal:
+        screen.print(view)
+        return
+    wide = Console(
+        file=io.StringIO(), width=_PIPE_WIDTH, markup=False, highlight=False, emoji=False
+    )
+    with wide.capture() as caught:
+        wide.print(view)
+    print(*(line.rstrip() for line in caught.get().splitlines()), sep="\n")
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:

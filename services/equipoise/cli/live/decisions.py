@@ -9,7 +9,7 @@ from typing import NoReturn
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import console, format_bytes, format_time, print_json
+from equipoise.cli.display import format_bytes, format_time, print_json, print_view
 from equipoise.cli.live.client import BalancerClient, connected
 from equipoise.cli.live.settings import (
     AuditSettings,
@@ -35,7 +35,7 @@ def run(settings: DecisionsSettings) -> int:
     if settings.json:
         print_json({"decisions": [as_json(one) for one in decisions]})
     elif decisions:
-        console().print(decisions_table(decisions))
+        print_view(decisions_table(decisions))
     else:
         print("no decision yet: the balancer plans at the end of each window that had traffic")
     return 0
@@ -52,7 +52,7 @@ def audit(settings: AuditSettings) -> int:
     if settings.json:
         print_json({"audit": [as_json(one) for one in records]})
     elif records:
-        console().print(audit_table(records))
+        print_view(audit_table(records))
     else:
         print("no operator has requested anything yet")
     return 0
@@ -70,7 +70,7 @@ def epochs(settings: BalancerClientSettings) -> int:
         opened = [as_json(one) for one in status.epochs]
         print_json({"pool": status.pool, "epoch": status.epoch, "epochs": opened})
     elif status.epochs:
-        console().print(epochs_table(status.epochs))
+        print_view(epochs_table(status.epochs))
     else:
         print(
             f"pool {status.pool} is in epoch {status.epoch}; the leader has opened no epoch since "

@@ -1,6 +1,5 @@
 """`equipoise status`: the state of a pool, once or until Ctrl-C. `view` draws it."""
 
-import io
 import json
 import sys
 import time
@@ -11,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from equipoise.cli.display import print_json
+from equipoise.cli.display import print_json, print_view
 from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
 from equipoise.cli.live.ranks import RateMeter
 from equipoise.cli.live.settings import StatusSettings
@@ -20,8 +19,6 @@ from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2
 
 _RETRY_S = 1.0
-_PIPE_WIDTH = 2000
-"""Columns of a pipe: no name and no reason is folded."""
 _STALE_AFTER_S = 3.0
 
 EXIT_NOT_ALL_SERVE = 3
@@ -45,10 +42,10 @@ def run(settings: StatusSettings) -> int:
             print_json(_document(found))
             return _exit_status([status.health for status in found])
         if len(pools) != 1:
-            return _show_pools(client, known, console)
+            return _show_pools(client, known)
         status = client.status(pools[0].pool)
         decisions, fault = _latest_decisions(client)
-    _show(console, status, decisions)
+    print_view(pool_view(status, decisions=decisions, framed=console.is_terminal))
     if fault:
         console.print(Text(f"earlier decisions cannot be read: {fault}", style="yellow"))
     return _exit_status([status.health])
@@ -69,19 +66,6 @@ def _latest_decisions(client: BalancerClient) -> tuple[Sequence[status_pb2.Decis
         return client.decisions(limit=NUM_DECISIONS), ""
     except BalancerRejectedError as error:
         return (), str(error)
-
-
-def _show(
-    console: Console, status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
-) -> None:
-    """Print the pool: framed on a terminal, else as lines that programs can search."""
-    if console.is_terminal:
-        console.print(pool_view(status, decisions=decisions))
-        return
-    wide = Console(file=io.StringIO(), width=_PIPE_WIDTH, highlight=False)
-    with wide.capture() as caught:
-        wide.print(pool_view(status, decisions=decisions, framed=False))
-    print(*(line.rstrip() for line in caught.get().splitlines()), sep="\n")
 
 
 class Picture:
@@ -116,11 +100,9 @@ class Picture:
         return Group(self._view, Text(note, style="yellow" if self.fault else "dim"))
 
 
-def _show_pools(
-    client: BalancerClient, known: status_pb2.ListPoolsResponse, console: Console
-) -> int:
+def _show_pools(client: BalancerClient, known: status_pb2.ListPoolsResponse) -> int:
     if known.pools:
-        console.print(pools_view(known.pools))
+        print_view(pools_view(known.pools))
     else:
         why = (
             f"it is not ready: {known.not_ready}" if known.not_ready else "no worker has connected"
