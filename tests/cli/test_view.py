@@ -188,6 +188,15 @@ def test_rollout_decisions_switches_and_rejections_are_shown():
     assert "switch, 5 s" not in text
 
 
+def test_a_rollout_of_many_ranks_names_the_few_that_it_waits_for():
+    status = a_pool()
+    status.ranks.extend(pb.RankStatus(rank=rank) for rank in range(len(status.ranks), 320))
+    status.rollout.staged_ranks[:] = [rank for rank in range(320) if rank not in {17, 200}]
+    status.rollout.switched_ranks[:] = range(100)
+    text = " ".join(printed(pool_view(status)).replace("│", "").split())
+    assert "staged by 318 of 320 ranks (not by 17 200), switched by 100 of 320 ranks" in text
+
+
 def test_an_unchecked_gain_shows_the_expectation():
     status = a_pool()
     status.gains.add(generation=9, before_generation=7, outcome="open", gain_expected=0.125)

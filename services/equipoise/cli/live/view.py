@@ -24,6 +24,8 @@ _SPARK_LOW = 0.4  # balancedness of the lowest bar
 _NUM_WINDOWS = 64
 _NUM_SWITCHES = 3
 _NUM_TROUBLES = 5
+_NUM_NAMED = 8
+"""Ranks that a line names one by one."""
 _NUM_FRAME_LINES = 4
 """Lines of the frame, of a note below it, and of the cursor."""
 NUM_DECISIONS = 5
@@ -316,7 +318,7 @@ def _progress(
     """Rollout, decisions, switches, rollouts so far, gain, advice: a row each, if any."""
     table = _rows()
     if status.HasField("rollout"):
-        table.add_row("rollout", _rollout_text(status.rollout))
+        table.add_row("rollout", _rollout_text(status.rollout, ranks=range(len(status.ranks))))
     latest = [status.last_decision] if status.HasField("last_decision") else []
     for decision in (decisions or latest)[:NUM_DECISIONS]:
         table.add_row("decision", _decision_row(decision))
@@ -348,13 +350,13 @@ def _decision_row(decision: status_pb2.Decision) -> Text:
     return text
 
 
-def _rollout_text(rollout: status_pb2.RolloutStatus) -> Text:
+def _rollout_text(rollout: status_pb2.RolloutStatus, *, ranks: range) -> Text:
     waves = f", {rollout.waves_left} waves left" if rollout.waves_left else ""
     return Text(
         f"generation {rollout.generation} {rollout.state} for {rollout.state_age_s:.1f} s: "
         f"{rollout.moves} moves, {format_bytes(rollout.bytes)}, "
-        f"staged by {_ranks_text(rollout.staged_ranks)}, "
-        f"switched by {_ranks_text(rollout.switched_ranks)}{waves}",
+        f"staged by {_ranks_text(rollout.staged_ranks, ranks)}, "
+        f"switched by {_ranks_text(rollout.switched_ranks, ranks)}{waves}",
         style="cyan",
     )
 
@@ -400,8 +402,13 @@ def _switch_text(switch: status_pb2.SwitchStatus) -> str:
     )
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return " ".join(map(str, ranks)) if ranks else "none"
+def _ranks_text(done: Sequence[int], ranks: range) -> str:
+    """Which ranks have done something, or of many how many, and the few that have not."""
+    if len(done) <= _NUM_NAMED:
+        return " ".join(map(str, done)) if done else "none"
+    left = sorted(set(ranks) - set(done))
+    few = f" (not by {' '.join(map(str, left))})" if 0 < len(left) <= _NUM_NAMED else ""
+    return f"{len(done)} of {len(ranks)} ranks{few}"
 
 
 def _health_style(health: status_pb2.PoolHealth.ValueType) -> str:
