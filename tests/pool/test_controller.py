@@ -10,6 +10,7 @@ from equipoise.planning.policy import Policy
 from equipoise.pool.effects import WriteAdopted, WriteCommitted, WriteMembership, WriteProposed
 from equipoise.pool.health import Health
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
+from tests.support.pool_harness import PoolHarness
 
 
 def test_no_rank_is_assigned_before_the_last_worker_connects(harness):
@@ -54,6 +55,20 @@ def test_a_pool_serves_once_every_rank_says_so(harness):
     for worker in harness.ranks:
         harness.say(worker, worker.serving())
     assert harness.pool.diagnosis().health is Health.SERVING
+
+
+def test_the_reason_for_the_health_of_a_large_pool_names_a_few_and_counts_the_others():
+    harness = PoolHarness(num_ranks=16)
+    harness.assemble()
+    waiting = "waiting for worker-0, worker-10, worker-12, worker-14 and 12 more to load experts"
+    assert harness.pool.diagnosis().reason == waiting
+    for worker in harness.ranks:
+        harness.say(worker, worker.serving())
+    for worker in harness.ranks[:7]:
+        harness.lose(worker, reason="its stream was cut")
+    reason = harness.pool.diagnosis().reason
+    assert "rank 3 (worker-14) is gone: its stream was cut and 3 more" in reason
+    assert "rank 4" not in reason
 
 
 def test_skewed_traffic_is_planned_staged_switched_and_committed(serving_harness, skewed):

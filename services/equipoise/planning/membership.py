@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from equipoise.planning.policy import Policy
 
+_MAX_NAMED = 4
+"""Items that a reason names one by one; it counts the others."""
+
 
 class MemberState(StrEnum):
     """State of a worker in its pool."""
@@ -309,7 +312,7 @@ def _beside_a_gap(
     """
     waited_s = now - max(candidate.since_s for candidate in (*pool.new, *pool.missing))
     unknown = [f"{name} has not connected yet" for name in sorted(unheard)]
-    faults = "; ".join(filter(None, (_faults(pool.missing), *unknown)))
+    faults = "; ".join(filter(None, (_faults(pool.missing), few(unknown, "; "))))
     if waited_s < policy.reform_timeout_s:
         return EpochDecision(
             reason=f"{_names(pool.new)} waits for a rank: {faults}; the others have "
@@ -323,7 +326,7 @@ def _without_quarantined(pool: _Workers, *, least: int) -> EpochDecision | None:
     if not pool.quarantined:
         return None
     others = [*pool.free, *pool.bound]
-    why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.quarantined)
+    why = few([f"{candidate.name}: {candidate.reason}" for candidate in pool.quarantined], "; ")
     if len(others) < least:
         return EpochDecision(
             reason=f"the {len(others)} workers that are not quarantined cannot hold all experts: "
@@ -340,7 +343,7 @@ def _without_quarantined(pool: _Workers, *, least: int) -> EpochDecision | None:
 def _without_slow(pool: _Workers, *, least: int) -> EpochDecision:
     """The group is complete, but some workers are slow: continue without them if possible."""
     others = [*pool.new, *pool.serving]
-    why = "; ".join(f"{candidate.name}: {candidate.reason}" for candidate in pool.slow)
+    why = few([f"{candidate.name}: {candidate.reason}" for candidate in pool.slow], "; ")
     if len(others) < least:
         return EpochDecision(reason=f"slow, but needed for all experts to have slots: {why}")
     return EpochDecision(
@@ -375,10 +378,17 @@ def _open(pool: _Workers, reason: str, *, timeout: str = "") -> EpochDecision:
 
 
 def _faults(candidates: list[EpochCandidate]) -> str:
-    return "; ".join(
-        f"{candidate.name} is {candidate.state}: {candidate.reason}" for candidate in candidates
+    return few(
+        [f"{candidate.name} is {candidate.state}: {candidate.reason}" for candidate in candidates],
+        "; ",
     )
 
 
 def _names(candidates: Sequence[EpochCandidate]) -> str:
-    return ", ".join(sorted(candidate.name for candidate in candidates))
+    return few(sorted(candidate.name for candidate in candidates))
+
+
+def few(items: Sequence[str], separator: str = ", ") -> str:
+    """The first of `items`, and how many others there are, so that a reason stays readable."""
+    others = len(items) - _MAX_NAMED
+    return separator.join(items[:_MAX_NAMED]) + (f" and {others} more" if others > 0 else "")

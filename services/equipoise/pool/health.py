@@ -4,12 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from equipoise.planning.membership import EpochDecision
+from equipoise.planning.membership import EpochDecision, few
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
-
-MAX_NAMED = 4
-"""Workers that a reason names one by one; it counts the others."""
 
 
 class Health(StrEnum):
@@ -51,8 +48,9 @@ def diagnose(
     `opening` is the latest decision about the next epoch. `silent` (by rank), `left_out` and
     `quarantined` (by worker), `faults` and `store_fault` are messages.
     """
-    odd = [f"{name} gets no rank: {reason}" for name, reason in left_out.items()]
-    odd += [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
+    left = [f"{name} gets no rank: {reason}" for name, reason in left_out.items()]
+    wrong = [f"{name} is quarantined: {reason}" for name, reason in quarantined.items()]
+    odd = [few(one, "; ") for one in (left, wrong) if one]
     if opening.is_down:
         # Ranks that serve on include quarantined ones that the others need.
         what = "all ranks serve on, perhaps with wrong experts: " if roster.complete else ""
@@ -63,21 +61,20 @@ def diagnose(
         waits = [waiting, _outvoted(roster), *odd]
         return Diagnosis(health=Health.WAITING, reason="; ".join(filter(None, waits)))
     troubles = [
-        *(_absence(member) for member in roster.seated() if not member.connected),
-        *([opening.reason] if opening.reason else []),
-        *silent.values(),
+        few([_absence(member) for member in roster.seated() if not member.connected], "; "),
+        opening.reason,
+        few(list(silent.values()), "; "),
         *odd,
         *_shortfall(roster),
         *faults,
-        *([store_fault] if store_fault else []),
+        store_fault,
     ]
-    if troubles:
-        return Diagnosis(health=Health.DEGRADED, reason="; ".join(troubles))
+    if any(troubles):
+        return Diagnosis(health=Health.DEGRADED, reason="; ".join(filter(None, troubles)))
     loading = [member.name for member in roster.seated() if not member.serving]
     if loading:
-        return Diagnosis(
-            health=Health.WAITING, reason=f"waiting for {', '.join(loading)} to load experts"
-        )
+        reason = f"waiting for {few(loading)} to load experts"
+        return Diagnosis(health=Health.WAITING, reason=reason)
     if not roster.complete:
         return Diagnosis(health=Health.WAITING, reason="waiting for the other ranks of the epoch")
     return Diagnosis(health=Health.SERVING, reason="")
@@ -109,8 +106,7 @@ def _outvoted(roster: Roster) -> str:
     others = {num_ranks for num_ranks in expected.values() if num_ranks != intended}
     if not others:
         return ""
-    names = ", ".join(most[:MAX_NAMED]) + (", ..." if len(most) > MAX_NAMED else "")
     return (
-        f"{len(most)} of {len(expected)} workers ({names}) expect {intended} ranks, the others "
+        f"{len(most)} of {len(expected)} workers ({few(most)}) expect {intended} ranks, the others "
         f"{max(others)} at most: start all workers with the same --num-ranks"
     )
