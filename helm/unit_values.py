@@ -111,11 +111,11 @@ _SHARED = "  sharedAsRouted: true # only GPUs with a slot for the shared expert 
 # DeepSeek's decode: 128 requests of 4,989 tokens on average.
 _DECODE = _Release(
     head="""\
-pool: writers
+pool: decode
 phase: decode
-peerPools: [readers]
-prefillPool: readers
-balancer: {enabled: false, externalAddress: "readers-equipoise-balancer.moe.svc:7070"}
+peerPools: [prefill]
+prefillPool: prefill
+balancer: {enabled: false, externalAddress: "prefill-equipoise-balancer.moe.svc:7070"}
 """,
     cache_tokens=128 * 4_989,
     max_requests=128,
@@ -126,9 +126,9 @@ balancer: {enabled: false, externalAddress: "readers-equipoise-balancer.moe.svc:
 _RELEASES: Mapping[UnitName, _Release] = {
     UnitName.PREFILL_EP32: _Release(
         head=f"""\
-pool: readers
+pool: prefill
 phase: prefill
-peerPools: [writers]
+peerPools: [decode]
 gateway: {{enabled: false}}
 balancer:
   storage: {{persistent: true}}
@@ -136,8 +136,8 @@ policy: # of both pools: the other release uses this one's balancer
   defaults:
     waves: {{maxBytes: 2Gi}} # 48 experts of 44 MB per rank and wave
   pools:
-    readers: {_policy(UnitName.PREFILL_EP32)}
-    writers: {_policy(UnitName.DECODE_EP144)}
+    prefill: {_policy(UnitName.PREFILL_EP32)}
+    decode: {_policy(UnitName.DECODE_EP144)}
 """,
         cache_tokens=196_608,
         max_requests=64,

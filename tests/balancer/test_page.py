@@ -46,13 +46,13 @@ def large():
 
 async def test_both_pools_of_a_disaggregated_fleet_stand_side_by_side():
     pools = (
-        pictured_pool("writers", ranks=16, layers=4),
-        pictured_pool("readers", phase="prefill", ranks=8, layers=4),
+        pictured_pool("decode", ranks=16, layers=4),
+        pictured_pool("prefill", phase="prefill", ranks=8, layers=4),
         pictured_pool("others", phase="mixed", ranks=8, layers=4),
     )
     async with looking_at(PicturedFleet(*pools)) as page:
         await page.until(f"{all_of('heat-read')}.filter((one) => one.includes('mean')).length == 2")
-        assert await page.value(all_of("name")) == ["readers", "writers"]
+        assert await page.value(all_of("name")) == ["prefill", "decode"]
         tops = await page.value(all_of("name", "getBoundingClientRect().top"))
         assert tops[0] == tops[1]
         assert await page.value("document.querySelectorAll('#pools [aria-current]').length") == 2
@@ -204,10 +204,10 @@ async def test_every_empty_part_says_what_is_missing():
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 async def test_axe_finds_nothing(dark):
     axe = require_axe()
-    pool, heat = pictured_pool("writers", ranks=16, layers=4)
+    pool, heat = pictured_pool("decode", ranks=16, layers=4)
     pool["hold"] = {"paused": "admin/ann", "pinned": ""}
-    readers = pictured_pool("readers", phase="prefill", ranks=8, layers=4)
-    async with looking_at(PicturedFleet((pool, heat), readers), dark=dark) as page:
+    prefill = pictured_pool("prefill", phase="prefill", ranks=8, layers=4)
+    async with looking_at(PicturedFleet((pool, heat), prefill), dark=dark) as page:
         await page.until(f"{all_of('heat-read')}.filter((one) => one.includes('mean')).length == 2")
         await page.value(f"{axe}; 0")
         found = "axe.run().then((all) => all.violations.map((one) => [one.id, one.nodes[0].html]))"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from equipoise.cli.demo.settings import DemoSettings
-from equipoise.cli.demo.two_pools import BLOCK_TOKENS, READERS, WRITERS, prompts_by_phase
+from equipoise.cli.demo.two_pools import BLOCK_TOKENS, DECODE, PREFILL, prompts_by_phase
 from equipoise.cli.demo.two_pools_result import PoolRecord, TwoPoolsResult, figures_of, summary
 from equipoise.planning.layout import Layout
 from equipoise_model import latent_cache
@@ -24,11 +24,11 @@ def layout(first_layer):
     return Layout(generation=3, num_experts=3, num_ranks=2, expert_of_slot=table)
 
 
-READERS_RECORD = PoolRecord(
-    pool=READERS, phase="prefill", rollouts=2, load=READ, layout=layout([0, 1, 0, 2])
+PREFILL_RECORD = PoolRecord(
+    pool=PREFILL, phase="prefill", rollouts=2, load=READ, layout=layout([0, 1, 0, 2])
 )
-WRITERS_RECORD = PoolRecord(
-    pool=WRITERS, phase="decode", rollouts=1, load=WRITTEN, layout=layout([2, 0, 2, 1])
+DECODE_RECORD = PoolRecord(
+    pool=DECODE, phase="decode", rollouts=1, load=WRITTEN, layout=layout([2, 0, 2, 1])
 )
 
 
@@ -36,8 +36,8 @@ WRITERS_RECORD = PoolRecord(
 def result():
     return TwoPoolsResult(
         pools=(
-            figures_of(READERS_RECORD, WRITERS_RECORD),
-            figures_of(WRITERS_RECORD, READERS_RECORD),
+            figures_of(PREFILL_RECORD, DECODE_RECORD),
+            figures_of(DECODE_RECORD, PREFILL_RECORD),
         ),
         requests=90,
         failures=(),
@@ -50,7 +50,7 @@ def result():
 
 
 def test_a_pool_is_compared_with_the_other_layout_on_its_own_load():
-    found = figures_of(READERS_RECORD, WRITERS_RECORD)
+    found = figures_of(PREFILL_RECORD, DECODE_RECORD)
     # Both experts 0: 5 and 5. Its only copy with half of expert 2: 7 and 3. In both, layer 1 has
     # 3 and 3.
     assert found.balancedness == pytest.approx(1.0)
@@ -63,7 +63,7 @@ def test_a_pool_is_compared_with_the_other_layout_on_its_own_load():
 def test_a_good_run_has_no_fault_and_is_plain_json(result):
     assert result.faults == ()
     document = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    assert [one["pool"] for one in document["pools"]] == [READERS, WRITERS]
+    assert [one["pool"] for one in document["pools"]] == [PREFILL, DECODE]
     assert document["faults"] == []
 
 
@@ -82,19 +82,19 @@ def test_what_went_wrong_is_a_fault(result, changes, words):
 
 
 def test_a_pool_without_a_layout_of_its_own_is_a_fault(result):
-    readers, writers = result.pools
-    (fault,) = replace(result, pools=(readers, replace(writers, rollouts=0))).faults
-    assert "pool writers rolled out no layout of its own" in fault
-    alike = replace(writers, balancedness=0.8, balancedness_of_other=0.8)
-    (fault,) = replace(result, pools=(readers, alike)).faults
-    assert "pool writers would be balanced as well by the other pool's layout" in fault
+    prefill, decode = result.pools
+    (fault,) = replace(result, pools=(prefill, replace(decode, rollouts=0))).faults
+    assert "pool decode rolled out no layout of its own" in fault
+    alike = replace(decode, balancedness=0.8, balancedness_of_other=0.8)
+    (fault,) = replace(result, pools=(prefill, alike)).faults
+    assert "pool decode would be balanced as well by the other pool's layout" in fault
 
 
 def test_the_tables_show_both_layouts_and_why_they_differ(result):
     console = Console(width=120, file=io.StringIO())
     console.print(summary(result))
     lines = console.file.getvalue().splitlines()
-    assert any(line.split() == ["readers", "prefill", "3", "1.00", "0.86"] for line in lines)
+    assert any(line.split() == ["prefill", "prefill", "3", "1.00", "0.86"] for line in lines)
     assert any("expert 0" in line and "60% on ranks 0, 1" in line for line in lines)
     assert any("expert 0" in line and "10% on rank 0" in line for line in lines)
     assert "80 of 90 requests handed over, 0 failed; 500 of 500 tokens" in lines[-1]
@@ -103,9 +103,9 @@ def test_the_tables_show_both_layouts_and_why_they_differ(result):
 def test_prompts_are_whole_blocks_of_different_kinds():
     prompts = prompts_by_phase(DemoSettings(disaggregated=True, prompts_per_domain=4))
     assert BLOCK_TOKENS == latent_cache.BLOCK_TOKENS
-    for one in prompts[READERS]:
+    for one in prompts[PREFILL]:
         assert (one.domain, one.max_tokens, len(one.tokens) % BLOCK_TOKENS) == ("code", 2, 0)
         assert len(one.tokens) > BLOCK_TOKENS
-    for one in prompts[WRITERS]:
+    for one in prompts[DECODE]:
         assert (one.domain, len(one.tokens)) == ("english", BLOCK_TOKENS)
         assert one.max_tokens >= 48

@@ -43,7 +43,7 @@ VARIANTS = {
         "pool": "decode",
         "balancer": {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"},
     },
-    "a pool that reads prompts": READERS,
+    "a pool that prefills prompts": READERS,
     "a pool that generates": WRITERS,
     "a balancer for an engine that is there": {
         "worker": {"kind": "None"},

@@ -15,12 +15,12 @@ def fleets():
     """The fleet of each picture by file name, with the width and whether it is dark."""
     large = pictured_pool(ranks=320, layers=58)
     small = pictured_pool(ranks=16, layers=8)
-    paused, heat = pictured_pool("writers", ranks=32, layers=16)
+    paused, heat = pictured_pool("decode", ranks=32, layers=16)
     paused["hold"] = {"paused": "admin/ann (network maintenance)", "pinned": ""}
-    readers = pictured_pool("readers", phase="prefill", ranks=16, layers=16, seed=8)
+    prefill = pictured_pool("prefill", phase="prefill", ranks=16, layers=16, seed=8)
     return {
         "page-320-ranks": (PicturedFleet(large), 1440, False),
-        "page-two-pools": (PicturedFleet(readers, (paused, heat)), 1800, False),
+        "page-two-pools": (PicturedFleet(prefill, (paused, heat)), 1800, False),
         "page-1440-light": (PicturedFleet(small), 1440, False),
         "page-1440-dark": (PicturedFleet(small), 1440, True),
         "page-820-dark": (PicturedFleet(small), 820, True),

@@ -27,13 +27,13 @@ from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.wire.layouts import layout_from_proto
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 
-READERS, WRITERS = "readers", "writers"
-PHASES: Mapping[str, str] = {READERS: "prefill", WRITERS: "decode"}
+PREFILL, DECODE = "prefill", "decode"
+PHASES: Mapping[str, str] = {PREFILL: "prefill", DECODE: "decode"}
 
 BLOCK_TOKENS = 16
 """Tokens per block of a worker's latent cache on a CPU."""
 
-_READERS_CACHE_TOKENS = 512
+_PREFILL_CACHE_TOKENS = 512
 """Too few for all prompts: from a larger cache, each would be prefilled only once."""
 
 _MIN_ASSIGNMENTS = 500
@@ -98,10 +98,10 @@ class TwoPoolsDemo:
     def _processes(self) -> Iterator[tuple[str, list[str]]]:
         settings = self._settings
         num_ranks = settings.workers // 2
-        for pool, peer in ((READERS, WRITERS), (WRITERS, READERS)):
+        for pool, peer in ((PREFILL, DECODE), (DECODE, PREFILL)):
             own = [f"--phase={PHASES[pool]}", f"--peer-pools={peer}"]
-            if pool == READERS:
-                own.append(f"--cache-tokens={_READERS_CACHE_TOKENS}")
+            if pool == PREFILL:
+                own.append(f"--cache-tokens={_PREFILL_CACHE_TOKENS}")
             for rank in range(num_ranks):
                 arguments = worker_arguments(
                     settings,
@@ -124,8 +124,8 @@ class TwoPoolsDemo:
                 "gateway",
                 f"--listen={self._gateway}",
                 f"--balancer={self._address}",
-                f"--pool={WRITERS}",
-                f"--prefill-pool={READERS}",
+                f"--pool={DECODE}",
+                f"--prefill-pool={PREFILL}",
                 f"--metrics-listen={self._metrics}",
             ],
         )
@@ -224,9 +224,9 @@ class TwoPoolsDemo:
     async def _result(self) -> TwoPoolsResult:
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub = status_pb2_grpc.StatusStub(channel)
-            readers, writers = [await self._record(stub, pool) for pool in PHASES]
+            prefill, decode = [await self._record(stub, pool) for pool in PHASES]
         return TwoPoolsResult(
-            pools=(figures_of(readers, writers), figures_of(writers, readers)),
+            pools=(figures_of(prefill, decode), figures_of(decode, prefill)),
             requests=self._num_requests,
             failures=tuple(self._failures),
             tokens_compared=self._tokens_compared,
@@ -278,8 +278,8 @@ def prompts_by_phase(settings: DemoSettings) -> Mapping[str, Sequence[Prompt]]:
     long = domain_prompts(settings, settings.domains[0], max_tokens=_SHORT_ANSWER)
     short = domain_prompts(settings, settings.domains[-1], max_tokens=_LONG_ANSWER)
     return {
-        READERS: [_cut(one, len(one.tokens) // BLOCK_TOKENS * BLOCK_TOKENS) for one in long],
-        WRITERS: [_cut(one, BLOCK_TOKENS) for one in short],
+        PREFILL: [_cut(one, len(one.tokens) // BLOCK_TOKENS * BLOCK_TOKENS) for one in long],
+        DECODE: [_cut(one, BLOCK_TOKENS) for one in short],
     }
 
 
