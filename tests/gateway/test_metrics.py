@@ -39,12 +39,12 @@ async def test_first_token_and_inter_token_times_are_counted():
 
 async def test_failures_and_disconnects_are_counted_separately():
     tally = RequestTally()
-    failing = two_parts(NoRankError("nobody is here"))
-    with pytest.raises(NoRankError):
-        [part async for part in tally.counted(failing, now=every_second())]
+    for error in (NoRankError("nobody is here"), KeyError("a bug")):
+        with pytest.raises(type(error)):
+            [part async for part in tally.counted(two_parts(error), now=every_second())]
     async with aclosing(tally.counted(two_parts(), now=every_second())) as parts:
         await anext(parts)
-    assert tally.outcomes == {"finished": 0, "failed": 1, "rejected": 0, "ended": 1}
+    assert tally.outcomes == {"finished": 0, "failed": 2, "rejected": 0, "ended": 1}
 
 
 async def test_a_request_that_its_client_must_change_is_no_failure():

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from equipoise.gateway.errors import InvalidRequestError, RequestError
+from equipoise.gateway.errors import InvalidRequestError
 from equipoise.gateway.handover import Direct
 from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.request_balance import request_balancedness
@@ -87,7 +87,7 @@ class RequestTally:
         except InvalidRequestError:
             outcome = "rejected"
             raise
-        except RequestError:
+        except Exception:
             outcome = "failed"
             raise
         except GeneratorExit:
