@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.helm_chart import ROOT, one_of, render
+from equipoise.telemetry.histogram import LONG_S
+from tests.support.helm_chart import ROOT, RenderError, one_of, render
 
 RULED = {"metrics": {"prometheusRule": {"enabled": True}}}
 DAY_S = 86_400
@@ -323,6 +324,16 @@ def test_thresholds_are_values():
     assert unbalanced["for"] == "1h"
     assert unbalanced["annotations"]["runbook_url"] == "https://wiki.example/eq#equipoiseunbalanced"
     assert rules["EquipoiseRolloutsAborted"]["expr"].endswith("> 12")
+
+
+def test_the_time_to_the_first_token_has_a_limit_that_its_histogram_can_exceed():
+    def limited(seconds):
+        thresholds = {"gatewayTtftSeconds": seconds}
+        return {"metrics": {"prometheusRule": {"enabled": True, "thresholds": thresholds}}}
+
+    render(limited(LONG_S[-1] - 1))
+    with pytest.raises(RenderError, match="gatewayTtftSeconds"):
+        render(limited(LONG_S[-1]))  # No percentile is above the last finite bound.
 
 
 def test_a_release_has_the_rules_of_its_own_processes_only():
