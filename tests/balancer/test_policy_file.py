@@ -1,6 +1,8 @@
 """A policy file that is edited, swapped as a ConfigMap is, broken, taken away and brought back."""
 
 import asyncio
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,19 @@ async def test_it_follows_by_itself(mount, book, file, monkeypatch):
             while book.of("any", None).values.interval_s != interval:  # noqa: ASYNC110 - it polls itself
                 await asyncio.sleep(0.01)
     task.cancel()
+
+
+async def test_a_mount_that_hangs_keeps_one_thread(mount, book, file, monkeypatch):
+    monkeypatch.setattr(policy_file_module, "READ_TIMEOUT_S", 0.05)
+    before = threading.active_count()
+    os.mkfifo(mount.path)
+    for _ in range(5):
+        await file.look()
+    assert "cannot be read within 0.05 s" in book.latest_rejection.reason
+    assert threading.active_count() == before + 1
+    mount.path.write_text(f"{HEAD}defaults: {{interval: 11s}}")  # The mount answers.
+    mount.path.unlink()
+    mount.put("12s")
+    async with asyncio.timeout(WAIT_S):
+        while book.of("any", None).values.interval_s != 12:
+            await file.look()

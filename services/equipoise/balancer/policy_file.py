@@ -45,6 +45,7 @@ class PolicyFile:
         self._clock = clock
         self._on_rejection = on_rejection
         self._known: bytes | str | None = None
+        self._reading: asyncio.Task[bytes] | None = None
 
     async def run(self) -> None:
         """Poll, until cancelled."""
@@ -83,12 +84,20 @@ class PolicyFile:
             await self._on_rejection(rejection.reason)
 
     async def _contents(self) -> bytes | str:
-        """The file's bytes, or a message why they cannot be read."""
-        try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                return await in_daemon_thread(self._read, name="policy file")
-        except TimeoutError:
+        """The file's bytes, or a message why they cannot be read.
+
+        A read that hangs is waited for again, because each would keep a thread.
+        """
+        if self._reading is None:
+            read = in_daemon_thread(self._read, name="policy file")
+            self._reading = asyncio.create_task(read)
+        reading = self._reading
+        await asyncio.wait({reading}, timeout=READ_TIMEOUT_S)
+        if not reading.done():
             return f"cannot be read within {READ_TIMEOUT_S:g} s"
+        self._reading = None
+        try:
+            return reading.result()
         except OSError as error:
             return f"cannot be read: {error.strerror}"
 
