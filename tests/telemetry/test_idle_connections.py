@@ -1,6 +1,7 @@
 """Clients that connect and say nothing disable neither a port nor its process."""
 
 import asyncio
+import itertools
 import logging
 import resource
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+from prometheus_client.registry import Collector
 from starlette.routing import Route
 
 from equipoise.telemetry import exposition
@@ -67,6 +69,33 @@ async def test_clients_that_take_no_response_keep_no_scraper_out():
             assert "process_resident_memory_bytes" in await scrape(address)
         for _, writer in stuck:
             writer.close()
+
+
+async def test_others_have_a_turn_between_two_scrapes():
+    events = []
+
+    class Recorded(Collector):
+        def collect(self):
+            events.append("scrape")
+            yield from ()
+
+    async def others():
+        while True:
+            events.append("other")
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(WAIT_S), metrics_at(PORT, Recorded()) as address:
+        scrapers = [await connected(address) for _ in range(8)]
+        events.clear()
+        other = asyncio.create_task(others())
+        for _, writer in scrapers:
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        for reader, writer in scrapers:
+            assert b"process_resident_memory_bytes" in await reader.read()
+            writer.close()
+        other.cancel()
+    assert events.count("scrape") == 8
+    assert ("scrape", "scrape") not in itertools.pairwise(events)
 
 
 def test_the_soft_limit_on_open_files_is_raised():

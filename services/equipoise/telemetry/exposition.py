@@ -6,6 +6,7 @@ changes.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.http import HttpServer, Tls, address_of, bounded_http, open_listener
@@ -43,6 +44,9 @@ MAX_CONNECTIONS = 64
 
 SEND_S = 30.0
 """Seconds that a client has to take a response of `/metrics`."""
+
+_SHARE_OF_LOOP = 0.2
+"""Largest share of the event loop's time that goes to `/metrics`."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +77,9 @@ class _BuildInfo(Collector):
 def metrics_route(registry: CollectorRegistry, *, token_file: str = "") -> Route:
     """`GET /metrics`, in the format that the client accepts.
 
+    Scrapes take turns, and together at most a share of the event loop's time, because whoever
+    reaches the port may send as many as they like.
+
     With a `token_file`, requests without its bearer token get 401.
 
     Raises:
@@ -81,10 +88,22 @@ def metrics_route(registry: CollectorRegistry, *, token_file: str = "") -> Route
     exposition = make_asgi_app(registry)
     token = ScrapeToken(token_file) if token_file else None
 
-    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+    turn = asyncio.Lock()
+
+    async def bounded(scope: Scope, _receive: Receive, send: Send) -> None:
+        written: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            written.append(message)
+
+        async with turn:
+            began_s = time.thread_time()
+            await exposition(scope, _no_body, keep)
+            await asyncio.sleep((time.thread_time() - began_s) * (1 / _SHARE_OF_LOOP - 1))
         with suppress(TimeoutError):
             async with asyncio.timeout(SEND_S):
-                await exposition(scope, receive, send)
+                for message in written:
+                    await send(message)
 
     async def metrics(request: Request) -> Any:
         if token is not None and not token.accepts(request.headers.get("authorization", "")):
@@ -96,6 +115,10 @@ def metrics_route(registry: CollectorRegistry, *, token_file: str = "") -> Route
         return bounded
 
     return Route("/metrics", metrics)
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request"}
 
 
 @asynccontextmanager
