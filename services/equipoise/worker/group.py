@@ -68,7 +68,7 @@ class RankGroup:
         self.peers_digest = peers_digest
         self.waited_s = 0.0
         """Total time spent in header exchanges, seconds."""
-        self._gathered = torch.zeros(self.num_ranks * HEADER_WIDTH, dtype=torch.int64)
+        self._gathered = torch.zeros(self.num_ranks, HEADER_WIDTH, dtype=torch.int64)
         # torch may read from the store at any time, so it lives as long as the group.
         self._store = store
 
@@ -98,12 +98,11 @@ class RankGroup:
         row = torch.tensor(header, dtype=torch.int64)
         began = time.perf_counter()
         try:
-            dist.all_gather_single(self._gathered, row)
+            dist.all_gather(list(self._gathered.unbind()), row)
         except RuntimeError as error:
             raise collective_failed(error) from error
         self.waited_s += time.perf_counter() - began
-        rows = self._gathered.view(-1, HEADER_WIDTH).tolist()
-        return tuple(map(StepHeader._make, rows))
+        return tuple(map(StepHeader._make, self._gathered.tolist()))
 
     def close(self) -> None:
         """Leave the group; the other ranks' next collective fails."""

@@ -120,12 +120,11 @@ def symmetric_window(
     Raises:
         RuntimeError: torch cannot map the ranks' memory into each other.
     """
-    from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415  needs CUDA
-
     num_bytes = WindowMap.of_shape(shape).num_bytes
-    local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    # The functions of torch.distributed._symmetric_memory take only names of process groups.
+    local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     name, store = rendezvous_group(shape, group=group)
-    handle = symmetric.rendezvous(local, name)  # type: ignore[arg-type]  # newer than some torch
+    handle = _SymmetricMemory.rendezvous(local, name)
     local.zero_()
     # No rank may send before all flags are zero; the caller makes all ranks wait for that.
     torch.cuda.current_stream(device).synchronize()
