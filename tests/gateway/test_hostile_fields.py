@@ -19,6 +19,7 @@ import pytest_asyncio
 
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.gateway import openai_requests as requests
+from equipoise.gateway.responses_form import REPEATED_FIELDS
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 from equipoise_api.v1 import worker_pb2 as pb
@@ -53,7 +54,7 @@ VALUES = (
     *('{"type": "json_object"}', '{"json": {"type": "array"}}', '{"regex": "a{1,9}{1,9}"}'),
     *('{"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}', '"[a-"'),
     *('{"grammar": "start: start"}', '{"choice": ["a", 1]}', '"start: (/a/{1000}){1000}"'),
-    *("{}", '{"a": {}}', '{"type": "text"}', '{"include_usage": 7}', 500 * "[" + 500 * "]"),
+    *("{}", '{"a": {}}', '{"a": NaN}', '{"a": 1e999}', r'{"\udfff": "\udfff"}', '{"type": "text"}', '{"include_usage": 7}', 500 * "[" + 500 * "]"),
 )
 MESSAGE = '{"role": "user", "content": "def f("}'
 # Other fields of the other two APIs are read by the same code as those of chats. These are too,
@@ -75,7 +76,8 @@ PATHS = {
     "/v1/responses": (
         '"input": "def f(", "max_output_tokens": 2',
         (requests._OF_RESPONSES | {*requests._RESPONSES_UNSUPPORTED}) - requests._OF_CHATS
-        | {"tools", "tool_choice"},
+        # An answer repeats these.
+        | REPEATED_FIELDS,
     ),
 }
 FIELDS = [

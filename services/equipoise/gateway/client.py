@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from equipoise.gateway.errors import BodyTooLargeError, BodyTooSlowError, ClientGoneError
@@ -55,14 +55,15 @@ class HttpClient:
     async def send_json(self, document: dict[str, Any]) -> None:
         """Send the whole response."""
         async with self._bounded():
-            await JSONResponse(document)(self._scope, self._receive, self._send)
+            answer = Response(_json(document), media_type="application/json")
+            await answer(self._scope, self._receive, self._send)
 
     async def send_event(
         self, data: dict[str, Any] | str, *, name: str = "", is_last: bool = False
     ) -> None:
         """Send a server-sent event; the first one starts the response, the last one ends it."""
         head = f"event: {name}\n" if name else ""
-        text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+        text = data if isinstance(data, str) else _json(data)
         async with self._bounded():
             if not self.is_streaming:
                 self.is_streaming = True
@@ -86,6 +87,11 @@ class HttpClient:
             ) from None
         except OSError as error:
             raise ClientGoneError(f"the client hung up: {error}") from None
+
+
+def _json(document: dict[str, Any]) -> str:
+    """ASCII, because what repeats a client's strings may have unpaired surrogates."""
+    return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
 
 _STREAM_START = {

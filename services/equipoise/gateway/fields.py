@@ -4,8 +4,9 @@ Knows JSON and ranges, not what the fields mean.
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from equipoise.gateway.errors import InvalidRequestError
 
@@ -22,13 +23,13 @@ class Fields:
 
     @classmethod
     def of_body(cls, body: bytes) -> "Fields":
-        """Parse a request's body.
+        """Parse a request's body; all its numbers are finite.
 
         Raises:
             InvalidRequestError: it is not a JSON object.
         """
         try:
-            document = json.loads(body)
+            document = json.loads(body, parse_float=_finite, parse_constant=_reject_constant)
         except (ValueError, RecursionError):
             raise InvalidRequestError("the body is not valid JSON") from None
         if not isinstance(document, dict):
@@ -74,10 +75,22 @@ class Fields:
         """A finite number within a range."""
         value = self._values.get(name, default)
         is_number = isinstance(value, float) or is_whole(value)
-        # NaN is outside every range, and integers of any length compare with floats.
+        # Integers of any length compare with floats.
         if not is_number or not least <= value <= most:
             raise self.reject(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
         return float(value)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise InvalidRequestError(f"the body has the number {_short(text)}, which is too large")
+    return value
+
+
+def _reject_constant(name: str) -> NoReturn:
+    """Python's parser reads NaN, Infinity and -Infinity, which JSON does not have."""
+    raise InvalidRequestError(f"the body is not valid JSON: it has {name} for a number")
 
 
 def is_whole(value: Any) -> bool:
@@ -87,5 +100,8 @@ def is_whole(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A client's value, short enough for a message."""
-    text = json.dumps(value)
+    return _short(json.dumps(value))
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
