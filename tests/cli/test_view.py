@@ -162,6 +162,7 @@ def test_rollout_decisions_switches_and_rejections_are_shown():
     )
     status.rejections.add(kind="report_shape", count=3, latest="worker-2: 119 bytes")
     status.gains.add(generation=7, outcome="kept", reason="kept, as expected: 0.91")
+    status.poison_requests = 3
     status.timeouts.add(name="switch", timeout_s=5.0)
     status.timeouts.add(
         name="pull", timeout_s=5.0, reached=2, latest="worker-1: expert 3 from rank 0"
@@ -183,6 +184,7 @@ def test_rollout_decisions_switches_and_rejections_are_shown():
         "gain kept, as expected: 0.91",
         "timeout 2 x pull, 5 s: worker-1: expert 3 from rank 0",
         "3 x report_shape: worker-2: 119 bytes",
+        "poison 3 requests rejected",
     ):
         assert words in text
     assert "switch, 5 s" not in text

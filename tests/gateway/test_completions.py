@@ -246,8 +246,9 @@ async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
         ({"prompt": "a", "logprobs": 21}, "logprobs", "from 0 to 20, not 21"),
         ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20, not -1"),
         ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "in a stream"),
-        ({"prompt": "a", "best_of": 2}, "best_of", "2 is not supported"),
-        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of", "1 is not supported"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "must equal n in a stream"),
+        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of", "from 2 to 16, not 1"),
+        ({"prompt": ["a"] * 65, "best_of": 16}, "best_of", "more than 1024 choices"),
         ({"prompt": "a", "min_tokens": 17}, "min_tokens", "from 0 to 16, not 17"),
         (
             {"prompt": "a", "min_tokens": 1, "stop_token_ids": [*range(272)]},
@@ -293,7 +294,14 @@ async def test_fields_without_effect_are_accepted(gateway, fields):
     assert response.json()["choices"][0]["text"] == text_of(16)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000),
+        *(b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "user": {"a": -Infinity}}'),
+        b'{"prompt": "a", "temperature": 1e400}',
+    ],
+)
 async def test_a_body_that_is_not_a_json_object_is_rejected(gateway, body):
     response = await gateway.client.post("/v1/completions", content=body)
     assert response.status_code == 400

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import statistics
 
 import openai
 import pytest
@@ -59,6 +60,24 @@ async def test_loglikelihoods_as_lm_eval_computes_them(client):
         await client.completions.create(prompt=other, max_tokens=1, echo=True, **fields)
     ).choices
     assert sum(choice.logprobs.token_logprobs[-3:-1]) < -5
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_the_best_choices_are_those_of_the_highest_mean_logprob(client, logprobs):
+    fields = {"model": "tiny", "prompt": list(CONTEXTS), "max_tokens": 12, "temperature": 1.5}
+    fields |= {"seed": 5, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    made = await client.completions.create(n=6, logprobs=0, **fields)
+    best = await client.completions.create(n=2, best_of=6, logprobs=logprobs, **fields)
+    assert [choice.index for choice in best.choices] == [*range(6)]
+    assert best.usage.completion_tokens == 18 * 12, "all that was generated counts"
+    for prompt in range(3):
+        ranked = sorted(
+            made.choices[6 * prompt : 6 * prompt + 6],
+            key=lambda one: -statistics.mean(one.logprobs.token_logprobs),
+        )
+        found = best.choices[2 * prompt : 2 * prompt + 2]
+        assert [one.token_ids for one in found] == [one.token_ids for one in ranked[:2]]
+        assert all((one.logprobs is None) == (logprobs is None) for one in found)
 
 
 class Answer(BaseModel):

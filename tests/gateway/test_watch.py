@@ -13,15 +13,16 @@ from equipoise.gateway.watch import follow, ranks_of_status
 from equipoise.settings.address import parse_address
 from equipoise.trust.credentials import Credentials
 from equipoise_api.v1 import status_pb2 as pb
-from equipoise_api.v1 import status_pb2_grpc
+from equipoise_api.v1 import gateway_link_pb2, gateway_link_pb2_grpc, status_pb2_grpc
 from tests.support.limits import variants
 from tests.support.scripted_ranks import BOUND_S
 
 
-class FakeBalancer(status_pb2_grpc.StatusServicer):
-    """Sends the statuses that a test puts in, until it puts in None."""
+class FakeBalancer(status_pb2_grpc.StatusServicer, gateway_link_pb2_grpc.GatewayLinkServicer):
+    """Sends the statuses that a test puts in, until it puts in None, and notes reports."""
 
     def __init__(self):
+        self.reports = asyncio.Queue()
         self.statuses = asyncio.Queue()
         self.watches = asyncio.Queue()
 
@@ -30,11 +31,16 @@ class FakeBalancer(status_pb2_grpc.StatusServicer):
         while (status := await self.statuses.get()) is not None:
             await context.write(pb.WatchStatusResponse(status=status))
 
+    async def Report(self, request, _context):  # noqa: N802
+        self.reports.put_nowait(request)
+        return gateway_link_pb2.GatewayLinkReportResponse()
+
 
 @asynccontextmanager
 async def sending(balancer, address="127.0.0.1:0"):
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     status_pb2_grpc.add_StatusServicer_to_server(balancer, server)
+    gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(balancer, server)
     port = server.add_insecure_port(address)
     await server.start()
     try:
@@ -73,10 +79,10 @@ class Heard(RankTable):
 
 
 @asynccontextmanager
-async def following(*balancers):
+async def following(*balancers, **counts):
     ranks = Heard()
     task = asyncio.create_task(
-        follow(balancers, pool="default", ranks=ranks, credentials=Credentials())
+        follow(balancers, pool="default", ranks=ranks, credentials=Credentials(), **counts)
     )
     try:
         yield ranks
@@ -156,6 +162,43 @@ async def test_a_stream_that_ends_is_opened_again():
         balancer.statuses.put_nowait(None)
         balancer.statuses.put_nowait(status(rank(0), rank(1)))
         assert len(await ranks.next()) == 2
+
+
+async def test_each_balancer_is_told_how_many_requests_were_rejected_as_poison():
+    first, second, count = FakeBalancer(), FakeBalancer(), 0
+
+    async def told(balancer):
+        report = await asyncio.wait_for(balancer.reports.get(), BOUND_S)
+        assert report.pool == "default"
+        return report.boot_id, report.poison_requests
+
+    async with (
+        sending(first) as one,
+        sending(second) as other,
+        following(one, other, num_poison=lambda: count) as ranks,
+    ):
+        first.statuses.put_nowait(status(rank(0)))
+        await ranks.next()
+        count = 2
+        for _ in range(2):
+            first.statuses.put_nowait(status(rank(0)))
+            await ranks.next()
+        boot_id, heard = await told(first)
+        assert heard == 2
+        first.statuses.put_nowait(None)
+        second.statuses.put_nowait(status(rank(0)))
+        assert await told(second) == (boot_id, 2)
+        assert first.reports.empty(), "what has not changed is not told again"
+
+
+async def test_a_balancer_that_takes_no_reports_is_followed():
+    balancer = FakeBalancer()
+    balancer.Report = None
+    async with sending(balancer) as address, following(address, num_poison=lambda: 1) as ranks:
+        for _ in range(3):
+            balancer.statuses.put_nowait(status(rank(0)))
+            await ranks.next()
+        assert balancer.watches.qsize() == 1
 
 
 async def test_an_unreachable_balancer_is_retried():

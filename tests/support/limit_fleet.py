@@ -17,7 +17,13 @@ from equipoise.trust.tokens import BALANCER
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.layouts import layout_to_proto
-from equipoise_api.v1 import admin_pb2, status_pb2, status_pb2_grpc, worker_link_pb2_grpc
+from equipoise_api.v1 import (
+    admin_pb2,
+    gateway_link_pb2,
+    status_pb2,
+    status_pb2_grpc,
+    worker_link_pb2_grpc,
+)
 from tests.support.authority import write_keys
 from tests.support.balancer_links import Link, is_serving
 from tests.support.balancers import serving
@@ -207,6 +213,7 @@ def base_of(method):
     values = {
         "pool": "a",
         "pools": ["a"],
+        "boot_id": "gateway-1",
         "policy": {name: getattr(POLICY, name) for name in ranges_of(Policy)},
         "layout": layout_to_proto(
             contiguous_layout(
@@ -226,7 +233,7 @@ def base_of(method):
 
 METHODS = [
     method
-    for module in (status_pb2, admin_pb2)
+    for module in (status_pb2, admin_pb2, gateway_link_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]

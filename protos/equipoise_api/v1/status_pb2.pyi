@@ -517,6 +517,7 @@ class PoolStatus(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     IMBALANCE_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
+    POISON_REQUESTS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -544,6 +545,10 @@ class PoolStatus(_message.Message):
     """Rollouts aborted since start."""
     phase: _builtins.str
     """prefill, decode or mixed; empty before a worker has connected."""
+    poison_requests: _builtins.int
+    """Requests that gateways have rejected because ranks failed while running them, since the gateways
+    started, as far as they have told this balancer.
+    """
     @_builtins.property
     def model(self) -> _worker_link_pb2.ModelShape: ...
     @_builtins.property
@@ -648,10 +653,11 @@ class PoolStatus(_message.Message):
         phase: _builtins.str = ...,
         imbalance: Global___ImbalanceStatus | None = ...,
         advice: Global___AdviceStatus | None = ...,
+        poison_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advice: _TypeAlias = _typing.Literal["advice"]  # noqa: Y015
     _WhichOneofArgType__advice: _TypeAlias = _typing.Literal["_advice", b"_advice"]  # noqa: Y015

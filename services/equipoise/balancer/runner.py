@@ -155,6 +155,10 @@ class PoolRunner:
             fields = self._about(worker)
             self._log.warning("rejected (%s, time %d): %s", kind, count, reason, extra=fields)
 
+    def count_poison(self, gateway: str, num_rejected: int) -> None:
+        """A gateway's process reports how many requests it has rejected because ranks failed."""
+        self._controller.count_poison(gateway, num_rejected)
+
     def leave(self, worker: str, mailbox: Mailbox, *, reason: str) -> None:
         """A stream has ended; ignored unless it is the worker's newest."""
         if self._mailboxes.get(worker) is not mailbox:

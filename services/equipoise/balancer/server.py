@@ -25,6 +25,7 @@ from equipoise.balancer.policy_file import PolicyFile
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.admin_service import AdminService
+from equipoise.balancer.service.gateway_link import GatewayLinkService
 from equipoise.balancer.service.status_service import StatusService
 from equipoise.balancer.service.worker_link import WorkerLinkService
 from equipoise.balancer.store.store import Store
@@ -42,11 +43,14 @@ from equipoise.wire.limits import MAX_HELLO_BYTES
 from equipoise_api.v1 import (
     admin_pb2,
     admin_pb2_grpc,
+    gateway_link_pb2,
+    gateway_link_pb2_grpc,
     status_pb2,
     worker_link_pb2,
 )
 
 _WORKER_LINK = worker_link_pb2.DESCRIPTOR.services_by_name["WorkerLink"].full_name
+_GATEWAY_LINK = gateway_link_pb2.DESCRIPTOR.services_by_name["GatewayLink"].full_name
 _STATUS = status_pb2.DESCRIPTOR.services_by_name["Status"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -58,6 +62,7 @@ _COMPILING = "compiling the planner, once after an installation: about half a mi
 _READERS = frozenset({Role.READER, Role.GATEWAY, Role.ADMIN})
 _RIGHTS: Rights = {
     _WORKER_LINK: frozenset({Role.WORKER}),
+    _GATEWAY_LINK: frozenset({Role.GATEWAY}),
     _STATUS: _READERS,
     _ADMIN: frozenset({Role.ADMIN}),
     # The API is no secret, but callers must authenticate.
@@ -263,6 +268,7 @@ def _add_services(
 ) -> Any:
     """Add the services; returns the health servicer."""
     server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
+    gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkService(seat), server)
     StatusService(seat, store=store, clock=clock).add_to(server)
     admin_pb2_grpc.add_AdminServicer_to_server(
         AdminService(seat, store=store, caller=lambda context: str(guard.caller(context))),
@@ -271,7 +277,7 @@ def _add_services(
     watched = _HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(watched, server)
     reflection.enable_server_reflection(
-        (_WORKER_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (_WORKER_LINK, _GATEWAY_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     return watched
 

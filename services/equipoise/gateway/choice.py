@@ -62,6 +62,9 @@ class ChoiceDelta:
     tokens: tuple[int, ...]
     """All generated tokens, including those that a stop string cuts off."""
 
+    logprob: float
+    """The sum of the tokens' logprobs; 0 if none were requested."""
+
     shown: tuple[TokenText, ...]
     """If logprobs were requested, the tokens whose text is sent up to here and was not before."""
 
@@ -155,6 +158,7 @@ class ChoiceDecoder:
             and self._tools is not None
             and self._tools.has_called,
             tokens=generated.tokens,
+            logprob=sum(one.value for one in generated.logprobs),
             shown=self._shown(all_remaining=final and not self._stop.stopped),
             finish=finish,
             is_first=is_first,

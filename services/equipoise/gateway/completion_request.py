@@ -19,13 +19,20 @@ class CompletionRequest:
     """Maximum number of tokens to generate, per choice; 0 to only repeat the prompt."""
 
     num_choices: int
-    """Answers to each prompt."""
+    """Answers to each prompt that are generated."""
+
+    num_best: int
+    """How many of them the client gets: those whose tokens are likeliest on average. All of them if
+    it is a stream."""
 
     sampling: Sampling
     """How tokens are chosen; choice i of a prompt uses `seed + i`."""
 
     logit_bias: tuple[tuple[int, float], ...]
     """Tokens and what to add to their logits."""
+
+    show_logprobs: bool
+    """Whether the client gets the logprobs of tokens that `sampling` asks for."""
 
     grammar: Grammar | None
     """What each choice must match; None for anything."""

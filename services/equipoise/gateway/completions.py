@@ -1,6 +1,6 @@
 """`CompletionEndpoint`: `/v1/completions` and `/v1/chat/completions`, whole and as streams."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -47,13 +47,14 @@ class CompletionEndpoint(GenerationEndpoint):
             async for index, delta in deltas:
                 parts[index].append(delta)
         wholes = [_joined(choice) for choice in parts]
+        chosen = _best(wholes, num_best=request.num_best, of=request.num_choices)
         counts = usage(
             num_prompt=sum(map(len, request.prompts)),
             num_generated=sum(len(one.tokens) for one in wholes),
             num_cached=sum(map(_num_cached, wholes[:: request.num_choices])),
             num_handed_over=_sum_known(one.num_handed_over for one in wholes),
         )
-        await client.send_json(self._form.whole(context, dict(enumerate(wholes)), usage=counts))
+        await client.send_json(self._form.whole(context, dict(enumerate(chosen)), usage=counts))
 
     async def _stream(
         self, request: CompletionRequest, context: ResponseContext, client: HttpClient
@@ -105,6 +106,21 @@ def _sum_known(numbers: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
+def _best(choices: Sequence[ChoiceDelta], *, num_best: int, of: int) -> list[ChoiceDelta]:
+    """The `num_best` choices of each `of` consecutive ones, best first unless that is all.
+
+    As at OpenAI, the best are those of the highest mean logprob of a token.
+    """
+    if num_best == of:
+        return list(choices)
+
+    def mean(choice: ChoiceDelta) -> float:
+        return choice.logprob / max(1, len(choice.tokens))
+
+    groups = (choices[first : first + of] for first in range(0, len(choices), of))
+    return [one for group in groups for one in sorted(group, key=mean, reverse=True)[:num_best]]
+
+
 def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
         text="".join(delta.text for delta in deltas),
@@ -112,6 +128,7 @@ def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
         calls=merged(call for delta in deltas for call in delta.calls),
         ends_with_calls=deltas[-1].ends_with_calls,
         tokens=tuple(token for delta in deltas for token in delta.tokens),
+        logprob=sum(delta.logprob for delta in deltas),
         shown=tuple(one for delta in deltas for one in delta.shown),
         finish=deltas[-1].finish,
         is_first=True,

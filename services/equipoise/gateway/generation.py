@@ -119,7 +119,7 @@ class GenerationEndpoint(ABC):
             prompt = request.prompts[which_prompt]
             echo = Echo(
                 tokens=prompt,
-                with_logprobs=request.sampling.logprobs is not None,
+                with_logprobs=request.show_logprobs,
                 is_all=request.max_tokens == 0,
             )
             decoder = ChoiceDecoder(

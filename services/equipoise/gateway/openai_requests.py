@@ -11,7 +11,7 @@ from typing import Any
 
 from equipoise.gateway.completion_request import CompletionRequest
 from equipoise.gateway.errors import ContextLengthExceededError, NoRankError, UnknownModelError
-from equipoise.gateway.fields import Fields, is_whole, shown
+from equipoise.gateway.fields import Fields, shown
 from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader
 from equipoise.gateway.reasoning import REASONING_END, ReasoningParser
 from equipoise.gateway.responses_form import REPEATED_FIELDS
@@ -125,9 +125,6 @@ class RequestParser:
         self._check(fields, known=_OF_COMPLETIONS, unsupported=_COMPLETIONS_UNSUPPORTED)
         most, default = self._settings.max_tokens, DEFAULT_MAX_TOKENS
         echo = fields.flag("echo")
-        best_of, n = fields.get("best_of"), fields.get("n")
-        if best_of is not None and (not is_whole(best_of) or best_of != (1 if n is None else n)):
-            raise fields.reject("best_of", f"{shown(best_of)} is not supported: send n alone")
         return self._request(
             fields,
             prompts=self._prompts.completion(fields),
@@ -253,17 +250,23 @@ class RequestParser:
         vocab_size = self._tokenizer.vocab_size
         self._check_context(num_prompt=max(map(len, prompts)), max_tokens=max_tokens)
         stream = fields.flag("stream")
-        num_choices = fields.whole("n", least=1, most=MAX_CHOICES, default=1)
+        num_best = fields.whole("n", least=1, most=MAX_CHOICES, default=1)
+        num_choices = fields.whole("best_of", least=num_best, most=MAX_CHOICES, default=num_best)
         if len(prompts) * num_choices > MAX_ALL_CHOICES:
             raise fields.reject(
-                "n", f"times {len(prompts)} prompts is more than {MAX_ALL_CHOICES} choices"
+                "best_of" if num_choices > num_best else "n",
+                f"times {len(prompts)} prompts is more than {MAX_ALL_CHOICES} choices",
             )
+        if stream and num_choices > num_best:
+            raise fields.reject("best_of", "must equal n in a stream: the best are known last")
         prompt_logprobs = _num_logprobs(fields, "prompt_logprobs")
         shows_prompt_logprobs = prompt_logprobs is not None
         if shows_prompt_logprobs and stream:
             raise fields.reject("prompt_logprobs", "is not available in a stream")
         if prompt_logprobs is None and echo:
             prompt_logprobs = logprobs
+        # The best choices are found by the logprobs of their tokens.
+        sampled_logprobs = 0 if logprobs is None and num_choices > num_best else logprobs
         stop_tokens = frozenset(tokens_of(fields, "stop_token_ids", vocab_size=vocab_size))
         if not fields.flag("ignore_eos"):
             stop_tokens |= self._tokenizer.end_tokens
@@ -285,7 +288,9 @@ class RequestParser:
             prompts=prompts,
             max_tokens=max_tokens,
             num_choices=num_choices,
-            sampling=sampling_of(fields, logprobs=logprobs, defaults=self._defaults),
+            num_best=num_best,
+            sampling=sampling_of(fields, logprobs=sampled_logprobs, defaults=self._defaults),
+            show_logprobs=logprobs is not None,
             logit_bias=logit_bias_of(fields, vocab_size=vocab_size),
             grammar=grammar,
             min_tokens=min_tokens,

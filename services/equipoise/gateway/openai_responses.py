@@ -40,11 +40,11 @@ class ResponseContext:
     @property
     def with_logprobs(self) -> bool:
         """Whether the client asked for logprobs."""
-        return self.request.sampling.logprobs is not None
+        return self.request.show_logprobs
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
-        """The prompt of a choice."""
-        return self.request.prompts[index // self.request.num_choices]
+        """The prompt of a choice that the client gets."""
+        return self.request.prompts[index // self.request.num_best]
 
     def prompt_fields(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         """What a choice's first delta has about the prompt, in vLLM's form."""

@@ -108,7 +108,11 @@ async def serve(
     )
     stopped = asyncio.create_task(stop.wait())
     watching = [
-        asyncio.create_task(_follow(one, settings, pool=pool, stop=stop, credentials=credentials))
+        asyncio.create_task(
+            _follow(
+                one, settings, pool=pool, stop=stop, credentials=credentials, tally=tally
+            )
+        )
         for pool, one in tables.items()
     ] + [asyncio.create_task(probe.run()) for probe in probes]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -319,10 +323,17 @@ async def _follow(
     pool: str,
     stop: asyncio.Event,
     credentials: Credentials,
+    tally: RequestTally,
 ) -> None:
     """Keep the ranks of `pool` up to date: from the balancers, or once from the settings."""
     if not settings.workers:
-        return await follow(settings.balancer, pool=pool, ranks=ranks, credentials=credentials)
+        return await follow(
+            settings.balancer,
+            pool=pool,
+            ranks=ranks,
+            credentials=credentials,
+            num_poison=lambda: tally.poison if pool == settings.pool else 0,
+        )
     ranks.update(
         RankInfo(name=worker, address=worker, state=RankState.OPEN) for worker in settings.workers
     )

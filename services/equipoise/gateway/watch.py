@@ -1,5 +1,7 @@
 """`follow`: keeps the rank table up to date from the balancers' status streams.
 
+Also tells the balancer what the status shows of gateways.
+
 Goes from one balancer to the next. While none answers, the last known ranks stay in use. A balancer
 that knows no ranks is left at once: a follower never will, however often it sends updates.
 """
@@ -8,7 +10,9 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 
 import grpc
 
@@ -20,7 +24,12 @@ from equipoise.trust.tokens import BALANCER
 from equipoise.wire import checks
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import MAX_STATUS_BYTES
-from equipoise_api.v1 import status_pb2, status_pb2_grpc
+from equipoise_api.v1 import (
+    gateway_link_pb2,
+    gateway_link_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
 
 PACE_S = 0.5
 """The balancer sends changes at most this often, seconds."""
@@ -28,6 +37,9 @@ PACE_S = 0.5
 SILENCE_S = 15.0
 """A stream that is silent for this long is opened again, at the next balancer if there are several:
 nothing else distinguishes an idle pool from a vanished balancer."""
+
+REPORT_TIMEOUT_S = 2.0
+"""Time that a balancer has to take a report, seconds."""
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
@@ -43,13 +55,28 @@ _log = logging.getLogger(__name__)
 
 
 async def follow(
-    balancers: Sequence[str], *, pool: str, ranks: RankTable, credentials: Credentials
+    balancers: Sequence[str],
+    *,
+    pool: str,
+    ranks: RankTable,
+    credentials: Credentials,
+    num_poison: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Keep `ranks` up to date until cancelled; the addresses (host:port) are tried in turn."""
-    num_failures, logged = 0, ""
+    """Keep `ranks` up to date until cancelled; the addresses (host:port) are tried in turn.
+
+    `num_poison` counts the requests that this process has rejected because ranks failed; the
+    balancer is told.
+    """
+    num_failures, logged, boot_id = 0, "", uuid.uuid4().hex
+
+    def counts() -> gateway_link_pb2.GatewayLinkReportRequest:
+        return gateway_link_pb2.GatewayLinkReportRequest(
+            pool=pool, boot_id=boot_id, poison_requests=num_poison()
+        )
+
     for address in itertools.cycle(balancers):
         try:
-            async for status in _watch(address, pool, credentials):
+            async for status in _watch(address, pool, credentials, counts):
                 if num_failures or not logged:
                     logged = f"following the ranks of {status.pool} at balancer {address}"
                     _log.info("%s", logged)
@@ -103,9 +130,12 @@ def ranks_of_status(status: status_pb2.PoolStatus) -> Iterator[RankInfo]:
 
 
 async def _watch(
-    address: str, pool: str, credentials: Credentials
+    address: str,
+    pool: str,
+    credentials: Credentials,
+    counts: Callable[[], gateway_link_pb2.GatewayLinkReportRequest],
 ) -> AsyncIterator[status_pb2.PoolStatus]:
-    """Statuses with ranks from one balancer.
+    """Statuses with ranks from one balancer, which is told of `counts` that are not zero.
 
     Raises:
         TimeoutError: the stream is silent.
@@ -117,6 +147,7 @@ async def _watch(
             status_pb2.WatchStatusRequest(pool=pool, min_interval_s=PACE_S),
             metadata=credentials.metadata(audience=BALANCER),
         )
+        told = 0
         try:
             while True:
                 async with asyncio.timeout(SILENCE_S):
@@ -126,6 +157,15 @@ async def _watch(
                 if not response.status.ranks:
                     raise _NoRanksKnownError(response.status.health_reason or "it knows no ranks")
                 yield response.status
+                if (report := counts()).poison_requests != told:
+                    # A balancer of an earlier version takes no reports.
+                    with suppress(grpc.aio.AioRpcError):
+                        await gateway_link_pb2_grpc.GatewayLinkStub(channel).Report(
+                            report,
+                            metadata=credentials.metadata(audience=BALANCER),
+                            timeout=REPORT_TIMEOUT_S,
+                        )
+                    told = report.poison_requests
         finally:
             call.cancel()
 

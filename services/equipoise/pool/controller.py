@@ -136,6 +136,11 @@ class PoolController:
         self.pool.note_change()
         self.pool.counters.rejections.count(kind, reason)
 
+    def count_poison(self, gateway: str, num_rejected: int) -> None:
+        """A gateway's process reports how many requests it has rejected because ranks failed."""
+        self.pool.note_change()
+        self.pool.counters.poison.note(gateway, num_rejected)
+
     # The clock, the planner, operators and the store --------------------------------------------
 
     def tick(self, *, now: float) -> Chain:

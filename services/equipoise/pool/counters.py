@@ -16,6 +16,9 @@ WRITE_TIMEOUT_S = 10.0
 MAX_WORKERS = 2**16
 """Workers whose counts are kept; beyond it the oldest are forgotten."""
 
+MAX_GATEWAYS = 1024
+"""Gateway processes whose counts are kept; beyond it the oldest are forgotten."""
+
 MAX_KINDS = 64
 """Kinds of rejections are constants of our own code; this limit guards against a mistake there."""
 
@@ -191,6 +194,23 @@ class Rejections:
         return tuple(self._by_kind[kind] for kind in sorted(self._by_kind))
 
 
+class PoisonRequests:
+    """Counts requests that gateways rejected because ranks failed while running them."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        """By all gateways that have reported here, since they started."""
+        self._by_gateway: dict[str, int] = {}
+
+    def note(self, boot_id: str, num_rejected: int) -> None:
+        """A gateway's process reports how many it has rejected since it started."""
+        before = self._by_gateway.pop(boot_id, 0)
+        while len(self._by_gateway) >= MAX_GATEWAYS:
+            del self._by_gateway[next(iter(self._by_gateway))]
+        self.total += max(0, num_rejected - before)
+        self._by_gateway[boot_id] = max(num_rejected, before)
+
+
 def _of_states() -> dict[State, Histogram]:
     return {state: Histogram(LONG_S) for state in PASSING}
 
@@ -289,6 +309,7 @@ class Counters:
         self.timeouts = Timeouts(policy)
         self.tally = Tally()
         self.rejections = Rejections()
+        self.poison = PoisonRequests()
 
     def note_report(self, worker: str, report: Report) -> None:
         """Add up the waits of a worker that timed out; unknown kinds are rejected."""

@@ -56,6 +56,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
             pb.TimeoutStatus(**fields_of(one)) for one in (*pool.counters.timeouts.all(), *election)
         ],
         policy=_policy_status(pool),
+        poison_requests=pool.counters.poison.total,
         epochs=[
             pb.EpochStatus(**fields_of(record, but=("opened_s",)), opened_unix_s=record.opened_s)
             for record in pool.membership.epochs

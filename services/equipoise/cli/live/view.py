@@ -285,7 +285,7 @@ def balance_text(balancedness: float, *, digits: int = 3) -> Text:
 
 
 def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
-    """Quarantined workers, ranks in trouble, timeouts, rejections: a row each, if any."""
+    """Quarantined workers, ranks in trouble, poison, timeouts, rejections: a row each, if any."""
     table = _rows()
     for one in status.quarantined:
         table.add_row("quarantined", Text(_quarantine_text(one), style="red"))
@@ -295,6 +295,9 @@ def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
     if len(in_trouble) > _NUM_TROUBLES:
         more = len(in_trouble) - _NUM_TROUBLES
         table.add_row("", Text(f"and {more} more ranks", style="red"))
+    if status.poison_requests:
+        text = f"{status.poison_requests} requests rejected: ranks failed while running them"
+        table.add_row("poison", Text(text, style="yellow"))
     for timeout in status.timeouts:
         if timeout.reached:
             table.add_row(
