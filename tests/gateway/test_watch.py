@@ -12,8 +12,8 @@ from equipoise.gateway.rank_table import RankTable
 from equipoise.gateway.watch import follow, ranks_of_status
 from equipoise.settings.address import parse_address
 from equipoise.trust.credentials import Credentials
-from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import gateway_link_pb2, gateway_link_pb2_grpc, status_pb2_grpc
+from equipoise_api.v1 import status_pb2 as pb
 from tests.support.limits import variants
 from tests.support.scripted_ranks import BOUND_S
 

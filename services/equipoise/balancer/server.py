@@ -277,7 +277,15 @@ def _add_services(
     watched = _HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(watched, server)
     reflection.enable_server_reflection(
-        (_WORKER_LINK, _GATEWAY_LINK, _STATUS, _ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (
+            _WORKER_LINK,
+            _GATEWAY_LINK,
+            _STATUS,
+            _ADMIN,
+            health.SERVICE_NAME,
+            reflection.SERVICE_NAME,
+        ),
+        server,
     )
     return watched
 

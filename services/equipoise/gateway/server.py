@@ -109,9 +109,7 @@ async def serve(
     stopped = asyncio.create_task(stop.wait())
     watching = [
         asyncio.create_task(
-            _follow(
-                one, settings, pool=pool, stop=stop, credentials=credentials, tally=tally
-            )
+            _follow(one, settings, pool=pool, stop=stop, credentials=credentials, tally=tally)
         )
         for pool, one in tables.items()
     ] + [asyncio.create_task(probe.run()) for probe in probes]
