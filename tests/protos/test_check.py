@@ -40,7 +40,7 @@ def edit(path, old, new):
 
 def test_the_committed_contract_is_valid(check, capsys):
     assert check.main() == 0
-    assert "4 .proto files" in capsys.readouterr().out
+    assert "5 .proto files" in capsys.readouterr().out
 
 
 def test_a_stub_that_differs_from_its_proto_is_named_with_the_remedy(check, copy):
