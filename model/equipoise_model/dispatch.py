@@ -9,16 +9,12 @@ Both data planes begin a step here and read its tables; they differ in what foll
 
 No row is ever dropped, however skewed the routing.
 
-In the plain plane a layer costs two all-to-all exchanges: rows travel with their slots, each rank
-runs its own slots' experts, and every output returns separately. A group of more ranks than a row
-has choices sends a row only to the ranks of its experts, once each, which costs an exchange of
-counts before. A smaller group sends every row to all ranks: that adds few bytes, and the number of
-exchanges determines the time of a small step (docs/overlap.md has figures). On GPUs the kernels'
-`EpBuffer` sends counts with the rows, and the host does not need them.
+In the plain plane, rows travel by the exchanges of `hops`: directly, or over a rank of each node.
+On GPUs the kernels' `EpBuffer` sends counts with the rows, and the host does not need them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -29,12 +25,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from equipoise_kernels.nodes import Nodes
 from equipoise_kernels.plain.permute import permute_rows, slot_order, unpermute_rows
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.config import ModelConfig
 from equipoise_model.exchange import RowExchange
 from equipoise_model.experts import PhysicalSlots
 from equipoise_model.fp8.slot_exchange import SlotExchange
+from equipoise_model.hops import Choices, RunPairs, no_hop, no_rows, one_hop, two_hops
+from equipoise_model.node_traffic import NodeSpread, NodeTraffic
 from equipoise_model.overlap import Order, Stage, Stages
 from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.router import Routing
@@ -65,10 +64,15 @@ class ExpertParallel:
         exchange: SlotExchange | None = None,
         pace_s_per_row: float = 0.0,
         order: Order = Order.PREFILL,
+        traffic: NodeTraffic | None = None,
+        sums_on_nodes: bool = False,
     ) -> None:
         assert placement.num_ranks == ranks.count
         assert exchange is None or not ranks.alone
         self._exchange = exchange
+        self._traffic = traffic
+        self._sums_on_nodes = sums_on_nodes
+        self._is_two_hop = False
         self._order = order
         self._pace_s_per_row = pace_s_per_row
         self._placement = placement
@@ -76,7 +80,7 @@ class ExpertParallel:
         self._slot_load_LS = _no_rows(placement)
         self._previous: SlotLoad | None = None
         self._num_tokens_seen = 0
-        self._agreed: tuple[tuple[int, ...], ...] | None = None
+        self._agreed: Sequence[Sequence[int]] | None = None
 
     @classmethod
     def local(
@@ -109,6 +113,8 @@ class ExpertParallel:
         exchange: SlotExchange | None = None,
         pace_s_per_row: float = 0.0,
         order: Order = Order.PREFILL,
+        nodes: Nodes | None = None,
+        sums_on_nodes: bool = False,
     ) -> Self:
         """This process's rank of a group; all ranks start with the same placement.
 
@@ -116,13 +122,22 @@ class ExpertParallel:
         generation. In the plain plane, a layer's experts take at least `pace_s_per_row` seconds for
         each assignment that this rank receives; the rank sleeps for the rest. The micro-batches of
         a step take turns in an `order` that is the same on all ranks.
+
+        `nodes` are those of the ranks, one by default. With `sums_on_nodes`, outputs are summed on
+        their nodes in steps of two hops.
         """
+        ranks, traffic = RowExchange.of_group(group), None
+        if nodes is not None and nodes.count > 1:
+            device = placement.replica_count.device
+            traffic = NodeTraffic(nodes, rank=ranks.rank, device=device)
         return cls(
             placement,
-            ranks=RowExchange.of_group(group),
+            ranks=ranks,
             exchange=exchange,
             pace_s_per_row=pace_s_per_row,
             order=order,
+            traffic=traffic,
+            sums_on_nodes=sums_on_nodes,
         )
 
     @property
@@ -135,14 +150,21 @@ class ExpertParallel:
         """The current generation's tables."""
         return self._placement
 
-    def agree(self, tokens_by_batch: Sequence[Sequence[int]]) -> None:
+    @property
+    def spread(self) -> NodeSpread | None:
+        """How this rank's rows have spread over nodes; None if there is only one."""
+        return None if self._traffic is None else self._traffic.spread()
+
+    def agree(self, tokens_by_batch: Sequence[Sequence[int]], *, is_two_hop: bool = False) -> None:
         """Set how many rows each rank brings to each micro-batch of the next step.
 
-        Both follow from the step's headers. Without it, a distributed `begin_step` gathers the
+        `is_two_hop` sends rows of this step and those that follow over a rank of each node. All
+        this follows from the step's headers. Without it, a distributed `begin_step` gathers the
         numbers of a single micro-batch, at the cost of one exchange.
         """
         assert all(len(tokens_by_rank) == self._ranks.count for tokens_by_rank in tokens_by_batch)
-        self._agreed = tuple(map(tuple, tokens_by_batch))
+        self._is_two_hop = is_two_hop and self._traffic is not None
+        self._agreed = tokens_by_batch
 
     def begin_step(self, *, num_tokens: int) -> "ExpertStep":
         """Start a forward step with `num_tokens` rows of this rank, possibly 0.
@@ -152,7 +174,7 @@ class ExpertParallel:
         """
         tokens_by_batch, self._agreed = self._agreed, None
         if tokens_by_batch is None:
-            tokens_by_batch = (self._ranks.swap_numbers([num_tokens] * self._ranks.count),)
+            tokens_by_batch = self._ranks.swap_numbers([[num_tokens] * self._ranks.count])
         tokens_by_rank = tuple(map(sum, zip(*tokens_by_batch, strict=True)))
         assert tokens_by_rank[self._ranks.rank] == num_tokens
         # Ranks take turns in one sequence, so that their choices of replicas interleave too.
@@ -170,6 +192,9 @@ class ExpertParallel:
             slot_load_LS=self._slot_load_LS,
             exchange=self._exchange,
             pace_s_per_row=self._pace_s_per_row,
+            traffic=self._traffic,
+            is_two_hop=self._is_two_hop,
+            sums_on_nodes=self._sums_on_nodes,
         )
 
     def close(self) -> None:
@@ -218,9 +243,9 @@ class ExpertStep:
     """Tables of the generation that the step runs in."""
     ranks: RowExchange
     """The ranks that take the step."""
-    tokens_by_rank: tuple[int, ...]
+    tokens_by_rank: Sequence[int]
     """Rows that each rank brings."""
-    tokens_by_batch: tuple[tuple[int, ...], ...] = ()
+    tokens_by_batch: Sequence[Sequence[int]] = ()
     """The same for each of the step's micro-batches; empty for one of them."""
     order: Order = Order.PREFILL
     """In which order they take turns."""
@@ -234,6 +259,12 @@ class ExpertStep:
     """Whether the step is captured, or the one before a capture, which must launch the same."""
     pace_s_per_row: float = 0.0
     """Least seconds of a layer's experts for each assignment."""
+    traffic: NodeTraffic | None = None
+    """Counts rows by node; None if there is only one."""
+    is_two_hop: bool = False
+    """Whether rows travel over a rank of each node."""
+    sums_on_nodes: bool = False
+    """Whether outputs are summed on their nodes before they return in two hops."""
     _layer: int = 0
 
     @property
@@ -264,7 +295,7 @@ class ExpertStep:
         assert num_tokens in (0, self.token_ids_T.shape[0])
         return replace(
             self,
-            tokens_by_rank=tuple(tokens_by_rank),
+            tokens_by_rank=tokens_by_rank,
             token_ids_T=self.token_ids_T[:num_tokens],
             is_captured=False,
             _layer=layer,
@@ -285,20 +316,45 @@ class ExpertStep:
         assert x_TD.shape[0] == self.token_ids_T.shape[0]
         assert experts.num_slots == self.placement.slots_per_rank
         slots_TK = self._choose_slots(routing.expert_ids_TK, layer=layer)
-        here = partial(
+        run = partial(
             _run_pairs,
             experts=experts,
             load_S=self.slot_load_LS[layer],
             top_k=slots_TK.shape[1],
             pace_s_per_row=self.pace_s_per_row,
         )
-        if self.ranks.alone:
-            y_ND = yield from _stages_here(x_TD, slots_TK, here)
-        else:
-            y_ND = yield from self._stages_everywhere(x_TD, slots_TK, here)
-        y_TD = _combine(y_ND, routing.weights_TK)
+        choices = Choices(
+            slots_TK=slots_TK,
+            weights_TK=routing.weights_TK,
+            slots_per_rank=self.placement.slots_per_rank,
+        )
+        y_TD = yield from self._travel(x_TD, choices, run)
         yield Stage.COMBINED
         return y_TD
+
+    def _travel(self, x_TD: Tensor, choices: Choices, run: RunPairs) -> Stages[Tensor]:
+        if self.ranks.alone:
+            return no_hop(x_TD, choices, run)
+        if not any(self.tokens_by_rank):
+            return no_rows(x_TD)
+        if self.is_two_hop:
+            assert self.traffic is not None
+            return two_hops(
+                x_TD,
+                choices,
+                ranks=self.ranks,
+                traffic=self.traffic,
+                run=run,
+                sums_on_nodes=self.sums_on_nodes,
+            )
+        return one_hop(
+            x_TD,
+            choices,
+            ranks=self.ranks,
+            tokens_by_rank=self.tokens_by_rank,
+            traffic=self.traffic,
+            run=run,
+        )
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
         share_ends = self.placement.share_ends
@@ -310,50 +366,6 @@ class ExpertStep:
             share_ends_ER=None if share_ends is None else share_ends[layer],
         )
         return self.placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
-
-    def _stages_everywhere(
-        self, x_TD: Tensor, slots_TK: Tensor, here: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Stages[Tensor]:
-        """Compute what `_stages_here` does, on all ranks together."""
-        ranks, num_slots, dim = self.ranks, self.placement.slots_per_rank, x_TD.shape[1]
-        if not any(self.tokens_by_rank):
-            yield Stage.SENT
-            yield Stage.COMPUTED
-            return x_TD.new_zeros(0, dim)
-        ranks_TK = slots_TK // num_slots
-        is_exact = ranks.count > slots_TK.shape[1]
-        wanted_RT = torch.full((ranks.count, len(x_TD)), not is_exact, device=x_TD.device)
-        wanted_RT.scatter_(0, ranks_TK.T, value=True)
-        send = wanted_RT.sum(1).tolist()
-        receive = ranks.swap_numbers(send) if is_exact else self.tokens_by_rank
-        # Slots travel next to their row, reinterpreted as its dtype; nothing computes with them.
-        message = torch.cat([x_TD, slots_TK.to(torch.int32).view(x_TD.dtype)], dim=1)
-        rows = ranks.begin_exchange(message[wanted_RT.nonzero()[:, 1]], send=send, receive=receive)
-        yield Stage.SENT
-        message = rows()
-        x_AD, slots_AK = message[:, :dim], message[:, dim:].contiguous().view(torch.int32)
-        here_AK = slots_AK.to(torch.int64) - ranks.rank * num_slots
-        own_AK = (here_AK >= 0) & (here_AK < num_slots)
-        pairs_N = own_AK.flatten().nonzero().squeeze(1)
-        ranks_N = ranks_TK.flatten()
-        outputs = ranks.begin_exchange(
-            here(x_AD, pairs_N, here_AK.flatten()[pairs_N]),
-            send=[int(rows.sum()) for rows in own_AK.split(list(receive))],
-            receive=torch.bincount(ranks_N, minlength=ranks.count).tolist(),
-        )
-        yield Stage.COMPUTED
-        return unpermute_rows(outputs(), slot_order(ranks_N))
-
-
-def _stages_here(
-    x_TD: Tensor, slots_TK: Tensor, here: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Stages[Tensor]:
-    """Return the outputs of all T * K assignments, by row and then choice, on a rank alone."""
-    yield Stage.SENT
-    slots_N = slots_TK.flatten()
-    y_ND = here(x_TD, torch.arange(slots_N.shape[0], device=slots_N.device), slots_N)
-    yield Stage.COMPUTED
-    return y_ND
 
 
 def _run_pairs(
@@ -378,19 +390,6 @@ def _run_pairs(
             paced_s = pace_s_per_row * slots_N.shape[0]
             time.sleep(max(0.0, paced_s - (time.perf_counter() - began)))
         return y_ND
-
-
-def _combine(y_ND: Tensor, weights_TK: Tensor) -> Tensor:
-    """Sum a row's choices in float32, weighted, choice 0 first.
-
-    The fixed order makes the sum independent of the layout, to the last bit.
-    """
-    y_TKD = y_ND.float().view(*weights_TK.shape, y_ND.shape[-1])
-    weighted_TKD = y_TKD * weights_TK.unsqueeze(-1)
-    total_TD, *others = weighted_TKD.unbind(1)
-    for choice_TD in others:
-        total_TD = total_TD + choice_TD
-    return total_TD
 
 
 def _no_rows(placement: PlacementTables) -> Tensor:

@@ -50,17 +50,25 @@ class RowExchange:
         """Release the group; its threads and sockets end with its last user."""
         self._group = None
 
-    def swap_numbers(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Send each rank its number and return the number that each sent to this one.
+    def swap_numbers(self, numbers: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Swap several numbers with each rank, at the cost of one exchange.
+
+        Args:
+            numbers: several lists, each of one number for each rank.
+
+        Returns:
+            The same lists, of the numbers that each rank sent to this one.
 
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
         """
         if self.alone:
-            return tuple(numbers)
+            return [list(of_ranks) for of_ranks in numbers]
         ones = [1] * self.count
-        swapped = self.exchange(torch.tensor(numbers).unsqueeze(1), send=ones, receive=ones)
-        return tuple(int(number) for number in swapped.flatten())
+        swapped: list[list[int]] = self.exchange(
+            torch.tensor(numbers).T, send=ones, receive=ones
+        ).T.tolist()
+        return swapped
 
     def exchange(self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send each rank its share of the rows and receive one from each, in rank order.

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from equipoise_kernels.nodes import Nodes
 from equipoise_model import dispatch
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
@@ -48,7 +49,11 @@ def _batch(spans):
     )
 
 
-def take(case, *, rank, num_ranks, order, second):
+NODES = (0, 1, 0)
+"""Node of each rank in steps whose rows travel by two hops."""
+
+
+def take(case, *, rank, num_ranks, order, second, is_two_hop=False):
     """Logits, loads and latents after two steps.
 
     The last one is cut so that the ranks' second micro-batches have `second` rows; None: uncut.
@@ -56,18 +61,21 @@ def take(case, *, rank, num_ranks, order, second):
     placement = PlacementTables.from_layout(
         case["layout"], num_experts=8, num_ranks=num_ranks, generation=1
     )
-    experts = ExpertParallel.distributed(placement, group=dist.group.WORLD, order=order)
+    experts = ExpertParallel.distributed(
+        placement, group=dist.group.WORLD, order=order, nodes=Nodes(of_rank=NODES[:num_ranks])
+    )
     model = part_of(case, rank=rank, num_ranks=num_ranks, row_block=16)
     cache = LatentCache(case["config"], num_blocks=4, max_len=32)
     before, batch = batch_of(rank)
     tokens = [3, 0, 0][:num_ranks]
-    experts.agree([tokens])
+    experts.agree([tokens], is_two_hop=is_two_hop)
     model.step(before, cache, experts)
     tokens = TOKENS[:num_ranks]
     if second is None:
-        experts.agree([tokens])
+        batches = [tokens]
     else:
-        experts.agree([[all_ - cut for all_, cut in zip(tokens, second, strict=True)], second])
+        batches = [[all_ - cut for all_, cut in zip(tokens, second, strict=True)], second]
+    experts.agree(batches, is_two_hop=is_two_hop)
     logits = model.step(batch, cache, experts).logits_SV
     latents = b"".join(cache.read_block(block) for block in range(4))
     return logits, experts.loads()[0].slot_load_LS, latents
@@ -111,6 +119,9 @@ def main(rank, num_ranks, rendezvous, models, result):
     cuts = list(itertools.product(*(range(1 + tokens) for tokens in TOKENS[:num_ranks])))
     for order, second in itertools.product(Order, cuts):
         seen[order.name, second] = take(case, **place, order=order, second=list(second))
+        seen[order.name, "two hops", second] = take(
+            case, **place, order=order, second=list(second), is_two_hop=True
+        )
     torch.save(seen, result)
     seen["last words"] = die_between_dispatch_and_combine(case, **place)
     torch.save(seen, result)

@@ -44,6 +44,7 @@ def runs(tmp_path_factory):
             for size in GROUP_SIZES
             for rank in range(size)
         ],
+        timeout_s=250,
     )
     return {
         size: [torch.load(folder / f"{size}-{rank}", weights_only=False) for rank in range(size)]
@@ -51,13 +52,14 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.mark.parametrize("hops", [(), ("two hops",)])
 @pytest.mark.parametrize("order", ["PREFILL", "DECODE"])
 @pytest.mark.parametrize("size", GROUP_SIZES)
-def test_no_cut_changes_a_bit_of_logits_loads_or_latents(runs, size, order):
+def test_no_cut_changes_a_bit_of_logits_loads_or_latents(runs, size, order, hops):
     cuts = list(product(*(range(1 + tokens) for tokens in TOKENS[:size])))
     assert len(cuts) == 14
     for rank, cut in product(range(size), cuts):
-        logits, loads, latents = runs[size][rank][order, cut]
+        logits, loads, latents = runs[size][rank][order, *hops, cut]
         expected_logits, expected_loads, expected_latents = runs[size][rank]["uncut"]
         assert logits.shape == (TOKENS[rank], CONFIG.vocab_size)
         assert torch.equal(logits, expected_logits), (rank, cut)
