@@ -306,6 +306,11 @@ class Faults:
         self.gaps.begin(name, for_s)
         self._until(for_s + (AFTER_S if self.gaps.is_alone else 0.0), lambda: None)
 
+    def do_broken_groups(self, for_s: float) -> None:
+        """Groups form, and no rank can exchange anything with its peers."""
+        self.broken_groups.begin(for_s)
+        self._until(for_s, self.broken_groups.end)
+
     def do_slow_worker(self, name: str, for_s: float) -> None:
         self.slowness[name] = 4.0
         self._until(for_s, self.slowness.pop, name, None)

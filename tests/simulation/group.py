@@ -31,6 +31,8 @@ class Rendezvous:
         self.on_effect: Callable[[str], None] = lambda _kind: None
         self.unreachable: dict[str, str] = {}
         """Workers that no peer reaches, as the host of a rendezvous or as any rank."""
+        self.is_broken = False
+        """Whether no group can exchange anything, once it has formed."""
 
     def host(self, process: Process, address: str) -> None:
         alive = {at: one for at, one in self._hosts.items() if one[0].alive}
@@ -123,6 +125,9 @@ class Mesh:
         Raises:
             GroupError: a peer is gone or does not answer in time.
         """
+        if self.rendezvous.is_broken and self.num_ranks > 1:
+            self.rendezvous.on_effect("broken_groups")
+            raise GroupError("a peer rank failed or hangs: no route to host")
         self._round += 1
         number = self._round
         received = self._headers.setdefault(number, {})

@@ -57,6 +57,8 @@ class Observer:
         self._groups: dict[str, tuple[int, Any]] = {}
         self._traces: dict[str, str] = {}
         self.num_steps = self.num_switches = self.num_plans = self.num_epochs = self.num_terms = 0
+        self.num_opened = 0
+        """Epochs of the pool that the store has recorded, whether or not their ranks served."""
 
     # What is recorded ---------------------------------------------------------------------------
 
@@ -274,6 +276,8 @@ class Observer:
                 if key[1] == POOL:
                     self._world.watch.accepted(after["term"], value)
                 known = before.get(key)
+                is_new = known is None or known.epoch != value.epoch
+                self.num_opened += is_new and key[1] == POOL
                 if known is not None and known.epoch > value.epoch:
                     self.violate("epoch-falls", f"{known.epoch} to {value.epoch} in the store")
 

@@ -22,6 +22,9 @@ GAP_SHARE, LONE_GAP_SHARE = 0.1, 0.01
 """Shares of the schedules with gaps among other faults, of those that could have them, and of
 schedules with gaps only. They take several times as long as others."""
 
+BROKEN_S = (5.0, 40.0)
+"""How long no group works: longer than other faults, because retries must become seldom."""
+
 RESTART_SHARE = 0.5
 """Share of faults of a disk with which all workers restart: otherwise experts come from peers."""
 
@@ -159,6 +162,7 @@ MAKERS: dict[str, Any] = {
         round(r.uniform(0.0, 3.0), 2),
     ),
     "lose_control_plane": lambda r: (_duration(r),),
+    "broken_groups": lambda r: (round(r.uniform(*BROKEN_S), 2),),
 }
 """What may happen: arguments of each kind from a random source."""
 
@@ -178,6 +182,7 @@ LATER = (
     "lose_store_behind_leader",
     "set_store_back_behind_leader",
     "lose_control_plane",
+    "broken_groups",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

@@ -20,6 +20,7 @@ from equipoise.wire.balancer_messages import BalancerMessage
 from equipoise.worker.settings import WorkerSettings
 from tests.simulation import liars, operators
 from tests.simulation.balancer import SimBalancer
+from tests.simulation.broken_groups import BrokenGroups
 from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
 from tests.simulation.faults import Faults
 from tests.simulation.gaps import ReportGaps
@@ -104,6 +105,7 @@ class World(Faults):
         self.operators = operators.Operators(self)
         self.watch = LeaderWatch(self)
         self.rot, self.gaps = BitRot(self), ReportGaps(self)
+        self.broken_groups = BrokenGroups(self)
         self.reports = FalseReports(self)
         self.liar: Process | None = None
         self.odd = ""

@@ -1,4 +1,4 @@
-"""`Interruptions`: workers that end one epoch after another although no other rank is missing.
+"""`Interruptions`: epochs that end although no rank is missing, and the workers that end them.
 
 Each loss of a group costs all ranks a pause, and the worker that is blamed need not be at fault: a
 flaky network looks the same. So no worker is excluded for good, but each time for longer.
@@ -8,6 +8,9 @@ first report only shows which timeout was shorter. Then those are blamed that se
 not connect to (`reachability`). If the reports do not show that, the ranks that were not in the
 latest group that served are blamed if only some were not, otherwise rank 0, which hosts the
 rendezvous.
+
+If no group works whoever is in it, because ranks cannot exchange rows for example, blame does not
+help. So after a few epochs in a row that failed at once, the next ones open ever later.
 """
 
 import math
@@ -15,6 +18,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from equipoise.planning.setbacks import Setbacks
 from equipoise.pool.effects import Chain, Log
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
@@ -39,6 +43,19 @@ LONG_WAIT_S = 30.0
 COST_FACTOR = 10
 """If ranks do not meet, the worker blamed is excluded this many times as long as they waited."""
 
+FAILED_S = 5.0
+"""An epoch failed at once if its ranks served for less, or if they did not serve and gave up within
+that time."""
+
+MAX_FAILED = 3
+"""Epochs in a row that may fail at once before the next one has to wait."""
+
+FIRST_INTERVAL_S = 1.0
+"""Seconds from one epoch to the next after that; twice as long after each further failure."""
+
+MAX_INTERVAL_S = 30.0
+"""The longest such interval."""
+
 MAX_WORKERS = 64
 """Workers that are remembered; of more, those that ended an epoch least recently are forgotten."""
 
@@ -57,8 +74,10 @@ class Interruptions:
     def __init__(self, *, roster: Roster) -> None:
         self._roster = roster
         # Ranks that reported the end of the epoch, the first one first, and whether they said which
-        # peers they could not reach.
+        # peers they could not reach; what the first one said.
         self._enders: dict[str, bool] = {}
+        self._why = ""
+        self._is_judged = False
         self._reachability = Reachability()
         self._opened_s = self._ended_s = math.inf
         self._serving_since_s: float | None = None
@@ -67,6 +86,8 @@ class Interruptions:
         self._short: dict[str, int] = {}
         self._absences: dict[str, _Absence] = {}
         self._failed_hosts: dict[str, None] = {}
+        # Epochs that failed at once, by when they opened.
+        self._failed = Setbacks()
 
     @property
     def failed_hosts(self) -> Container[str]:
@@ -86,10 +107,14 @@ class Interruptions:
 
     def begin_epoch(self, *, now: float) -> None:
         """A long epoch makes up for what its ranks did before. It runs before ranks change."""
-        if self._served_s(now=now) >= SHORT_S:
+        served_s = self._served_s(now=now)
+        if served_s >= SHORT_S:
             for member in self._roster.seated():
                 self._short.pop(member.name, None)
+        if served_s >= FAILED_S:
+            self._failed = Setbacks()
         self._enders.clear()
+        self._is_judged = False
         self._opened_s, self._serving_since_s, self._ended_s = now, None, math.inf
 
     def note_serving(self, *, now: float) -> None:
@@ -101,6 +126,8 @@ class Interruptions:
     def note_end(self, member: Member, *, lost: GroupLost | None, now: float) -> None:
         """A rank reports that it cannot continue in the epoch, perhaps that its group is lost."""
         roster, name = self._roster, member.name
+        if not self._enders:
+            self._why = f"{name}: {lost.reason if lost is not None else 'it rejected the epoch'}"
         self._enders[name] = self._enders.get(name, False) or lost is not None
         self._ended_s = min(self._ended_s, now)
         if lost is not None:
@@ -111,7 +138,8 @@ class Interruptions:
     def judge(self, *, silent: Container[str], now: float) -> Chain:
         """Another epoch is due: exclude the worker that ended this one if it does so repeatedly.
 
-        No worker is blamed if a rank is gone, has restarted or is `silent`.
+        No worker is blamed if a rank is gone, has restarted or is `silent`. An epoch is judged
+        once, however long the next one has to wait.
         """
         enders = tuple(self._enders)
         reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
@@ -120,11 +148,18 @@ class Interruptions:
         is_complete = len(seated) == self._roster.num_ranks and all(
             member.connected and member.name not in silent for member in seated
         )
-        if not enders or not is_complete or self._served_s(now=now) >= SHORT_S:
+        is_short = self._served_s(now=now) < SHORT_S
+        if self._is_judged or not (enders and is_complete and is_short):
             return ()
+        self._is_judged = True
+        warning = self._note_failure(now=now)
         if self._serving_since_s is not None or 2 * len(enders) <= len(seated):
-            return self._count(enders[0], now=now)
-        return self._judge_meeting(reporters, now=now)
+            return (*warning, *self._count(enders[0], now=now))
+        return (*warning, *self._judge_meeting(reporters, now=now))
+
+    def wait(self, *, now: float) -> str:
+        """Why the next epoch has to wait; empty if it may open."""
+        return self._describe_failures() if now < self._may_open_s else ""
 
     def recall(self) -> Chain:
         """Let one return, because too few slots are left: an interrupted pool is better than none.
@@ -157,6 +192,8 @@ class Interruptions:
         else:
             blame, culprits = self._count, (seated[0].name,)
             what = f"{missed} at its rendezvous: check that peers can reach --rendezvous-port"
+            if self._has_failed_at_once(now=now):  # Ranks wait for a rendezvous for longer.
+                what = f"the ranks of epoch {self._roster.epoch} met but formed no group"
         # They return one after another, so that the one at fault is found.
         chains = [
             blame(name, now=now, what=what, after=place) for place, name in enumerate(culprits)
@@ -191,7 +228,9 @@ class Interruptions:
         """
         has_served = self._serving_since_s is not None
         ended = self._short.get(worker, 0) + 1
-        self._remember(worker, count := max(ended, MAX_SHORT))
+        # Groups that fail at once whoever is in them say little about a worker.
+        count = MAX_SHORT if self._failed.count > MAX_FAILED else max(ended, MAX_SHORT)
+        self._remember(worker, count)
         waited_s = 0.0 if has_served else max(0.0, min(now - self._opened_s, SHORT_S))
         first_s = max(FIRST_ABSENCE_S, COST_FACTOR * waited_s)
         absence_s = min(first_s * 2.0 ** min(count - MAX_SHORT, 16), MAX_ABSENCE_S)
@@ -210,6 +249,36 @@ class Interruptions:
                 worker=worker,
                 epoch=self._roster.epoch,
             ),
+        )
+
+    def _note_failure(self, *, now: float) -> Chain:
+        """Count the epoch that has ended, if it failed at once."""
+        if not self._has_failed_at_once(now=now):
+            return ()
+        self._failed = self._failed.one_more(self._why, now=min(self._opened_s, now))
+        if now >= self._may_open_s:
+            return ()
+        text = self._describe_failures()
+        return (Log(text=text, is_warning=True, epoch=self._roster.epoch),)
+
+    def _has_failed_at_once(self, *, now: float) -> bool:
+        """Whether the epoch that has ended did so within `FAILED_S`."""
+        since_s = self._serving_since_s or min(self._opened_s, now)
+        return self._ended_s - since_s < FAILED_S
+
+    @property
+    def _may_open_s(self) -> float:
+        """From when on the next epoch may open."""
+        return self._failed.latest_s + self._failed.backoff_s(
+            first_s=FIRST_INTERVAL_S, longest_s=MAX_INTERVAL_S, num_free=MAX_FAILED - 1
+        )
+
+    def _describe_failures(self) -> str:
+        opens = datetime.fromtimestamp(self._may_open_s, UTC)
+        return (
+            f"{self._failed.count} epochs in a row failed within {FAILED_S:g} s although no rank "
+            f"was missing ({self._failed.reason}): epoch {self._roster.highest_epoch + 1} opens at "
+            f"{opens:%H:%M:%S} UTC"
         )
 
     def _served_s(self, *, now: float) -> float:

@@ -5,7 +5,7 @@ rank is sent an epoch before the store has recorded it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from equipoise.planning.membership import EpochDecision, next_epoch
 from equipoise.planning.moves import Move
@@ -267,15 +267,24 @@ class Membership:
                 *effects,
                 *(self._attendance.recall_excluded() or self._interruptions.recall()),
             )
-        if not opening.workers:
-            return effects
+        if opening.workers:
+            effects = (*effects, *self._open_or_wait(opening, shape, silent=silent, now=now))
+        return effects
+
+    def _open_or_wait(
+        self, opening: EpochDecision, shape: Hello, *, silent: Container[str], now: float
+    ) -> Chain:
+        """Open an epoch that is due, unless those before failed; without whom these blame."""
+        found: Chain = ()
         if opening.is_disputed or not opening.timeout:
             # Else a rank that hangs ended the epoch, no matter who reported it first.
             found = self._interruptions.judge(silent=silent, now=now)
-            effects = (*effects, *found)
-            if found and not self._interruptions.excluded.keys().isdisjoint(opening.workers):
-                return (*effects, *self._open_if_due(now=now))
-        return (*effects, *self._open(opening, shape, now=now))
+        if found and not self._interruptions.excluded.keys().isdisjoint(opening.workers):
+            return (*found, *self._open_if_due(now=now))
+        if waits := self._interruptions.wait(now=now):
+            self.opening = EpochDecision(reason=waits)
+            return found
+        return (*found, *self._open(opening, shape, now=now))
 
     def _take_over(self, choice: GroupChoice, *, now: float) -> Chain:
         """Ranks run an epoch that this balancer did not open, and now count."""

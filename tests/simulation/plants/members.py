@@ -58,6 +58,11 @@ MEMBER_PLANTS = {
         patches=lambda: [(Interruptions, "judge", always(()))],
         kinds=("lie", "kill_worker", "shift"),
     ),
+    "failures-unlimited": Plant(
+        breaks="a group that fails at once is formed again at once, however often",
+        patches=lambda: [(Interruptions, "wait", always(""))],
+        kinds=("broken_groups", "shift", "operator"),
+    ),
     "first-report-blamed": Plant(
         breaks="if ranks never meet, the one that reports it first is blamed, and not the host",
         patches=_first_to_report_blamed,
