@@ -133,10 +133,11 @@ async def test_paused_and_pinned_are_as_loud_as_serving(large):
         pills = """[...document.querySelectorAll('.pill')].filter((one) => one.offsetWidth)
           .map((one) => [one.textContent, getComputedStyle(one).fontSize].join())"""
         assert {one.split(",")[0] for one in await page.value(pills)} == {
-            "serving", "paused", "pinned",
+            "degraded", "paused", "pinned",
         }  # fmt: skip
         assert len({one.split(",")[1] for one in await page.value(pills)}) == 1
-        assert (await page.value(all_of("why")))[0] == "paused by admin/ann · pinned by admin/bob"
+        why = (await page.value(all_of("why")))[0]
+        assert why.endswith(" · paused by admin/ann · pinned by admin/bob")
 
 
 async def test_the_axis_starts_where_its_lowest_label_says(large):
@@ -147,6 +148,8 @@ async def test_the_axis_starts_where_its_lowest_label_says(large):
         assert f" {await page.value(lowest)}Z" in await page.value(area)
         labels = f"[...{CHART}.querySelectorAll('text')].map((one) => one.textContent)"
         assert (await page.value(labels))[:5] == ["1.0", "0.9", "0.8", "0.7", "0.6"]
+        times = f"[...{CHART}.querySelectorAll('.time')].map((one) => one.textContent)"
+        assert await page.value(times) == [f"14:{minute}" for minute in range(14, 24)]
 
 
 @pytest.mark.parametrize(("ranks", "layers"), [(320, 58), (16, 4)])
@@ -178,6 +181,55 @@ async def test_a_shared_expert_in_slots_is_counted_apart(large):
     large.pools["decode"][0]["model"] |= {"num_experts": 257, "has_shared_expert": True}
     async with looking_at(large) as page:
         await page.until(f"{all_of('figures')}[0].includes('58 · 256 experts and the shared one')")
+
+
+async def test_what_had_no_traffic_shows_no_data():
+    pool, heat = pictured_pool(ranks=8, layers=3)
+    heat["percent"][1] = None
+    async with looking_at(PicturedFleet((pool, heat))) as page:
+        await page.until(f"{HEAT_READ}.startsWith('busiest: layer 0')")
+        await page.value(f"{HEAT}.focus()")
+        for key in ("ArrowDown", "ArrowDown"):
+            await page.press(key)
+        assert (await page.value(HEAT_READ)).endswith(": no data")
+        await page.press("Escape")
+        heat["percent"] = [None] * 3
+        heat["window"] += 1
+        pool["balancedness"] = pool["balancedness_min_layer"] = None
+        for rank in pool["ranks"]:
+            rank["load_share"] = None
+        pool["decisions"] = [
+            {**pool["decisions"][0], "balancedness_current": None, "balancedness_proposed": None}
+        ]
+        await page.until(f"{HEAT_READ} === 'no data: the latest window had no traffic'")
+        figures = (await page.value(all_of("figures")))[0]
+        for name in ("balancedness", "worst layer", "busiest rank"):
+            assert f"{name}no data" in figures
+        cells = "[...document.querySelectorAll('[data-part=ranks] tr')].map((one) => one.innerText)"
+        assert all("no data" in row for row in await page.value(cells))
+        decisions = (await page.value(all_of("decisions")))[0]
+        assert decisions.endswith("640 moves · 26.2 GiB · planned in 1.84 s")
+
+
+async def test_fewer_ranks_than_intended_and_long_names_are_shown(large):
+    pool = large.pools["decode"][0]
+    pool["intended_ranks"] = 324
+    long = "eq-equipoise-worker-deepseek-v3-decode-ep320-160"
+    pool["ranks"][160] |= {"worker": long, "node": "ip-10-0-20-17.eu-central-1.compute.internal"}
+    async with looking_at(large) as page:
+        await page.until(f"{all_of('figures')}[0].includes('ranks320 of 324 · decode')")
+        cells = "[...document.querySelector('[data-part=ranks] tr').cells]"
+        name, node = (await page.value(f"{cells}.map((one) => one.innerText)"))[1:3]
+        assert name.splitlines()[0] == "eq-equipoise-wo…decode-ep320-160 silent"
+        assert node == "ip-10-0-20…te.internal"
+        assert await page.value(f"{cells}[1].firstChild.title") == long
+
+
+async def test_every_column_of_ranks_fits_a_phone(large):
+    async with looking_at(large, width=390) as page:
+        await page.until("document.querySelectorAll('[data-part=ranks] tr').length === 320")
+        table = "document.querySelector('.scroll')"
+        assert await page.value(f"{table}.scrollWidth - {table}.clientWidth") == 0
 
 
 async def test_every_empty_part_says_what_is_missing():

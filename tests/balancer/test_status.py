@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from equipoise.balancer.service.status import loads_response, pool_status, pool_summary
+from equipoise.balancer.service.status import (
+    decision_to_proto,
+    loads_response,
+    pool_status,
+    pool_summary,
+)
 from equipoise.cli.live.view import status_line
+from equipoise.pool.records import DecisionRecord
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -83,9 +89,27 @@ def test_a_window_without_traffic_measures_nothing(serving_harness, skewed):
     shown = as_json(idle)
     assert shown["balancedness"] is shown["balancedness_min_layer"] is None
     assert shown["windows"][0]["balancedness"] is None
+    assert [rank["load_share"] for rank in shown["ranks"]] == [None] * 4
     assert as_json(pool_summary(harness.pool))["balancedness"] is None
     assert "balancedness no data" in status_line(idle)
     assert "1.000" not in status_line(idle)
+
+
+def test_a_layer_without_traffic_counts_in_no_measure(serving_harness, skewed):
+    load = skewed(1)
+    load[1:] = 0
+    serving_harness.run_traffic(load, seconds=10)
+    status = pool_status(serving_harness.pool, now=serving_harness.now)
+    assert status.windows[0].max_over_mean == pytest.approx(1 / status.windows[0].balancedness)
+
+
+def test_a_decision_without_traffic_or_plan_has_no_balancedness():
+    idle = DecisionRecord(
+        time_unix_s=1.0, accepted=True, reason="r", base_generation=1, algorithm="rollback", moves=7
+    )
+    shown = as_json(decision_to_proto(idle))
+    assert shown["moves"] == 7
+    assert {shown[f"balancedness_{one}"] for one in ("current", "proposed", "realised")} == {None}
 
 
 def test_gone_and_silent_ranks_are_distinguished(serving_harness):

@@ -96,7 +96,7 @@ def test_the_page_is_small_and_brings_all_it_needs():
         if one.name.endswith((".html", ".css", ".js"))
     }
     assert set(page) == set(_TYPE_OF_FILE)
-    assert sum(map(len, page.values())) <= 46_000
+    assert sum(map(len, page.values())) <= 50_000
     for text in page.values():
         links = text.replace("http://www.w3.org/2000/svg", "").replace("`http://${host}", "")
         assert "http://" not in links
@@ -163,6 +163,13 @@ def test_of_very_many_ranks_columns_show_the_busiest(busy):
     assert heat["ranks_per_column"] == 4
     assert len(heat["percent"][0]) <= MAX_COLUMNS
     assert np.argmax(heat["percent"][1]) == 1
+
+
+def test_a_layer_without_load_has_no_cells(busy):
+    load = np.ones((3, 2 * MAX_COLUMNS))
+    load[1] = 0
+    heat = heat_of(replace(busy.windows.latest, rank_load=load))
+    assert [None if row is None else set(row) for row in heat["percent"]] == [{100}, None, {100}]
 
 
 async def test_of_very_many_ranks_those_in_trouble_are_listed(busy):

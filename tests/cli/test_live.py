@@ -1,6 +1,7 @@
 """`equipoise decisions`, `audit`, `epochs`, `loads` and `layout ...`, on a scripted balancer."""
 
 import json
+import math
 from concurrent import futures
 from dataclasses import replace
 
@@ -100,6 +101,14 @@ def address(balancer):
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(None).wait(10)
+
+
+def a_decision(**values):
+    """A verdict without traffic, but for the `values`."""
+    unknown = dict.fromkeys(
+        ("balancedness_current", "balancedness_proposed", "balancedness_realised"), math.nan
+    )
+    return pb.Decision(**{"time_unix_s": 1e9, "kind": "plan", **unknown, **values})
 
 
 def a_window(balancer):
@@ -260,6 +269,23 @@ def test_loads_are_readable_without_colour(address, balancer, capsys):
     assert "below the mean  ▁▂▃▄▅▆▇█ above" in out
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_layer_without_load_shows_no_cells(width):
+    heat = loads.Heat(
+        pool="decode",
+        generation=1,
+        rank_load=np.array([[1.0, 3.0], [0.0, 0.0]]),
+        expert_load=np.zeros((2, 8)),
+        shared_expert=None,
+    )
+    console = loads.console()
+    with console.capture() as caught:
+        console.print(loads.heat_view(heat, width=width, top=0, has_color=False))
+    lines = [line.split() for line in caught.get().splitlines()]
+    assert ["0", "0.667", "0.50", "1.50"] in lines
+    assert ["1", "no", "data"] in lines
+
+
 def test_loads_are_written_as_a_picture(address, balancer, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     a_window(balancer)
@@ -278,12 +304,14 @@ def test_a_pool_without_a_window_has_no_loads_yet(address):
 
 def test_decisions_are_shown_newest_first(address, balancer, capsys):
     balancer.decisions = [
-        pb.Decision(sequence=2, time_unix_s=1e9, accepted=True, reason="it pays", kind="plan"),
-        pb.Decision(sequence=1, time_unix_s=1e9, reason="it [b]does[/b] not", kind="plan"),
+        a_decision(sequence=2, accepted=True, reason="it pays", balancedness_current=0.9),
+        a_decision(sequence=1, reason="it [b]does[/b] not"),
     ]
     assert decisions.run(DecisionsSettings(address=address)) == 0
     out = capsys.readouterr().out
+    assert [out.count(words) for words in ("0.900 ", "→", "no data")] == [1, 0, 1]
     assert out.index("it pays") < out.index("it [b]does[/b] not")
+    assert "0.000" not in out
     assert decisions.run(DecisionsSettings(address=address, json=True, limit=1)) == 0
     (printed,) = json.loads(capsys.readouterr().out)["decisions"]
     assert (printed["sequence"], printed["accepted"], printed["reason"]) == (2, True, "it pays")

@@ -99,9 +99,17 @@ def test_an_interval_shorter_than_a_window_decides_at_each():
 
 
 def test_a_window_without_traffic_decides_nothing():
-    steps = run([skewed((0, 1)), np.zeros((2, 8)), skewed((0, 1))], Policy()).windows
+    replayed = run([skewed((0, 1)), np.zeros((2, 8)), skewed((0, 1))], Policy())
+    steps = replayed.windows
     assert [step.accepted is None for step in steps] == [False, True, False]
-    assert steps[1].balancedness == 1.0
+
+
+def test_a_window_without_traffic_measures_nothing():
+    replayed = run([skewed((0, 1)), np.zeros((2, 8)), skewed((0, 1))], None)
+    first, idle, last = replayed.windows
+    assert (idle.balancedness, first.next_kept, first.next_taken) == (None, None, None)
+    assert first.balancedness == last.balancedness < 1
+    assert replayed.balancedness_mean == replayed.balancedness_min == first.balancedness
 
 
 def test_a_shift_of_traffic_is_noticed_and_answered():

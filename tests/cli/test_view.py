@@ -1,9 +1,9 @@
 import io
+import math
 
 import pytest
 from rich.console import Console
 
-from equipoise.cli.display import format_bytes
 from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
 from equipoise.cli.live.view import (
     pool_view,
@@ -12,6 +12,7 @@ from equipoise.cli.live.view import (
     status_line,
     window_marks,
 )
+from equipoise.settings.sizes import format_bytes
 from equipoise_api.v1 import status_pb2 as pb
 
 
@@ -204,6 +205,18 @@ def test_an_unchecked_gain_shows_the_expectation():
     status.gains.add(generation=9, before_generation=7, outcome="open", gain_expected=0.125)
     text = " ".join(printed(pool_view(status), width=200).split())
     assert "generation 9 is expected to gain 0.125 over generation 7; to be" in text
+
+
+def test_ranks_without_traffic_have_no_load():
+    status = a_pool()
+    for rank in status.ranks:
+        rank.load_share = math.nan
+    text = printed(pool_view(status))
+    assert text.count("no data") == 4
+    assert "0.00x" not in text
+    few = printed(pool_view(status, fits=True), height=12)
+    assert "ranks" in few.splitlines()[-2]
+    assert "at most" not in few
 
 
 def test_an_empty_pool_is_shown():

@@ -56,6 +56,12 @@ def test_the_reported_balance_is_that_of_the_window():
     assert 0 < found.balancedness_proposed <= 1
 
 
+@pytest.mark.parametrize("window", [None, np.zeros((3, 6)), np.ones((2, 6))])
+def test_without_a_load_no_balance_is_reported(window):
+    found = given(layout_of(7), layout_of(3, shift=1), window=window)
+    assert found.balancedness_current == found.balancedness_proposed == 0
+
+
 @pytest.mark.parametrize(("num_ranks", "same"), [(2, True), (3, False)])
 def test_layouts_of_other_ranks_do_not_fit(num_ranks, same):
     assert fits(layout_of(1), layout_of(2, num_ranks=num_ranks)) is same

@@ -202,7 +202,7 @@ def test_new_shares_alone_are_judged_and_cost_a_switch_but_no_bytes():
     assert (verdict.moves, verdict.bytes, verdict.pull_s) == (0, 0, 0.0)
     assert verdict.reshared > 0
     assert verdict.lost_s == Policy().switch_stall_s
-    assert f"0 moves of 0.0 MiB in total and other shares in {verdict.reshared} slots" in (
+    assert f"0 moves of 0 B in total and other shares in {verdict.reshared} slots" in (
         verdict.reason
     )
     assert verdict.balancedness_proposed == pytest.approx(made.balancedness)

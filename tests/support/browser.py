@@ -40,13 +40,14 @@ class Page:
         self.faults = []
 
     async def look(self, *, width, height, dark=False):
-        """Have this window size and colour scheme from now on."""
+        """Have this window size and colour scheme from now on, and show times in UTC."""
         await self._send(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 500,
         )  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self._send("Emulation.setEmulatedMedia", features=[scheme])
+        await self._send("Emulation.setTimezoneOverride", timezoneId="UTC")
 
     async def goto(self, url):
         """Load a page, to the end of its own files."""

@@ -14,10 +14,10 @@ READ = "document.querySelector('[data-part=heat-read]').textContent.includes('me
 def fleets():
     """The fleet of each picture by file name, with the width and whether it is dark."""
     large = pictured_pool(ranks=320, layers=58)
-    small = pictured_pool(ranks=16, layers=8)
-    paused, heat = pictured_pool("decode", ranks=32, layers=16)
+    small = pictured_pool(ranks=16, layers=8, silent=False)
+    paused, heat = pictured_pool("decode", ranks=32, layers=16, silent=False)
     paused["hold"] = {"paused": "admin/ann (network maintenance)", "pinned": ""}
-    prefill = pictured_pool("prefill", phase="prefill", ranks=16, layers=16, seed=8)
+    prefill = pictured_pool("prefill", phase="prefill", ranks=16, layers=16, seed=8, silent=False)
     return {
         "page-320-ranks": (PicturedFleet(large), 1440, False),
         "page-two-pools": (PicturedFleet(prefill, (paused, heat)), 1800, False),

@@ -119,7 +119,9 @@ class RankStatus(_message.Message):
     active_requests: _builtins.int
     queued_requests: _builtins.int
     load_share: _builtins.float
-    """Share of the pool's load this rank received in the latest window, 0 to 1."""
+    """Share of the pool's load this rank received in the latest window, 0 to 1; not a number without
+    traffic.
+    """
     tokens_generated: _builtins.int
     """As in LoadReport."""
     host: _builtins.str
@@ -518,6 +520,7 @@ class PoolStatus(_message.Message):
     IMBALANCE_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
     POISON_REQUESTS_FIELD_NUMBER: _builtins.int
+    INTENDED_RANKS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -549,6 +552,8 @@ class PoolStatus(_message.Message):
     """Requests that gateways have rejected because ranks failed while running them, since the gateways
     started, as far as they have told this balancer.
     """
+    intended_ranks: _builtins.int
+    """Ranks that the pool is meant to have, by its workers' --num-ranks."""
     @_builtins.property
     def model(self) -> _worker_link_pb2.ModelShape: ...
     @_builtins.property
@@ -654,10 +659,11 @@ class PoolStatus(_message.Message):
         imbalance: Global___ImbalanceStatus | None = ...,
         advice: Global___AdviceStatus | None = ...,
         poison_requests: _builtins.int = ...,
+        intended_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advice: _TypeAlias = _typing.Literal["advice"]  # noqa: Y015
     _WhichOneofArgType__advice: _TypeAlias = _typing.Literal["_advice", b"_advice"]  # noqa: Y015
@@ -1111,9 +1117,11 @@ class Decision(_message.Message):
     base_generation: _builtins.int
     """Generation the decision started from."""
     balancedness_current: _builtins.float
-    """Balancedness of the running layout on the latest window."""
+    """Balancedness of the running layout on the latest window; not a number if it had no traffic, or
+    the decision is about no load.
+    """
     balancedness_proposed: _builtins.float
-    """Balancedness of the proposed layout on the latest window."""
+    """Balancedness of the proposed layout on the latest window; not a number if there is none."""
     moves: _builtins.int
     """Moves the proposal needs."""
     bytes: _builtins.int
@@ -1140,7 +1148,7 @@ class Decision(_message.Message):
     """Seconds of a step that the plan predicts; 0 if too little was measured."""
     balancedness_realised: _builtins.float
     """Of an outcome: balancedness as measured, whose expectation is balancedness_proposed; and what
-    the previous layout would have had is balancedness_current.
+    the previous layout would have had is balancedness_current. Of others not a number.
     """
     step_s_realised: _builtins.float
     """Of an outcome: seconds of a step as measured; 0 if not reported."""

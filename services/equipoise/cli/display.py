@@ -1,4 +1,4 @@
-"""How tables and lines show bytes, times and text."""
+"""How tables and lines show counts, times and text."""
 
 import io
 import json
@@ -7,18 +7,11 @@ from datetime import datetime
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
+NO_DATA = "no data"
+"""In place of a measure of nothing."""
+
 _PIPE_WIDTH = 2000
 """Columns of a pipe: no name and no reason is folded."""
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def format_bytes(count: float) -> str:
-    """A size with a binary unit: 1536 is "1.5 KiB"."""
-    unit = 0
-    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
 
 
 def format_count(number: int, noun: str) -> str:

@@ -1,5 +1,6 @@
 """Images of loads, replays and latencies. Needs matplotlib; imported only when one is drawn."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -70,7 +71,7 @@ def draw_replay(runs: Sequence[ReplayRun], path: Path, *, window_s: float) -> No
         switched = [i for i, window in enumerate(run.windows) if window.accepted]
         balance.plot(
             numbers,
-            [window.balancedness for window in run.windows],
+            [math.nan if one.balancedness is None else one.balancedness for one in run.windows],
             color=colour,
             label=run.name,
             marker="o" if switched and len(run.windows) <= _MARKED_WINDOWS else None,

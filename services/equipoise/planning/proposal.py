@@ -130,7 +130,7 @@ class LayoutProposal:
     bytes: int
     """Bytes to copy."""
     balancedness_current: float
-    """Of the latest window's load under the current layout; 1.0 without load."""
+    """Of the latest window's load under the current layout; 0 without load."""
     balancedness_proposed: float
     """The same under the target layout."""
 
@@ -180,6 +180,7 @@ def fits(layout: Layout, other: Layout) -> bool:
 
 
 def _balancedness(layout: Layout, window: Load | None) -> float:
-    if window is None or window.shape != (layout.num_layers, layout.num_experts):
-        return 1.0
+    shape = (layout.num_layers, layout.num_experts)
+    if window is None or window.shape != shape or not window.any():
+        return 0.0
     return balancedness(layout_loads(layout, window))

@@ -12,6 +12,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape
+from equipoise.settings.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def judge(
             reason=f"{algorithm} plan returns the expert groups of {returned_layers} layers to "
             f"their nodes, as the policy asks: balancedness on the latest window goes from "
             f"{before:.3f} to {after:.3f}; it takes {cost.moves} moves of "
-            f"{cost.bytes / 2**20:.1f} MiB in total, which cost {cost.lost_s:.3g} s of serving",
+            f"{format_bytes(cost.bytes)} in total, which cost {cost.lost_s:.3g} s of serving",
         )
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     return replace(
@@ -116,7 +117,7 @@ def judge(
         reason=f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
         f"{after:.3f} (on the average load from {on_average.before:.3f} to "
         f"{on_average.after:.3f}): {_gain_text(cost, costs)}; it takes {cost.moves} "
-        f"moves of {cost.bytes / 2**20:.1f} MiB in total{shares}, which cost "
+        f"moves of {format_bytes(cost.bytes)} in total{shares}, which cost "
         f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s "
         f"({costs.move_cost(policy).reason}); {shift.reason}",
     )
@@ -240,7 +241,7 @@ def _never_pays(cost: Verdict, policy: Policy) -> str | None:
     if cost.payback_s <= policy.payback_s:
         return None
     return (
-        f"the plan costs more than it gains: {cost.moves} moves of {cost.bytes / 2**20:.1f} MiB "
+        f"the plan costs more than it gains: {cost.moves} moves of {format_bytes(cost.bytes)} "
         f"in total cost {cost.lost_s:.3g} s of serving ({cost.pull_s:.3g} s of fetching) and pay "
         f"back after {cost.payback_s:.3g} s; the limit is {policy.payback_s:g} s"
     )

@@ -187,7 +187,6 @@ class Decisions:
                 reason=f"nothing is planned on this window: {doubt}",
                 base_generation=current.generation,
                 balancedness_current=window.balancedness,
-                balancedness_proposed=window.balancedness,
                 shift_detected=window.shift.detected,
                 policy_hash=self._policy.in_force.digest,
                 phase=window.phase,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from equipoise.planning.arrays import Bools, Indices, Load
-from equipoise.planning.balance import balancedness, balancedness_per_layer
+from equipoise.planning.balance import balancedness, balancedness_per_layer, mean_if_busy
 from equipoise.planning.counters import LoadCounters
 from equipoise.planning.errors import InvalidReportError
 from equipoise.planning.layout import Layout
@@ -212,7 +212,7 @@ class PoolLoads:
             rank_load=rank_load,
             balancedness=balancedness(rank_load),
             balancedness_min_layer=float(per_layer.min()),
-            max_over_mean=float((1 / per_layer).mean()),
+            max_over_mean=mean_if_busy(1 / per_layer, is_busy=rank_load.max(axis=1) > 0),
             assignments=float(load.expert_load.sum()),
             generation=generation,
             switched=self._generation_at_open not in {0, generation},

@@ -84,10 +84,10 @@ class DecisionRecord:
     """Generation that the pool ran."""
 
     balancedness_current: float = 0.0
-    """Balancedness of that generation on the latest window."""
+    """Balancedness of that generation on the latest window; 0 if there was no traffic."""
 
     balancedness_proposed: float = 0.0
-    """Balancedness of the plan on the latest window."""
+    """Balancedness of the plan on the latest window; 0 if not measured."""
 
     moves: int = 0
     """Slots that the plan changes."""
@@ -124,7 +124,7 @@ class DecisionRecord:
     """Seconds of a step that the plan predicts; 0 if too little was measured."""
 
     balancedness_realised: float = 0.0
-    """Of an outcome: balancedness as measured."""
+    """Of an outcome: balancedness as measured; 0 of others."""
 
     step_s_realised: float = 0.0
     """Of an outcome: seconds of a step as measured; 0 if not reported."""

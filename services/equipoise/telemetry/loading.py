@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from equipoise.settings.sizes import format_bytes
 from equipoise.telemetry.logs import LogFormat, about
 
 LINES_EVERY_S = 5.0
@@ -94,13 +95,11 @@ class _Lines:
         now_s = self._clock()
         if done >= total:
             took_s = now_s - self._began_s
-            self._say(
-                f"loaded {self._what}: {total / 2**20:,.1f} MiB in {took_s:.1f} s", done, total
-            )
+            self._say(f"loaded {self._what}: {format_bytes(total)} in {took_s:.1f} s", done, total)
         elif now_s - self._last_s >= LINES_EVERY_S:
             self._last_s = now_s
             percent = 100 * done // total
-            self._say(f"loading {self._what}: {percent} % of {total / 2**20:,.1f} MiB", done, total)
+            self._say(f"loading {self._what}: {percent} % of {format_bytes(total)}", done, total)
 
 
 def _log_line(line: str, done: int, total: int) -> None:

@@ -41,6 +41,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         epoch=pool.roster.epoch,
         generation=pool.layouts.stored_generation or 0,
         ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
+        intended_ranks=pool.roster.intended_ranks,
         windows_closed=pool.windows.num_closed,
         interval_s=pool.policy.values.interval_s,
         rejections=[pb.RejectionStatus(**fields_of(one)) for one in pool.counters.rejections.all()],
@@ -130,8 +131,11 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
 
 
 def decision_to_proto(decision: DecisionRecord) -> pb.Decision:
-    """A decision as it was recorded."""
-    return pb.Decision(**fields_of(decision))
+    """A decision as it was recorded, with what was not measured as not a number."""
+    status = pb.Decision(**fields_of(decision))
+    for name in ("balancedness_current", "balancedness_proposed", "balancedness_realised"):
+        setattr(status, name, getattr(decision, name) or math.nan)
+    return status
 
 
 def audit_to_proto(record: AuditRecord) -> pb.AuditRecord:
@@ -218,7 +222,7 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         generation=member.generation,
         staged_generation=member.staged_generation,
         silent_s=max(0.0, now - member.last_heard_s),
-        load_share=_of_rank(latest.load_shares, member.rank),
+        load_share=_of_rank(latest.load_shares, member.rank, unknown=math.nan),
         busy_step_us=round(_of_rank(latest.busy_step_us, member.rank)),
         slowdown=_of_rank(latest.slowdowns, member.rank),
         **({} if member.stats is None else fields_of(member.stats, but=_NOT_SHOWN)),
@@ -236,9 +240,9 @@ def _rank_state(pool: Pool, member: Member) -> str:
     return "leaving" if member.draining else "connected"
 
 
-def _of_rank(values: Sequence[float], rank: int) -> float:
-    """A rank's value; 0 for a rank without one."""
-    return values[rank] if rank < len(values) else 0.0
+def _of_rank(values: Sequence[float], rank: int, *, unknown: float = 0.0) -> float:
+    """A rank's value; `unknown` for a rank without one."""
+    return values[rank] if rank < len(values) else unknown
 
 
 def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:

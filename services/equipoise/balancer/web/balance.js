@@ -36,10 +36,9 @@ export class Balance {
       svg.append(make("svg:line", { class: "guide", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
         make("svg:text", { x: left - 7, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(axis.step < 0.1 ? 2 : 1)));
     }
-    const many = Math.max(1, Math.min(6, Math.floor(width / 150)));
-    for (let i = 0; i <= many; i++) {
-      const at = from + (to - from) * i / many;
-      svg.append(make("svg:text", { x: x(at), y: height - 5, "text-anchor": i === 0 ? "start" : i === many ? "end" : "middle" }, clock(at)));
+    for (const [at, text] of timesOf(from, to, width / 120)) {
+      const anchor = x(at) < left + 24 ? "start" : x(at) > width - right - 24 ? "end" : "middle";
+      svg.append(make("svg:text", { class: "time", x: x(at), y: height - 5, "text-anchor": anchor }, text));
     }
     const line = windows.map((window, i) => `${i ? "L" : "M"}${x(window.closed_unix_s).toFixed(1)} ${y(window.balancedness).toFixed(1)}`).join("");
     svg.append(make("svg:path", { class: "area", d: `${line}L${x(windows.at(-1).closed_unix_s)} ${y(axis.low)}L${x(from)} ${y(axis.low)}Z` }));
@@ -98,6 +97,16 @@ function axisOf(lowest) {
   const number = Math.max(2, Math.ceil((1 - lowest) / step - 1e-9));
   const ticks = Array.from({ length: number + 1 }, (_, i) => 1 - i * step);
   return { step, ticks, low: ticks.at(-1) };
+}
+
+// Round times of day, at most as many as fit.
+function timesOf(from, to, most) {
+  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+  const step = steps.find((one) => (to - from) / one <= most) ?? 86400;
+  const offset = new Date(from * 1000).getTimezoneOffset() * 60;
+  const first = Math.ceil((from - offset) / step) * step + offset;
+  const times = Array.from({ length: Math.max(0, Math.floor((to - first) / step) + 1) }, (_, i) => first + i * step);
+  return times.map((at) => [at, clock(at).slice(0, step < 60 ? 8 : 5)]);
 }
 
 // Waves of one rollout come close together: the last of them stands for all.

@@ -25,6 +25,8 @@ export function sized(canvas, width, height) {
 export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB");
 export const tone = (value) => value ? value >= 0.9 ? "good" : value >= 0.8 ? "fair" : "bad" : "";
 export const healthTone = (health) => ({ serving: "good", waiting: "fair" })[health] ?? "bad";
+// A name that is too long loses its middle, because both ends matter.
+export const shortened = (name, most) => name.length > most ? `${name.slice(0, (most - 1) >> 1)}…${name.slice(-(most >> 1))}` : name;
 export const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
 export const seconds = (s) => s < 1 ? `${(s * 1e3).toFixed(1)} ms` : s < 100 ? `${s.toFixed(2)} s` : `${Math.round(s).toLocaleString("en")} s`;
 

@@ -16,7 +16,8 @@ export class Heat {
     this.heat = heat;
     this.place.hidden = this.legend.hidden = !heat;
     if (!heat) return setText(this.read, "No window has closed yet.");
-    const { percent } = heat, rows = percent.length, columns = percent[0].length;
+    const { percent } = heat, rows = percent.length;
+    const columns = Math.ceil(heat.num_ranks / heat.ranks_per_column);
     const width = this.place.clientWidth, rowHeight = Math.max(5, Math.min(44, Math.floor(330 / rows)));
     const context = sized(this.canvas, width, BOX.top + rows * rowHeight + BOX.bottom);
     const cell = (width - BOX.left) / columns;
@@ -26,9 +27,9 @@ export class Heat {
     const style = getComputedStyle(document.documentElement), color = colors(style);
     context.font = `11.5px ${style.fontFamily}`;
     context.textBaseline = "middle";
-    this.worst = [0, 0];
+    this.worst = null;
     const shades = new Map();
-    percent.forEach((row, layer) => row.forEach((value, column) => {
+    percent.forEach((row, layer) => (row ?? []).forEach((value, column) => {
       if (!shades.has(value)) shades.set(value, color(value / 100));
       const [fill, over] = shades.get(value);
       const left = BOX.left + column * cell, up = BOX.top + layer * rowHeight;
@@ -39,22 +40,27 @@ export class Heat {
         context.textAlign = "center";
         context.fillText((value / 100).toFixed(2), left + cell / 2, up + rowHeight / 2);
       }
-      if (value > percent[this.worst[0]][this.worst[1]]) this.worst = [layer, column];
+      if (!this.worst || value > percent[this.worst[0]][this.worst[1]]) this.worst = [layer, column];
     }));
+    // What is read if nothing is pointed at.
+    this.first = this.worst ?? [0, 0];
     this.drawAxes(context, style);
-    this.canvas.setAttribute("aria-label", `Load of ${rows} layers on ${heat.num_ranks} ranks in window ${heat.window}; the busiest is ${this.words(...this.worst)}. Arrow keys read cells.`);
+    this.canvas.setAttribute("aria-label", `Load of ${rows} layers on ${heat.num_ranks} ranks in window ${heat.window}; ${this.worst ? `the busiest is ${this.words(...this.worst)}` : "it had no traffic"}. Arrow keys read cells.`);
     if (this.pointed && (this.pointed[0] >= rows || this.pointed[1] >= columns)) this.pointed = null;
     this.show();
     this.drawScale(style, color);
   }
 
   drawAxes(context, style) {
-    const { rows, columns, cell, rowHeight } = this.cells, { nodes, ranks_per_column: per } = this.heat;
+    const { rows, columns, cell, rowHeight } = this.cells, { percent, nodes, ranks_per_column: per } = this.heat;
     const bottom = BOX.top + rows * rowHeight, above = BOX.top / 2 - 1;
     context.fillStyle = style.getPropertyValue("--soft");
     context.textAlign = "left";
     context.fillText("layer", 1, above);
     context.fillText("rank", 1, bottom + 13);
+    for (let layer = 0; layer < rows; layer++) {
+      if (!percent[layer] && rowHeight > 11) context.fillText("no data", BOX.left + 4, BOX.top + (layer + 0.5) * rowHeight);
+    }
     context.textAlign = "right";
     for (let layer = 0; layer < rows; layer += Math.ceil(14 / rowHeight)) {
       context.fillText(layer, BOX.left - 7, BOX.top + (layer + 0.5) * rowHeight);
@@ -67,17 +73,19 @@ export class Heat {
       nodes.forEach(([, name], i) => context.fillText(name, (edges[i] + edges[i + 1]) / 2, above));
     }
     const byNode = nodes.length > 1 && nodes.length < columns;
-    const ticks = byNode ? nodes.map(([first]) => first / per) : Array.from({ length: columns }, (_, column) => column);
+    for (const [first] of byNode ? nodes.slice(1) : []) {
+      context.fillStyle = style.getPropertyValue("--node");
+      context.fillRect(BOX.left + first / per * cell - 0.5, BOX.top - 5, 1, rows * rowHeight + 10);
+    }
+    // Every rank where there is room, else the first of each node.
+    const everyRank = Array.from({ length: columns }, (_, column) => column);
+    const ticks = byNode && cell < 26 ? nodes.map(([first]) => first / per) : everyRank;
+    context.fillStyle = style.getPropertyValue("--soft");
     let labelled = -99;
     for (const column of ticks) {
-      const at = BOX.left + column * cell;
-      if (byNode && column) {
-        context.fillStyle = style.getPropertyValue("--node");
-        context.fillRect(at - 0.5, BOX.top - 5, 1, rows * rowHeight + 10);
-      }
-      if (at - labelled < 32) continue;
-      context.fillStyle = style.getPropertyValue("--soft");
-      context.fillText(Math.round(column * per), at + (byNode ? Math.min(cell / 2, 12) : cell / 2), bottom + 13);
+      const at = BOX.left + (column + 0.5) * cell;
+      if (at - labelled < 26) continue;
+      context.fillText(Math.round(column * per), Math.max(at, BOX.left + 5), bottom + 13);
       labelled = at;
     }
   }
@@ -87,12 +95,14 @@ export class Heat {
     const first = column * per, last = Math.min(first + per, num_ranks) - 1;
     const ranks = first === last ? `rank ${first}` : `busiest of ranks ${first} to ${last}`;
     const node = nodes.length > 1 ? ` on ${nodes.findLast(([start]) => start <= first)[1]}` : "";
-    return `layer ${layer}, ${ranks}${node}: ${(percent[layer][column] / 100).toFixed(2)} × mean`;
+    const times = percent[layer] ? `${(percent[layer][column] / 100).toFixed(2)} × mean` : "no data";
+    return `layer ${layer}, ${ranks}${node}: ${times}`;
   }
 
   show() {
-    const [layer, column] = this.pointed ?? this.worst, { cell, rowHeight } = this.cells;
-    setText(this.read, `${this.pointed ? "" : "busiest: "}${this.words(layer, column)}`);
+    const [layer, column] = this.pointed ?? this.first, { cell, rowHeight } = this.cells;
+    const busiest = this.worst ? `busiest: ${this.words(...this.worst)}` : "no data: the latest window had no traffic";
+    setText(this.read, this.pointed ? this.words(layer, column) : busiest);
     this.cross.hidden = !this.pointed;
     const size = Math.max(cell, 4);
     Object.assign(this.cross.style, {
@@ -119,8 +129,8 @@ export class Heat {
       const step = arrow(event);
       if (!step) return event.key === "Escape" && this.point(null);
       event.preventDefault();
-      const { rows, columns } = this.cells, [layer, column] = this.pointed ?? this.worst;
-      this.point(this.pointed ? [(layer + step[0] + rows) % rows, (column + step[1] + columns) % columns] : this.worst);
+      const { rows, columns } = this.cells, [layer, column] = this.pointed ?? this.first;
+      this.point(this.pointed ? [(layer + step[0] + rows) % rows, (column + step[1] + columns) % columns] : this.first);
     });
   }
 

@@ -112,19 +112,20 @@ class PageState:
 
 
 def heat_of(window: ClosedWindow) -> dict[str, Any]:
-    """Return the load in percent of the layer's mean, `[layers][columns]`."""
+    """Return the load in percent of the layer's mean, `[layers][columns]`; None without load."""
     load = window.rank_load
     mean = load.mean(axis=1, keepdims=True)
     percent = np.divide(100.0 * load, mean, out=np.zeros_like(load), where=mean > 0)
     num_ranks = load.shape[1]
     ranks_per_column = -(-num_ranks // MAX_COLUMNS)
     first = np.arange(0, num_ranks, ranks_per_column)
+    columns = np.maximum.reduceat(percent, first, axis=1).round().astype(int).tolist()
     return {
         "window": window.number,
         "generation": window.generation,
         "num_ranks": num_ranks,
         "ranks_per_column": ranks_per_column,
-        "percent": np.maximum.reduceat(percent, first, axis=1).round().astype(int).tolist(),
+        "percent": [row if any(row) else None for row in columns],
     }
 
 
@@ -142,7 +143,7 @@ def _most_telling(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return ranks
 
     def weight(rank: dict[str, Any]) -> tuple[bool, bool, float]:
-        return rank["state"] != "connected", bool(rank["trouble"]), rank["load_share"]
+        return rank["state"] != "connected", bool(rank["trouble"]), rank["load_share"] or 0.0
 
     chosen = sorted(ranks, key=weight, reverse=True)[:MAX_RANKS]
     return sorted(chosen, key=lambda rank: int(rank["rank"]))

@@ -1,7 +1,7 @@
 // One pool: its figures, balance, heat map, ranks, decisions and events.
 
 import { Balance } from "./balance.js";
-import { bytes, clock, count, healthTone, make, seconds, setText, tone } from "./elements.js";
+import { bytes, clock, count, healthTone, make, seconds, setText, shortened, tone } from "./elements.js";
 import { Heat } from "./heat.js";
 
 // Columns of the table of ranks: [key, title, class, value to sort by, whether the largest come first].
@@ -9,7 +9,7 @@ const COLUMNS = [
   ["rank", "rank", "n", (rank) => rank.rank, false],
   ["worker", "worker", "", (rank) => rank.worker, false],
   ["node", "node", "extra", (rank) => rank.node, false],
-  ["load", "load, × mean", "", (rank) => rank.load_share, true],
+  ["load", "load, × mean", "", (rank) => rank.load_share ?? 0, true],
   ["generation", "generation", "n extra", (rank) => rank.generation, false],
   ["step", "step", "n", (rank) => rank.median_step_us, true],
   ["requests", "requests", "n", (rank) => rank.active_requests + rank.queued_requests, true],
@@ -72,7 +72,8 @@ export class View {
 
   drawFigures() {
     const pool = this.pool, rollout = pool.rollout;
-    const busiest = Math.max(0, ...pool.ranks.map((rank) => rank.load_share)) * pool.num_ranks;
+    const busiest = Math.max(...pool.ranks.map((rank) => rank.load_share ?? 0), 0) * pool.num_ranks;
+    const intended = pool.intended_ranks > pool.num_ranks ? ` of ${pool.intended_ranks}` : "";
     const engines = [...new Set(pool.ranks.map((rank) => rank.engine).filter(Boolean))].sort();
     const figures = [
       ["balancedness", pool.balancedness?.toFixed(3) ?? "no data", "", tone(pool.balancedness)],
@@ -81,7 +82,7 @@ export class View {
       ["busiest rank", busiest ? busiest.toFixed(2) : "no data", busiest ? " × mean" : ""],
       ...engines.map((engine) => ["engine", engine, ""]),
       ...(pool.advice?.ranks ? [["ranks advised", pool.advice.ranks, ` · load of ${pool.advice.needed.toFixed(1)}`, "", pool.advice.reason]] : []),
-      ["ranks", pool.num_ranks, pool.phase ? ` · ${pool.phase}` : ""],
+      ["ranks", pool.num_ranks, intended + (pool.phase && ` · ${pool.phase}`), intended && "bad"],
       ...(pool.model ? [["MoE layers", pool.model.num_layers, ` · ${expertsOf(pool.model)}`]] : []),
       ["generation", pool.generation, ` · epoch ${pool.epoch}`],
       ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
@@ -105,7 +106,7 @@ export class View {
 
   // Worst first, until a column is chosen: not connected, in trouble, then by load.
   inOrder(ranks) {
-    const worst = (rank) => [rank.state !== "connected", Boolean(rank.trouble), rank.load_share];
+    const worst = (rank) => [rank.state !== "connected", Boolean(rank.trouble), rank.load_share ?? 0];
     const value = COLUMNS.find(([key]) => key === this.sorted?.key)?.[3];
     const keys = value ? (rank) => [value(rank)] : worst;
     const sign = !this.sorted || this.sorted.largest ? -1 : 1;
@@ -132,16 +133,16 @@ export class View {
   }
 
   row(rank) {
-    const times = rank.load_share * this.pool.num_ranks;
-    const bar = make("span", { class: "bar" }, make("i"));
-    bar.firstChild.style.width = `${Math.min(100, times * 50)}%`;
+    const times = rank.load_share === null ? null : rank.load_share * this.pool.num_ranks;
     const state = rank.state === "connected" ? "" : make("span", { class: "bad" }, ` ${rank.state}`);
     const idle = rank.idle ? make("span", { class: "soft" }, " idle") : "";
     const trouble = rank.trouble ? make("span", { class: "trouble" }, rank.trouble) : "";
     const staged = rank.staged_generation ? `→${rank.staged_generation}` : "";
     const queued = rank.queued_requests ? `+${rank.queued_requests}` : "";
-    return make("tr", {}, make("td", { class: "n" }, rank.rank), make("td", {}, rank.worker, state, idle, trouble),
-      make("td", { class: "extra soft" }, rank.node), make("td", {}, bar, times.toFixed(2)),
+    return make("tr", {}, make("td", { class: "n" }, rank.rank),
+      make("td", {}, make("span", { class: "name", title: rank.worker }, shortened(rank.worker, 32)), state, idle, trouble),
+      make("td", { class: "extra soft", title: rank.node }, shortened(rank.node, 22)),
+      times === null ? make("td", { class: "soft" }, "no data") : make("td", {}, barOf(times), times.toFixed(2)),
       make("td", { class: "n extra" }, `${rank.generation}${staged}`),
       make("td", { class: "n" }, rank.median_step_us ? seconds(rank.median_step_us / 1e6) : "–"),
       make("td", { class: "n" }, `${rank.active_requests}${queued}`));
@@ -173,14 +174,27 @@ export class View {
   }
 }
 
+// What a decision weighed, as far as there was traffic and a plan.
 function factsOf(one) {
   const ms = (s) => (1e3 * s).toPrecision(3);
-  const steps = one.step_s_proposed ? ` · ${ms(one.step_s_current)} → ${ms(one.step_s_realised || one.step_s_proposed)} ms a step` : "";
-  if (one.kind === "outcome") {
-    return `balancedness ${one.balancedness_proposed.toFixed(2)} expected, ${one.balancedness_realised.toFixed(2)} realised${steps}${steps && `, ${ms(one.step_s_proposed)} expected`}`;
-  }
-  if (one.kind !== "plan" || !one.balancedness_proposed) return one.kind;
-  return `${one.balancedness_current.toFixed(2)} → ${one.balancedness_proposed.toFixed(2)}${steps} · ${count(one.moves, "move")} · ${bytes(one.bytes)} · planned in ${seconds(one.plan_ms / 1e3)}`;
+  const steps = one.step_s_proposed && `${ms(one.step_s_current)} → ${ms(one.step_s_realised || one.step_s_proposed)} ms a step`;
+  const facts = one.kind === "outcome" ? [
+    `balancedness ${one.balancedness_proposed.toFixed(2)} expected, ${one.balancedness_realised.toFixed(2)} realised`,
+    steps && `${steps}, ${ms(one.step_s_proposed)} expected`,
+  ] : one.kind === "plan" ? [
+    one.balancedness_current && `balancedness ${one.balancedness_current.toFixed(2)}${one.moves && one.balancedness_proposed ? ` → ${one.balancedness_proposed.toFixed(2)}` : ""}`,
+    one.moves && steps, one.moves && `${count(one.moves, "move")} · ${bytes(one.bytes)}`,
+    one.plan_ms && `planned in ${seconds(one.plan_ms / 1e3)}`,
+  ] : [one.kind];
+  return facts.filter(Boolean).join(" · ");
+}
+
+// Ends at twice the mean; what is above the mean stands out.
+function barOf(times) {
+  const bar = make("span", { class: "bar" }, make("i"), make("i", { class: "over" }));
+  bar.firstChild.style.width = `${Math.min(times, 1) * 50}%`;
+  bar.lastChild.style.width = `${Math.min(Math.max(times - 1, 0), 1) * 50}%`;
+  return bar;
 }
 
 function expertsOf({ num_experts, has_shared_expert }) {

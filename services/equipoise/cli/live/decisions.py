@@ -1,6 +1,7 @@
 """`equipoise decisions`, `equipoise audit` and `equipoise epochs`."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -9,13 +10,14 @@ from typing import NoReturn
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import format_bytes, format_time, print_json, print_view
+from equipoise.cli.display import NO_DATA, format_time, print_json, print_view
 from equipoise.cli.live.client import BalancerClient, connected
 from equipoise.cli.live.settings import (
     AuditSettings,
     BalancerClientSettings,
     DecisionsSettings,
 )
+from equipoise.settings.sizes import format_bytes
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -90,13 +92,13 @@ def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason")
     for one in shown:
         is_plan = one.kind == "plan"
-        change = _change(one, "step_s", "{:.3g} ms", factor=1e3) if one.step_s_proposed else ""
+        step = _step_change(one) if one.step_s_proposed else ""
         table.add_row(
             Text(str(one.sequence), style="dim"),
             format_time(one.time_unix_s),
             _verdict(one),
-            _change(one, "balancedness", "{:.3f}") if is_plan or one.kind == "outcome" else "",
-            *([change] if has_steps else []),
+            _balance_change(one) if is_plan or one.kind == "outcome" else "",
+            *([step] if has_steps else []),
             f"{one.moves:,}" if is_plan else "",
             format_bytes(one.bytes) if is_plan else "",
             Text(one.reason),
@@ -104,15 +106,22 @@ def decisions_table(decisions: Iterable[pb.Decision]) -> Table:
     return table
 
 
-def _change(one: pb.Decision, name: str, form: str, *, factor: float = 1.0) -> str:
+def _balance_change(one: pb.Decision) -> str:
+    """Balancedness now and under the plan, as far as there is traffic and a plan."""
+    values = (one.balancedness_current, one.balancedness_proposed, one.balancedness_realised)
+    return _change(one, *("" if math.isnan(value) else f"{value:.3f}" for value in values))
+
+
+def _step_change(one: pb.Decision) -> str:
+    values = (one.step_s_current, one.step_s_proposed, one.step_s_realised)
+    return _change(one, *(f"{1e3 * value:.3g} ms" for value in values))
+
+
+def _change(one: pb.Decision, current: str, proposed: str, realised: str) -> str:
     """A measure before and, as predicted, after; of an outcome also as it turned out."""
-    current, proposed, realised = (
-        form.format(factor * getattr(one, f"{name}_{which}"))
-        for which in ("current", "proposed", "realised")
-    )
     if one.kind == "outcome":
         return f"{current} → {realised} ({proposed} expected)"
-    return f"{current} → {proposed}"
+    return " → ".join(filter(None, (current, proposed))) or NO_DATA
 
 
 def audit_table(records: Iterable[pb.AuditRecord]) -> Table:

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from equipoise.cli.display import console, print_json
+from equipoise.cli.display import NO_DATA, console, print_json
 from equipoise.cli.live.client import BalancerRejectedError, connected
 from equipoise.cli.live.settings import LoadsSettings
 from equipoise.cli.live.view import balance_text, shared_expert
@@ -50,10 +50,10 @@ class Heat:
 
     @property
     def times_mean(self) -> Load:
-        """Rank load over the mean of its layer, [layers, ranks]; 0 without load."""
+        """Rank load over the mean of its layer, [layers, ranks]; not a number without load."""
         mean = self.rank_load.mean(axis=1, keepdims=True)
         times: Load = np.divide(
-            self.rank_load, mean, out=np.zeros_like(self.rank_load), where=mean > 0
+            self.rank_load, mean, out=np.full_like(self.rank_load, math.nan), where=mean > 0
         )
         return times
 
@@ -127,10 +127,10 @@ def heat_view(heat: Heat, *, width: int, top: int, has_color: bool) -> Renderabl
         Text(f"layer  balance  ranks 0 to {num_ranks - 1}, load / mean", style="dim"),
     ]  # fmt: skip
     for layer in range(num_layers):
-        row = Text.assemble(
-            (f"{layer:>5}  ", "dim"),
-            f"{per_layer[layer]:>7.3f}  " if times[layer].any() else "no data  ",
-        )
+        if math.isnan(times[layer, 0]):
+            rows.append(Text.assemble((f"{layer:>5}  {NO_DATA}", "dim")))
+            continue
+        row = Text.assemble((f"{layer:>5}  ", "dim"), f"{per_layer[layer]:>7.3f}  ")
         for value in cells[layer]:
             if cell_width >= _ROOM_FOR_NUMBER:
                 cell = f"{value:.2f}".center(cell_width)

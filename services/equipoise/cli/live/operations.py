@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from equipoise.cli.display import format_bytes, format_count, print_json
+from equipoise.cli.display import format_count, print_json
 from equipoise.cli.live.client import BalancerRejectedError, credentials_of, explained
 from equipoise.cli.live.settings import (
     OperationSettings,
@@ -18,6 +18,7 @@ from equipoise.cli.live.settings import (
     RebalanceSettings,
     RollbackSettings,
 )
+from equipoise.settings.sizes import format_bytes
 from equipoise.trust.tokens import BALANCER
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb

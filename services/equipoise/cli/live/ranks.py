@@ -3,6 +3,7 @@
 Text from messages is never interpreted as markup. Used by `equipoise status` and the demo.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
@@ -11,6 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from equipoise.cli.display import NO_DATA
 from equipoise_api.v1 import status_pb2
 
 GOOD_BALANCEDNESS = 0.9
@@ -51,7 +53,7 @@ def worst_first(ranks: Iterable[status_pb2.RankStatus]) -> list[status_pb2.RankS
         key=lambda rank: (
             rank.state == "connected",
             not rank.trouble,
-            -rank.load_share,
+            0.0 if math.isnan(rank.load_share) else -rank.load_share,
             rank.rank,
         ),
     )
@@ -74,11 +76,9 @@ def ranks_view(
         return _table(ranks, tokens_per_s=tokens_per_s, num_ranks=len(ranks), width=width)
     ordered = worst_first(ranks)
     shown, others = ordered[: max(0, room - 2)], ordered[max(0, room - 2) :]
-    most = max(rank.load_share for rank in others) * len(ranks)
-    rest = Text(
-        f"and {len(others)} {'more ' if shown else ''}ranks, at most {most:.2f}x the mean load",
-        style="dim",
-    )
+    loads = [rank.load_share for rank in others if not math.isnan(rank.load_share)]
+    most = f", at most {max(loads) * len(ranks):.2f}x the mean load" if loads else ""
+    rest = Text(f"and {len(others)} {'more ' if shown else ''}ranks{most}", style="dim")
     if not shown:
         return rest
     table = _table(shown, tokens_per_s=tokens_per_s, num_ranks=len(ranks), width=width)
@@ -123,6 +123,8 @@ def _table(
 
 def load_bar(share: float, *, num_ranks: int) -> Text:
     """A rank's load relative to the mean, as a bar that ends at twice the mean and as a number."""
+    if math.isnan(share):
+        return Text(NO_DATA, style="dim")
     times_mean = share * num_ranks
     eighths = round(min(times_mean / 2, 1.0) * _BAR_WIDTH * 8)
     bar = "█" * (eighths // 8) + (_PARTS[eighths % 8] if eighths % 8 else "")

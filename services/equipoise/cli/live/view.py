@@ -11,13 +11,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import format_bytes, format_time
-from equipoise.cli.live.ranks import balance_style, format_duration, ranks_view, worst_first
+from equipoise.cli.display import NO_DATA, format_time
+from equipoise.cli.live.ranks import (
+    balance_style,
+    format_duration,
+    ranks_view,
+    worst_first,
+)
 from equipoise.planning.topology import expert_text
+from equipoise.settings.sizes import format_bytes
 from equipoise_api.v1 import status_pb2, worker_link_pb2
-
-NO_DATA = "no data"
-"""In place of a measure of nothing."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_LOW = 0.4  # balancedness of the lowest bar

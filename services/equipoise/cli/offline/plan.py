@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count, print_json
+from equipoise.cli.display import console, format_count, print_json
 from equipoise.cli.offline.inputs import (
     Case,
     CurrentLayout,
@@ -31,6 +31,7 @@ from equipoise.planning.shared_expert import plan_with_shared_ranks
 from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import Topology
 from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.sizes import format_bytes
 
 MAX_CURVE_POINTS = 200
 _SHOWN_CURVE_POINTS = 7

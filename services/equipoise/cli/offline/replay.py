@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
+from equipoise.cli.display import NO_DATA, console, format_count, print_json, progress_bar
 from equipoise.cli.offline.inputs import Case, pool_topology, read_case, starting_layout
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import ReplayedWindow, ReplayRun, replay
@@ -16,6 +16,7 @@ from equipoise.cli.offline.settings import ReplaySettings
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import Topology
 from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.sizes import format_bytes
 
 NEVER = "never"
 """Name of the baseline, which never moves anything."""
@@ -50,10 +51,10 @@ def run(settings: ReplaySettings) -> int:
 
 
 def _lost_gpus(run: ReplayRun, settings: ReplaySettings, topology: Topology) -> float:
-    """GPUs that imbalance costs, averaged over the windows."""
+    """GPUs that imbalance costs, averaged over the windows with traffic."""
     lost = [
-        settings.cost.lost_gpus(one.balancedness, num_ranks=topology.num_ranks)
-        for one in run.windows
+        settings.cost.lost_gpus(balancedness, num_ranks=topology.num_ranks)
+        for balancedness in run.measured
     ]
     return fmean(lost)
 
@@ -149,7 +150,7 @@ def _windows_table(windows: Sequence[ReplayedWindow]) -> Table:
     for window in windows:
         table.add_row(
             window.window,
-            f"{window.balancedness:.3f}",
+            NO_DATA if window.balancedness is None else f"{window.balancedness:.3f}",
             _next_balance(window),
             f"{window.moves:,}" if window.moves else "",
             format_bytes(window.bytes) if window.bytes else "",

@@ -6,6 +6,7 @@ not depend on the layout.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -26,8 +27,8 @@ class ReplayedWindow:
     window: str
     """Name of the window."""
 
-    balancedness: float
-    """Balancedness under the layout in use."""
+    balancedness: float | None
+    """Balancedness under the layout in use; None without traffic."""
 
     shifted: bool
     """Whether a traffic shift was detected."""
@@ -45,10 +46,11 @@ class ReplayedWindow:
     """Bytes of those experts."""
 
     next_kept: float | None
-    """Balancedness of the next window had the layout been kept; None for the last window."""
+    """Balancedness of the next window had the layout been kept; None if it has no traffic, or
+    there is none."""
 
     next_taken: float | None
-    """Balancedness of the next window under the layout chosen; None for the last window."""
+    """Balancedness of the next window under the layout chosen; None as above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +67,19 @@ class ReplayRun:
     """The windows, in order."""
 
     @property
+    def measured(self) -> Sequence[float]:
+        """Balancedness of each window with traffic, under the layout in use."""
+        return [one.balancedness for one in self.windows if one.balancedness is not None]
+
+    @property
     def balancedness_mean(self) -> float:
-        """Mean over windows, each under the layout in use."""
-        return float(np.mean([window.balancedness for window in self.windows]))
+        """Mean over the windows with traffic."""
+        return fmean(self.measured)
 
     @property
     def balancedness_min(self) -> float:
         """Balancedness of the worst window."""
-        return min(window.balancedness for window in self.windows)
+        return min(self.measured)
 
     @property
     def switches(self) -> int:
@@ -204,5 +211,5 @@ class _Decider:
         return shift
 
 
-def _balancedness(layout: Layout, load: Load) -> float:
-    return balancedness(layout_loads(layout, load))
+def _balancedness(layout: Layout, load: Load) -> float | None:
+    return balancedness(layout_loads(layout, load)) if load.any() else None

@@ -1,14 +1,13 @@
 """`equipoise whatif`: compare numbers of GPUs and of redundant slots for recorded loads."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_bytes, format_count, print_json, progress_bar
+from equipoise.cli.display import console, format_count, print_json, progress_bar
 from equipoise.cli.offline.inputs import Case, numbers, read_case
 from equipoise.cli.offline.money import CostSettings
 from equipoise.cli.offline.policies import policies_of
@@ -20,6 +19,7 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.sizes import format_bytes
 
 MAX_OPTIONS = 1000
 _GIB = 1024**3
@@ -156,7 +156,8 @@ def evaluate(
             start=start,
             window_s=window_s,
         )
-        balance = float(np.mean([window.balancedness for window in replayed.windows[1:]]))
+        later = replace(replayed, windows=replayed.windows[1:])
+        balance = later.balancedness_mean if later.measured else None
         moves_per_hour = replayed.moves * _HOUR_S / (recording.num_windows * window_s)
     return PoolOption(
         num_ranks=topology.num_ranks,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.cli.display import console, format_bytes, format_count, print_json
+from equipoise.cli.display import console, format_count, print_json
 from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
 from equipoise.cli.live.loads import load_table
 from equipoise.cli.offline.inputs import pool_topology, read_case, starting_layout
@@ -23,6 +23,7 @@ from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.digest import digest
+from equipoise.settings.sizes import format_bytes
 from equipoise.wire.layouts import layout_from_proto, model_from_proto
 
 
@@ -140,15 +141,15 @@ def decided(situation: Situation, policy: Policy, *, now: float) -> Proposal:
 
 def _show(situation: Situation, policy: Policy, *, as_json: bool) -> None:
     proposal = decided(situation, policy, now=time.time())
-    verdict = proposal.verdict
+    verdict, has_traffic = proposal.verdict, situation.window.any()
     document = {
         "pool": situation.pool,
         "policy_hash": digest(policy),
         "accepted": verdict.accepted,
         "reason": verdict.reason,
         "algorithm": proposal.plan.algorithm.value,
-        "balancedness_current": verdict.balancedness_current,
-        "balancedness_proposed": verdict.balancedness_proposed,
+        "balancedness_current": verdict.balancedness_current if has_traffic else None,
+        "balancedness_proposed": verdict.balancedness_proposed if has_traffic else None,
         "moves": verdict.moves,
         "bytes": verdict.bytes,
         "waves": len(proposal.waves),
