@@ -52,6 +52,8 @@ def test_tokens_appear_with_their_text_and_never_earlier(text, stops, cuts):
     expected = text[: min(ends)[1]] if ends else text
     assert "".join(piece.text for piece in got) == expected
     assert got[-1].finish is (FinishReason.STOP if ends else FinishReason.LENGTH)
+    used = [token for piece in got for token in piece.tokens]
+    assert bytes(used) == (text[: min(ends)[0]] if ends else text).encode()
     shown = [one for piece in got for one in piece.shown]
     assert bytes(one.token for one in shown) == expected.encode()
     num_shown = 0

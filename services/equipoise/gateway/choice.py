@@ -6,13 +6,13 @@ logprob before its text. Knows nothing of HTTP or of OpenAI's objects.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from equipoise.gateway.reasoning import ReasoningSplit
 from equipoise.gateway.stop_text import StopText
 from equipoise.gateway.tokenizer import TokenDecoder, Tokenizer
-from equipoise.gateway.tool_calls import CallDelta, ToolCallSplit
+from equipoise.gateway.tool_calls import CallDelta, ToolCallSplit, merged
 from equipoise.wire.inference_messages import (
     FinishReason,
     GeneratedTokens,
@@ -60,7 +60,7 @@ class ChoiceDelta:
     """Text that is safe to send."""
 
     tokens: tuple[int, ...]
-    """All generated tokens, including those that a stop string cuts off."""
+    """The generated tokens, up to the one that ended the choice."""
 
     logprob: float
     """The sum of the tokens' logprobs; 0 if none were requested."""
@@ -130,17 +130,26 @@ class ChoiceDecoder:
         return self._stop.stopped or (self._tools is not None and self._tools.ended)
 
     def read(self, generated: GeneratedTokens) -> ChoiceDelta:
-        """The part that these tokens complete."""
+        """The part that these tokens complete; those after the end of the choice do not count."""
+        deltas = []
+        for one in _one_by_one(generated):
+            deltas.append(self._read(one))
+            if deltas[-1].finish is not None:
+                break
+        return joined(deltas)
+
+    def _read(self, generated: GeneratedTokens) -> ChoiceDelta:
+        """The part that at most one token completes."""
         is_first, self._is_first = self._is_first, False
         text = self._echoed(generated.prompt) if is_first and self._echo else ""
         if self._echo and self._echo.is_all:
             generated = replace(generated, tokens=(), logprobs=(), finish=FinishReason.LENGTH)
         final = generated.finish is not None
-        num_free = min(self._num_unstoppable, len(generated.tokens))
-        self._num_unstoppable -= num_free
-        text += self._decode(generated, 0, num_free)
-        rest = self._decode(generated, num_free, len(generated.tokens))
-        text += self._stop.read(rest, final=final)
+        if self._num_unstoppable:
+            self._num_unstoppable -= len(generated.tokens)
+            text += self._decode(generated)
+        else:
+            text += self._stop.read(self._decode(generated), final=final)
         self._num_shown += len(text)
         is_end = final or self._stop.stopped
         reasoning = ""
@@ -173,26 +182,26 @@ class ChoiceDecoder:
         if not self._echo.with_logprobs or report is None:
             text = self._prompt_decoder.read(tokens, final=True)
         else:
-            text = self._read(self._prompt_decoder, tokens, (None, *report.logprobs))
+            text = self._noted(self._prompt_decoder, tokens, (None, *report.logprobs))
             text += self._prompt_decoder.read((), final=True)
         self._num_decoded = len(text)
         return text
 
-    def _decode(self, generated: GeneratedTokens, start: int, end: int) -> str:
-        """The text that some of the tokens complete. A stop token is not part of the text."""
-        is_last = generated.finish is not None and end == len(generated.tokens)
-        tokens, logprobs = generated.tokens[start:end], generated.logprobs[start:end]
+    def _decode(self, generated: GeneratedTokens) -> str:
+        """The text that a token completes. A stop token is not part of the text."""
+        tokens, logprobs = generated.tokens, generated.logprobs
         if tokens and tokens[-1] in self._stop_tokens:
-            tokens, logprobs = tokens[:-1], logprobs[:-1]
+            tokens, logprobs = (), ()
+        final = generated.finish is not None
         if not logprobs:
-            text = self._decoder.read(tokens, final=is_last)
+            text = self._decoder.read(tokens, final=final)
         else:
-            text = self._read(self._decoder, tokens, logprobs)
-            text += self._decoder.read((), final=is_last)
+            text = self._noted(self._decoder, tokens, logprobs)
+            text += self._decoder.read((), final=final)
         self._num_decoded += len(text)
         return text
 
-    def _read(
+    def _noted(
         self,
         decoder: TokenDecoder,
         tokens: Sequence[int],
@@ -211,6 +220,42 @@ class ChoiceDecoder:
         while self._waiting and (all_remaining or self._waiting[0].offset < self._num_shown):
             shown.append(self._waiting.popleft())
         return tuple(shown)
+
+
+def joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """Consecutive deltas of a choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    handed_over = (one.num_handed_over for one in deltas if one.num_handed_over is not None)
+    return ChoiceDelta(
+        text="".join(one.text for one in deltas),
+        reasoning="".join(one.reasoning for one in deltas),
+        calls=merged(call for one in deltas for call in one.calls),
+        ends_with_calls=deltas[-1].ends_with_calls,
+        tokens=tuple(token for one in deltas for token in one.tokens),
+        logprob=sum(one.logprob for one in deltas),
+        shown=tuple(token for one in deltas for token in one.shown),
+        finish=deltas[-1].finish,
+        is_first=deltas[0].is_first,
+        prompt=deltas[0].prompt,
+        num_handed_over=next(handed_over, None),
+    )
+
+
+def _one_by_one(generated: GeneratedTokens) -> Iterator[GeneratedTokens]:
+    """The same, in parts of one token; how many a rank sends at a time depends on other requests."""
+    last = len(generated.tokens) - 1
+    if last < 1:
+        yield generated
+        return
+    for index in range(last + 1):
+        yield GeneratedTokens(
+            tokens=generated.tokens[index : index + 1],
+            finish=generated.finish if index == last else None,
+            logprobs=generated.logprobs[index : index + 1],
+            prompt=None if index else generated.prompt,
+            num_handed_over=None if index else generated.num_handed_over,
+        )
 
 
 _Open = tuple[int, ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from equipoise.gateway.choice import ChoiceDelta
+from equipoise.gateway.choice import ChoiceDelta, joined
 from equipoise.gateway.client import HttpClient
 from equipoise.gateway.completion_request import CompletionRequest
 from equipoise.gateway.generation import GenerationEndpoint
@@ -13,7 +13,6 @@ from equipoise.gateway.openai_responses import ChatForm, CompletionForm, Respons
 from equipoise.gateway.relay import Relay
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
-from equipoise.gateway.tool_calls import merged
 
 
 class CompletionEndpoint(GenerationEndpoint):
@@ -46,7 +45,7 @@ class CompletionEndpoint(GenerationEndpoint):
         async with aclosing(self._deltas(request, context)) as deltas:
             async for index, delta in deltas:
                 parts[index].append(delta)
-        wholes = [_joined(choice) for choice in parts]
+        wholes = [joined(choice) for choice in parts]
         chosen = _best(wholes, num_best=request.num_best, of=request.num_choices)
         counts = usage(
             num_prompt=sum(map(len, request.prompts)),
@@ -119,19 +118,3 @@ def _best(choices: Sequence[ChoiceDelta], *, num_best: int, of: int) -> list[Cho
 
     groups = (choices[first : first + of] for first in range(0, len(choices), of))
     return [one for group in groups for one in sorted(group, key=mean, reverse=True)[:num_best]]
-
-
-def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
-    return ChoiceDelta(
-        text="".join(delta.text for delta in deltas),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        calls=merged(call for delta in deltas for call in delta.calls),
-        ends_with_calls=deltas[-1].ends_with_calls,
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        logprob=sum(delta.logprob for delta in deltas),
-        shown=tuple(one for delta in deltas for one in delta.shown),
-        finish=deltas[-1].finish,
-        is_first=True,
-        prompt=deltas[0].prompt,
-        num_handed_over=_sum_known(delta.num_handed_over for delta in deltas),
-    )

@@ -191,7 +191,7 @@ def usage(
     num_cached: int | None = None,
     num_handed_over: int | None = None,
 ) -> dict[str, Any]:
-    """Token counts: each prompt once, and all generated tokens, including those that a stop cut.
+    """Token counts: each prompt once, and all generated tokens, up to the one that ended a choice.
 
     `num_cached` are those of the prompts that ranks had in their caches, `num_handed_over` those
     whose latents a decode rank got from a prefill rank; None leaves them out.
