@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from contextlib import closing
 
 import httpx2
@@ -10,6 +11,7 @@ import pytest
 
 from equipoise.gateway.errors import GatewayError
 from equipoise.gateway.http_server import MAX_HEADER_BYTES
+from equipoise.gateway.open_requests import LONG_BODY_BYTES, OpenRequests
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
 from equipoise.settings.errors import InvalidSettingsError
@@ -344,6 +346,21 @@ async def test_no_redirect_leads_to_the_host_that_a_client_names(gateway, path):
     response = await gateway.client.get(path, headers={"host": "evil.example"})
     assert response.status_code == 404
     assert "location" not in response.headers
+
+
+async def test_long_bodies_leave_threads_for_short_ones():
+    open_requests, hold = OpenRequests(max_open=99), threading.Event()
+    long = [
+        asyncio.create_task(open_requests.parsed(bytes(LONG_BODY_BYTES + 1), lambda _: hold.wait()))
+        for _ in range(64)
+    ]
+    try:
+        async with asyncio.timeout(BOUND_S):
+            assert await open_requests.parsed(b"short", len) == 5
+        assert not any(task.done() for task in long)
+    finally:
+        hold.set()
+        await asyncio.gather(*long)
 
 
 async def test_half_sent_bodies_keep_out_no_other_request(run_gateway, fleet):

@@ -3,13 +3,11 @@
 `openai_requests` parses the body, `relay` supplies tokens; subclasses send what becomes of them.
 """
 
-import asyncio
 import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
@@ -26,9 +24,6 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.suspicion import Suspicion
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.wire.inference_messages import GeneratedTokens, GenerateRequest
-
-LONG_BODY_BYTES = 2**16
-"""Longer bodies are parsed one at a time, so that they do not hold up short ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +51,6 @@ class GenerationEndpoint(ABC):
         self._open_requests = open_requests
         self._parse = parse
         self._prefix = prefix
-        self._long_turn = asyncio.Semaphore(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -75,7 +69,7 @@ class GenerationEndpoint(ABC):
         self, client: HttpClient, receive: Receive, response_id: str, body: bytes
     ) -> None:
         try:
-            request = await self._parsed(body)
+            request = await self._open_requests.parsed(body, self._parse)
             context = ResponseContext(
                 response_id=response_id,
                 model=self._model,
@@ -102,11 +96,6 @@ class GenerationEndpoint(ABC):
         self, request: CompletionRequest, context: ResponseContext, client: HttpClient
     ) -> None:
         """Send the response as it is generated."""
-
-    async def _parsed(self, body: bytes) -> CompletionRequest:
-        """Parse in a thread, because a long text takes time to tokenize; long ones take turns."""
-        async with self._long_turn if len(body) > LONG_BODY_BYTES else nullcontext():
-            return await asyncio.to_thread(self._parse, body)
 
     def _deltas(
         self, request: CompletionRequest, context: ResponseContext

@@ -5,13 +5,18 @@ the gateway's shutdown is over.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from equipoise.gateway.errors import ClientGoneError, StoppingError, TooManyRequestsError
+
+LONG_BODY_BYTES = 2**16
+"""Longer bodies are parsed one at a time."""
+
+_Parsed = TypeVar("_Parsed")
 
 
 class OpenRequests:
@@ -21,6 +26,7 @@ class OpenRequests:
         self.stopping = False
         self._max_open = max_open
         self._num_admitted = 0
+        self._long_turn = asyncio.Semaphore(1)
         # The timeouts of bodies that are arriving, the oldest first.
         self._arriving: dict[asyncio.Timeout, None] = {}
         self.num_open = 0
@@ -69,6 +75,14 @@ class OpenRequests:
             yield
         finally:
             self._num_admitted -= 1
+
+    async def parsed(self, body: bytes, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+        """Parse a body in a thread, because a long text takes time to tokenize.
+
+        Long ones of all paths take turns, so that there are threads for short ones.
+        """
+        async with self._long_turn if len(body) > LONG_BODY_BYTES else nullcontext():
+            return await asyncio.to_thread(parse, body)
 
     def _check_stopping(self) -> None:
         if self.stopping:

@@ -1,6 +1,5 @@
 """`TokenizationEndpoint`: the paths that only tokenize or detokenize, in vLLM's form."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +36,6 @@ class TokenizationEndpoint:
                 max_bytes=self._settings.max_body_bytes, arriving=self._open_requests.arriving
             )
             with self._open_requests.admitted():
-                await client.send_json(await asyncio.to_thread(self._answer, body))
+                await client.send_json(await self._open_requests.parsed(body, self._answer))
         except ClientGoneError:
             return
