@@ -141,6 +141,34 @@ async def test_no_client_notices_a_rank_killed_under_masks_drafts_and_scored_pro
     assert any(of == 1 for _, of in breaks[num_broken:]), "under scored prompts"
 
 
+async def test_a_request_under_which_three_ranks_die_is_rejected_and_the_status_counts_it(tmp_path):
+    """Steps take long, so that each rank is killed before it proves that the request runs."""
+    body = {"prompt": "d", "max_tokens": 99, "ignore_eos": True}
+    async with serving(tmp_path, "--pace-us-per-row=100000", num_ranks=4) as running:
+        asked = asyncio.create_task(running.client.post("/v1/completions", json=body))
+        for num_left in (3, 2, 1):
+            status = await running.feed.until(
+                lambda status: sum(rank.active_requests for rank in status.ranks) == 1,
+                timeout_s=BOUND_S,
+            )
+            (name,) = [rank.worker for rank in status.ranks if rank.active_requests]
+            await running.fleet.stop(name, with_signal=signal.SIGKILL)
+            await running.feed.until(
+                lambda status: name not in [rank.worker for rank in status.ranks],  # noqa: B023
+                timeout_s=BOUND_S,
+            )
+        answer = await asked
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["error"]["code"] == "poison_request"
+        status = await running.feed.until(
+            lambda status: status.poison_requests > 0, timeout_s=BOUND_S
+        )
+        assert status.poison_requests == 1
+        await running.until_serving(num_left)
+        small = {**body, "max_tokens": 1}
+        assert (await running.client.post("/v1/completions", json=small)).status_code == 200
+
+
 @pytest.mark.parametrize("count", [48, pytest.param(1200, marks=pytest.mark.benchmark)])
 @pytest.mark.timeout(3600)
 async def test_schemas_and_regexes_match_while_ranks_are_killed(tmp_path, count):

@@ -243,7 +243,7 @@ def joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 
 def _one_by_one(generated: GeneratedTokens) -> Iterator[GeneratedTokens]:
-    """The same, a token at a time: how many come together depends on drafts and on other requests."""
+    """The same, a token at a time: how many come together depends on drafts and other requests."""
     last = len(generated.tokens) - 1
     if last < 1:
         yield generated
