@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from equipoise.formats.packaged import packaged_checkpoint
 from tests.support.serving_fleet import serving
@@ -25,12 +27,23 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 NEUTRAL = {"PYTHONPATH": "", "OPENAI_API_KEY": "any", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Files of the tiny model with a tokenizer, and with a template that shows tools."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    shutil.copy(packaged_checkpoint() / "config.json", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory):
+async def fleet(tmp_path_factory, checkpoint):
     """Two workers and a gateway, whose template shows tools."""
-    checkpoint = tmp_path_factory.mktemp("checkpoint")
-    shutil.copy(packaged_checkpoint() / "config.json", checkpoint)
-    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     options = (f"--checkpoint={checkpoint}", "--model=tiny")
     folder = tmp_path_factory.mktemp("fleet")
     async with serving(folder, "--context-length=1024", gateway=options) as running:

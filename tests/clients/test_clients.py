@@ -97,6 +97,45 @@ async def test_lm_eval_scores_and_generates_what_the_model_says(fleet, run, url,
     assert found["answered"]["exact_match,none"] == 1
 
 
+NUM_REQUESTS, NUM_TOKENS = 24, 8
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
+)
+async def test_vllms_benchmark_counts_every_token(run, url, checkpoint, tmp_path, backend, path):
+    await run(
+        "vllm", "python", HERE / "programs" / "vllm_bench.py",
+        "--backend", backend, "--base-url", url, "--endpoint", path, "--model", "tiny",
+        "--tokenizer", checkpoint, "--dataset-name", "random", "--random-input-len", "40",
+        "--random-output-len", str(NUM_TOKENS), "--num-prompts", str(NUM_REQUESTS),
+        "--max-concurrency", "6", "--ignore-eos", "--temperature", "0", "--disable-tqdm",
+        "--save-result", "--result-filename", "result.json",
+    )  # fmt: skip
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (NUM_REQUESTS, 0)
+    assert result["total_output_tokens"] == NUM_REQUESTS * NUM_TOKENS
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_guidellm_counts_every_token(run, url, checkpoint, tmp_path, path):
+    await run(
+        "guidellm", "guidellm", "run", "--disable-console",
+        "--backend", f"kind=openai_http,target={url},model=tiny,request_format={path}",
+        "--tokenizer", f"kind=hf_auto,model={checkpoint}",
+        "--data", f"kind=synthetic_text,prompt_tokens=40,output_tokens={NUM_TOKENS}",
+        "--profile", "kind=concurrent,streams=4",
+        "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
+        "--output", f"kind=json,path={tmp_path / 'result.json'}",
+    )  # fmt: skip
+    (benchmark,) = json.loads((tmp_path / "result.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0)
+    made = benchmark["metrics"]["output_token_count"]["successful"]
+    assert made["total_sum"] == NUM_REQUESTS * NUM_TOKENS
+
+
 async def test_the_fleet_still_serves(fleet):
     """No client has left a request behind."""
     await fleet.feed.until(
