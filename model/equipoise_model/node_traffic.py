@@ -38,6 +38,7 @@ class NodeTraffic:
         self._rank = rank
         self._node_of_rank_R = torch.tensor(nodes.of_rank, device=device)
         self._numbers_M = torch.arange(nodes.count + 1, device=device)
+        self._numbers_M[0] = -1  # Padding rows reach no node, and are not counted.
         self._rows_M = torch.zeros_like(self._numbers_M)
         self._totals = torch.zeros(4, dtype=torch.int64, device=device)
 

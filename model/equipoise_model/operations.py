@@ -60,6 +60,8 @@ class Operations:
     """Whether latents are stored in FP8 too."""
     block_tokens: int = BLOCK_TOKENS
     """Positions per block of the latent cache."""
+    sums_on_nodes: bool = False
+    """Whether outputs that travel in two hops are summed on their nodes, which changes bits."""
 
     @classmethod
     def choose(
@@ -71,6 +73,7 @@ class Operations:
         batch_invariant: bool,
         latents: str = BF16,
         block_tokens: int = 0,
+        sums_on_nodes: bool = False,
     ) -> Self:
         """Resolve `auto`, `bf16` or `fp8` for a checkpoint's config as stored.
 
@@ -105,6 +108,7 @@ class Operations:
             fp8=fp8,
             fp8_latents=latents == FP8,
             block_tokens=block_tokens or BLOCK_TOKENS,
+            sums_on_nodes=sums_on_nodes,
         )
 
     @property
@@ -120,25 +124,25 @@ class Operations:
     def kernels(self) -> str:
         """What computes, human-readable: torch, or the commonest backend and its exceptions."""
         if self.fp8 is None:
-            return self._torch
+            return ", ".join([self._torch, *self._variants])
         if _always_twins(self.device):
-            return ", ".join([selection.REFERENCE, *self._kind_of_latents])
+            return ", ".join([selection.REFERENCE, *self._variants])
         backends = selection.current().backends
         names = sorted(backends.values())
         common = max(names, key=names.count)
         others = (f"{operation}={name}" for operation, name in backends.items() if name != common)
-        return ", ".join([common, *others, *self._kind_of_latents])
+        return ", ".join([common, *others, *self._variants])
 
     @property
     def backends(self) -> tuple[str, ...]:
         """What could compute, as "operation=backend|backend"; ranks must share one of each."""
         if self.fp8 is None:
-            return (f"model={self._torch}",)
+            return (f"model={self._torch}", *self._variants)
         if _always_twins(self.device):
-            return (f"model={selection.REFERENCE}", *self._kind_of_latents)
+            return (f"model={selection.REFERENCE}", *self._variants)
         possible = selection.own().possible
         announced = (f"{operation}={'|'.join(names)}" for operation, names in possible.items())
-        return (*announced, *self._kind_of_latents)
+        return (*announced, *self._variants)
 
     @property
     def announcement(self) -> str:
@@ -146,7 +150,7 @@ class Operations:
         if self.fp8 is None or _always_twins(self.device):
             return self.kernels
         own = asdict(selection.own())
-        return json.dumps(own | {"latents": self._kind_of_latents}, sort_keys=True)
+        return json.dumps(own | {"variants": self._variants}, sort_keys=True)
 
     def agree(self, announcements: Sequence[str]) -> None:
         """Compute with what all ranks can run, given their announcements, so that no bits differ.
@@ -163,12 +167,11 @@ class Operations:
         if others:
             raise OperationsError(
                 f"ranks compute differently ({', '.join(others)} and more): give all of them the "
-                f"same weights, device and {selection.VARIABLE}"
+                f"same weights, device, sums_on_nodes and {selection.VARIABLE}"
             )
-        if len({str(json.loads(word)["latents"]) for word in words}) > 1:
-            raise OperationsError(
-                "some ranks store latents in FP8 and some do not: set the same latents on all ranks"
-            )
+        variants = [set(json.loads(word)["variants"]) for word in words]
+        if odd := set.union(*variants) - set.intersection(*variants):
+            raise OperationsError("; ".join(_DIFFERENCES[variant] for variant in sorted(odd)))
         try:
             selection.adopt(selection.agree([_selection(word) for word in sorted(words)]))
         except KernelsUnavailableError as error:
@@ -285,9 +288,20 @@ class Operations:
         return _TORCH if self.dtype == torch.float32 else f"{_TORCH}-{BF16}"
 
     @property
-    def _kind_of_latents(self) -> tuple[str, ...]:
-        """Latents in FP8, which change tokens; empty for the default."""
-        return (f"latents={FP8}",) if self.fp8_latents else ()
+    def _variants(self) -> tuple[str, ...]:
+        """What else changes bits; empty for the defaults."""
+        chosen = {_FP8_LATENTS: self.fp8_latents, _NODE_SUMS: self.sums_on_nodes}
+        return tuple(name for name, is_chosen in chosen.items() if is_chosen)
+
+
+_FP8_LATENTS, _NODE_SUMS = f"latents={FP8}", "sums=nodes"
+
+_DIFFERENCES = {
+    _FP8_LATENTS: "some ranks store latents in FP8 and some do not: set the same latents on all "
+    "ranks",
+    _NODE_SUMS: "some ranks sum outputs on nodes and some do not: set the same sums_on_nodes on "
+    "all ranks",
+}
 
 
 def wants_fp8(wanted: str, *, config: ModelConfig, on_gpu: bool) -> bool:

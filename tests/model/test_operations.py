@@ -143,6 +143,28 @@ def test_the_format_of_latents_is_chosen_by_name_and_announced(monkeypatch):
         plain.agree([plain.announcement, chosen.announcement])
 
 
+def test_ranks_that_sum_on_nodes_form_no_group_with_others(monkeypatch):
+    def choose(*, sums_on_nodes, weights):
+        return Operations.choose(
+            weights,
+            config=WIDE,
+            device=CPU,
+            batch_invariant=False,
+            sums_on_nodes=sums_on_nodes,
+        )
+
+    summing, plain = (choose(sums_on_nodes=sums, weights="bf16") for sums in (True, False))
+    assert summing.backends == ("model=torch", "sums=nodes")
+    assert plain.backends == ("model=torch",)
+    with pytest.raises(OperationsError, match=r"same weights, device, sums_on_nodes and"):
+        plain.agree([plain.announcement, summing.announcement])
+    monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
+    use_backends(monkeypatch, selection.resolve("auto", lambda _operation, _name: None))
+    summing, plain = (choose(sums_on_nodes=sums, weights="fp8") for sums in (True, False))
+    with pytest.raises(OperationsError, match="some ranks sum outputs on nodes and some do not"):
+        plain.agree([plain.announcement, summing.announcement])
+
+
 def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatch):
     deepseek = dataclasses.replace(NARROW, kv_lora_rank=512, qk_rope_head_dim=64)
     monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)

@@ -73,6 +73,7 @@ class ScriptedWorker:
         self.busy_us = 0
         self.busy_us_a_step = 100
         self.step_us = self.step_us_a_step = 0
+        self.nodes = None
         self.is_lopsided = False
 
     @property
@@ -165,6 +166,7 @@ class ScriptedWorker:
                 queued_requests=1,
                 busy_us=self.busy_us,
                 step_us=self.step_us,
+                nodes=self.nodes,
             ),
         )
 

@@ -9,6 +9,7 @@ import pytest
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.planning.node_traffic import NodeCounts
 from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.balancer_messages import (
@@ -80,6 +81,9 @@ STATS = RankStats(
     pending_prompt_tokens=5_000,
     pending_prompt_pairs=12_500_000,
     parity_tokens=14_800,
+    nodes=NodeCounts(
+        rows_by_nodes=(0, 40, 7), remote_nodes=30, direct_rows=60, sent_rows=30, sent_outputs=55
+    ),
 )
 REPORT = Report(
     load=LoadReport(

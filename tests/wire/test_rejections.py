@@ -145,6 +145,9 @@ REPORT_FAULTS = [
     (dict(phase=17), "report_phase", "not 17"),
     (dict(steps=2**63), "report_range", "steps must be from 0 to 2\\^53"),
     (dict(median_step_us=2**64 - 1), "report_range", "median_step_us"),
+    (dict(nodes__rows_by_nodes=[1] * 66), "report_nodes", "must have at most 65 counts, not 66"),
+    (dict(nodes__rows_by_nodes=[2**54]), "report_range", "rows_by_nodes must be from 0 to"),
+    (dict(nodes__sent_rows=2**54), "report_range", "sent_rows must be from 0 to"),
 ]
 OTHER_FAULTS = [
     ("serving", dict(slot_checksums=b"x" * 239), "serving_shape", "240 bytes, not 239"),

@@ -33,6 +33,7 @@ from equipoise.wire.messages import (
     Switched,
 )
 from equipoise.worker.alone import engine_alone
+from equipoise.worker.hops import Hops
 from equipoise.worker.sequence import Request
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
@@ -74,7 +75,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def two_ranks(balancer, settings, join_epoch, layout, **changes):
+async def two_ranks(balancer, settings, join_epoch, layout, *, has_nodes=False, **changes):
     context = forking()
     started = []
 
@@ -86,6 +87,7 @@ async def two_ranks(balancer, settings, join_epoch, layout, **changes):
             "slots_per_rank": 6,
             "step_timeout_s": 20.0,
             "drain_timeout_s": 0.0,
+            "node": name if has_nodes else "",
         }
         chosen = settings(**chosen | changes)
         started.append(context.Process(target=worker_process, args=(chosen,), daemon=True))
@@ -217,6 +219,27 @@ async def test_ranks_that_cut_their_steps_make_the_same_tokens_and_show_it_in_th
         # Two exchanges for each layer of an uncut step; in these, several requests were active.
         assert num_exchanges > 2 * CONFIG.num_moe_layers * found.num_steps
         assert found.times.hidden_us > 0
+
+
+@pytest.mark.parametrize("hops", list(Hops))
+async def test_ranks_on_two_nodes_make_the_same_tokens_and_report_what_travels_between(
+    balancer, settings, join_epoch, random_layout, solo, hops
+):
+    layout = random_layout(1, num_ranks=2, slots_per_rank=6)
+    async with two_ranks(balancer, settings, join_epoch, layout, has_nodes=True, hops=hops) as pool:
+        for address, prompt in zip(pool.addresses(), PROMPTS, strict=True):
+            tokens, _ = await generate(address, prompt, 20)
+            assert tokens == await asyncio.to_thread(solo, prompt, 20)
+        for link in pool.links:
+            said = await link.until(Report, lambda said: said.stats.steps >= 40)
+            nodes = said.stats.nodes
+            rows = sum(nodes.rows_by_nodes)
+            assert rows == said.stats.tokens_processed * CONFIG.num_moe_layers > 0
+            assert 0 < nodes.remote_nodes < rows
+            # Two ranks send each other all rows, which two hops do not.
+            assert nodes.direct_rows == rows
+            # Too few rows for a measurement, before which rows travel directly.
+            assert nodes.sent_rows == (nodes.remote_nodes if hops is Hops.TWO else rows)
 
 
 async def test_ranks_that_were_sent_different_layouts_of_one_generation_do_not_form(

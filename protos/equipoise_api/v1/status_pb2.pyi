@@ -521,6 +521,7 @@ class PoolStatus(_message.Message):
     ADVICE_FIELD_NUMBER: _builtins.int
     POISON_REQUESTS_FIELD_NUMBER: _builtins.int
     INTENDED_RANKS_FIELD_NUMBER: _builtins.int
+    NODE_TRAFFIC_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -624,6 +625,12 @@ class PoolStatus(_message.Message):
         an epoch.
         """
 
+    @_builtins.property
+    def node_traffic(self) -> Global___NodeTrafficStatus:
+        """How rows spread over nodes in the latest window; absent if its ranks are on one node, do not
+        report it, or ran no rows.
+        """
+
     def __init__(
         self,
         *,
@@ -660,10 +667,11 @@ class PoolStatus(_message.Message):
         advice: Global___AdviceStatus | None = ...,
         poison_requests: _builtins.int = ...,
         intended_ranks: _builtins.int = ...,
+        node_traffic: Global___NodeTrafficStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advice: _TypeAlias = _typing.Literal["advice"]  # noqa: Y015
     _WhichOneofArgType__advice: _TypeAlias = _typing.Literal["_advice", b"_advice"]  # noqa: Y015
@@ -673,6 +681,8 @@ class PoolStatus(_message.Message):
     _WhichOneofArgType__imbalance: _TypeAlias = _typing.Literal["_imbalance", b"_imbalance"]  # noqa: Y015
     _WhichOneofReturnType__last_decision: _TypeAlias = _typing.Literal["last_decision"]  # noqa: Y015
     _WhichOneofArgType__last_decision: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision"]  # noqa: Y015
+    _WhichOneofReturnType__node_traffic: _TypeAlias = _typing.Literal["node_traffic"]  # noqa: Y015
+    _WhichOneofArgType__node_traffic: _TypeAlias = _typing.Literal["_node_traffic", b"_node_traffic"]  # noqa: Y015
     _WhichOneofReturnType__rollout: _TypeAlias = _typing.Literal["rollout"]  # noqa: Y015
     _WhichOneofArgType__rollout: _TypeAlias = _typing.Literal["_rollout", b"_rollout"]  # noqa: Y015
     _WhichOneofReturnType__shares: _TypeAlias = _typing.Literal["shares"]  # noqa: Y015
@@ -686,11 +696,71 @@ class PoolStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_decision) -> _WhichOneofReturnType__last_decision | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_traffic) -> _WhichOneofReturnType__node_traffic | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout) -> _WhichOneofReturnType__rollout | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class NodeTrafficStatus(_message.Message):
+    """NodeTrafficStatus is how rows spread over nodes in one window. A row is a token in one MoE layer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_BY_NODES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    MOST_NODES_FIELD_NUMBER: _builtins.int
+    REMOTE_NODES_FIELD_NUMBER: _builtins.int
+    DIRECT_ROWS_FIELD_NUMBER: _builtins.int
+    SENT_ROWS_FIELD_NUMBER: _builtins.int
+    SENT_OUTPUTS_FIELD_NUMBER: _builtins.int
+    ROWS_PER_STEP_FIELD_NUMBER: _builtins.int
+    IS_TWO_HOP_FIELD_NUMBER: _builtins.int
+    nodes: _builtins.float
+    """Nodes that hold the slots of a row, on average."""
+    most_nodes: _builtins.int
+    """The most nodes that hold the slots of any row."""
+    remote_nodes: _builtins.float
+    """Copies of a row that two hops send to other nodes, on average."""
+    direct_rows: _builtins.float
+    """Copies of a row that one hop sends to other nodes, on average."""
+    sent_rows: _builtins.float
+    """Copies of a row that were sent to other nodes, on average."""
+    sent_outputs: _builtins.float
+    """Outputs that were sent to other nodes per row, on average."""
+    rows_per_step: _builtins.float
+    """Rows of a rank per step."""
+    is_two_hop: _builtins.bool
+    """Whether rows mostly travelled in two hops."""
+    @_builtins.property
+    def rows_by_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows by the number of nodes that hold the slots they chose: the element at n, from 0, counts
+        rows of n nodes.
+        """
+
+    def __init__(
+        self,
+        *,
+        rows_by_nodes: _abc.Iterable[_builtins.int] | None = ...,
+        nodes: _builtins.float = ...,
+        most_nodes: _builtins.int = ...,
+        remote_nodes: _builtins.float = ...,
+        direct_rows: _builtins.float = ...,
+        sent_rows: _builtins.float = ...,
+        sent_outputs: _builtins.float = ...,
+        rows_per_step: _builtins.float = ...,
+        is_two_hop: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_rows", b"direct_rows", "is_two_hop", b"is_two_hop", "most_nodes", b"most_nodes", "nodes", b"nodes", "remote_nodes", b"remote_nodes", "rows_by_nodes", b"rows_by_nodes", "rows_per_step", b"rows_per_step", "sent_outputs", b"sent_outputs", "sent_rows", b"sent_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeTrafficStatus: _TypeAlias = NodeTrafficStatus  # noqa: Y015
 
 @_typing.final
 class AdviceStatus(_message.Message):

@@ -681,6 +681,7 @@ class LoadReport(_message.Message):
     PENDING_PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
     PARITY_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the assignments were counted in."""
     rank: _builtins.int
@@ -745,6 +746,10 @@ class LoadReport(_message.Message):
         heartbeats, this halves the number of messages.
         """
 
+    @_builtins.property
+    def nodes(self) -> Global___NodeCounts:
+        """How the rows of this epoch's steps spread over nodes. Not set if all ranks are on one node."""
+
     def __init__(
         self,
         *,
@@ -774,14 +779,61 @@ class LoadReport(_message.Message):
         pending_prompt_pairs: _builtins.int = ...,
         parity_tokens: _builtins.int = ...,
         step_us: _builtins.int = ...,
+        nodes: Global___NodeCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "nodes", b"nodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "step_us", b"step_us", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "nodes", b"nodes", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "step_us", b"step_us", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class NodeCounts(_message.Message):
+    """NodeCounts says how many rows of a rank reached how many nodes, since the epoch began. A row is a
+    token in one MoE layer, which travels to the ranks of the slots that it chose.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_BY_NODES_FIELD_NUMBER: _builtins.int
+    REMOTE_NODES_FIELD_NUMBER: _builtins.int
+    DIRECT_ROWS_FIELD_NUMBER: _builtins.int
+    SENT_ROWS_FIELD_NUMBER: _builtins.int
+    SENT_OUTPUTS_FIELD_NUMBER: _builtins.int
+    remote_nodes: _builtins.int
+    """Nodes other than the rank's own that rows chose, added up over rows: what two hops send between
+    nodes.
+    """
+    direct_rows: _builtins.int
+    """What one hop sends between nodes for the same rows."""
+    sent_rows: _builtins.int
+    """Rows that the rank sent to other nodes."""
+    sent_outputs: _builtins.int
+    """Experts' outputs that the rank sent to other nodes."""
+    @_builtins.property
+    def rows_by_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows by the number of nodes that hold the slots they chose: the element at n, from 0, counts
+        rows of n nodes. At most 65 elements; missing ones are 0.
+        """
+
+    def __init__(
+        self,
+        *,
+        rows_by_nodes: _abc.Iterable[_builtins.int] | None = ...,
+        remote_nodes: _builtins.int = ...,
+        direct_rows: _builtins.int = ...,
+        sent_rows: _builtins.int = ...,
+        sent_outputs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_rows", b"direct_rows", "remote_nodes", b"remote_nodes", "rows_by_nodes", b"rows_by_nodes", "sent_outputs", b"sent_outputs", "sent_rows", b"sent_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeCounts: _TypeAlias = NodeCounts  # noqa: Y015
 
 @_typing.final
 class WorkerTimeout(_message.Message):

@@ -84,8 +84,8 @@ class StepCounters:
         step_us: int = 0,
         has_grown: bool,
         now: float,
-    ) -> None:
-        """Record the steps of a report, if it is the latest of its rank.
+    ) -> bool:
+        """Record the steps of a report, if it is the latest of its rank; return whether it is.
 
         More steps make it the latest, and so does a newer generation, or more assignments
         (`has_grown`): assignments are checked by themselves, and a late report never has more. Then
@@ -98,10 +98,12 @@ class StepCounters:
         known, known_in = int(self._steps[rank]), self._reported_in[rank]
         # A report of another generation or phase may be late and still have more assignments.
         is_next = reported_in == known_in and (has_grown or steps == known)
-        if steps > known or report.generation > known_in[0] or is_next:
+        is_latest = steps > known or report.generation > known_in[0] or is_next
+        if is_latest:
             self._steps[rank], self._busy_us[rank] = steps, busy_us
             self._step_us[rank] = step_us
             self._reported_s[rank], self._reported_in[rank] = now, reported_in
+        return is_latest
 
     def in_window(self) -> Indices:
         """Return the steps of each rank in the open window, [ranks]; not above 0 if unknown."""

@@ -18,6 +18,7 @@ from equipoise.planning.load import (
     common_steps,
     follow_traffic,
 )
+from equipoise.planning.node_traffic import NodeCounters, NodeTraffic
 from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.realised import RealisedShares, realised_shares
@@ -54,8 +55,8 @@ class ClosedWindow:
     `balancedness` is measured, not planned. `generation` is the one in use when the window closed;
     `switched` is set if another was in use when it opened. `shares` compares planned with realised
     shares, None if unknown; `pace` is how long ranks computed, None if not reported, and `step` how
-    long steps took. `phase` is the one that all reports named, else mixed. Loads are those of
-    equally many steps of each rank.
+    long steps took; `nodes` is how rows spread over nodes, None on one. `phase` is the one that all
+    reports named, else mixed. Loads are those of equally many steps of each rank.
     `unheard` are ranks whose report is overdue: the window lacks their load. `contradiction` says
     why the counts cannot be true or be compared, if so. The averages exclude a window with `doubt`.
     """
@@ -74,6 +75,7 @@ class ClosedWindow:
     shares: RealisedShares | None
     pace: RankPace | None = None
     step: StepWindow | None = None
+    nodes: NodeTraffic | None = None
     phase: Phase = Phase.MIXED
     unheard: tuple[int, ...] = ()
     contradiction: str = ""
@@ -140,6 +142,7 @@ class PoolLoads:
             decayed_squares=_squares(remembered.get(SLOW), remembered.get(SLOW_SQUARES)),
         )
         self._steps = StepCounters(num_ranks=num_ranks, is_heard_from_start=counted_from == 1)
+        self._nodes = NodeCounters(num_ranks=num_ranks, is_heard_from_start=counted_from == 1)
         self._report_interval_s = policy.report_interval_s
         self._reported = np.zeros(num_ranks, dtype=bool)
         self._heard_s = np.full(num_ranks, now)
@@ -176,7 +179,7 @@ class PoolLoads:
         )
         delta = self._counters.accept(load, layout, num_steps=num_steps)
         self._window.add(delta)
-        self._steps.accept(
+        is_latest = self._steps.accept(
             load,
             steps=stats.steps,
             busy_us=stats.busy_us,
@@ -184,6 +187,8 @@ class PoolLoads:
             has_grown=bool(delta.slot_load.any()),
             now=now,
         )
+        if is_latest:
+            self._nodes.accept(load.rank, stats.nodes)
         self._phases.add(load.phase)
         if self._unheard_at_open[load.rank] and not self._reported[load.rank]:
             self._gap_s[load.rank] = now - self._heard_s[load.rank]
@@ -220,6 +225,7 @@ class PoolLoads:
             shares=_realised(load),
             pace=self._steps.pace(rank_load),
             step=self._steps.step_window(rank_load),
+            nodes=self._nodes.in_window(steps),
             phase=next(iter(self._phases)) if len(self._phases) == 1 else Phase.MIXED,
             unheard=tuple(np.flatnonzero(self._is_unheard(now)).tolist()),
             contradiction=counted.contradiction
@@ -266,6 +272,7 @@ class PoolLoads:
 
     def _open_next(self, *, generation: int, now: float) -> None:
         self._steps.open_next()
+        self._nodes.open_next()
         self._generation_at_open = generation
         self._unheard_at_open = self._is_unheard(now)
         self._reported[:] = False

@@ -49,6 +49,8 @@ class StepHeader(NamedTuple):
     """`digest_word` of the staged layout; 0 if none is staged."""
     num_second: int = 0
     """Tokens, the last of `num_tokens`, that the rank puts into a second micro-batch."""
+    wants_two_hops: int = 0
+    """1 if the rank wants rows of the coming step to travel to other nodes in two hops."""
 
 
 HEADER_WIDTH = len(StepHeader._fields)
@@ -200,6 +202,11 @@ def staged_conflict(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) 
         f"ranks disagree about the staged layout of generation {generation} ({detail}): plan "
         "again; if it is rejected too, restart the balancer"
     )
+
+
+def takes_two_hops(headers: tuple[StepHeader, ...]) -> bool:
+    """Whether rows of the coming step travel to other nodes in two hops: most ranks want it."""
+    return 2 * sum(header.wants_two_hops for header in headers) > len(headers)
 
 
 def _disagreement(values: Sequence[str], names: Sequence[str]) -> str:

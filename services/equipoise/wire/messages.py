@@ -11,6 +11,7 @@ from enum import StrEnum
 from equipoise.planning.arrays import Checksums, ExpertTable
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.layout import Layout
+from equipoise.planning.node_traffic import NodeCounts
 from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 
@@ -288,6 +289,9 @@ class RankStats:
 
     step_us: int = 0
     """Duration of this epoch's steps, waits included, microseconds."""
+
+    nodes: NodeCounts | None = None
+    """How this epoch's rows spread over nodes; None on a single node, or if not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

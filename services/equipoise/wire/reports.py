@@ -5,6 +5,7 @@ from dataclasses import fields
 import numpy as np
 
 from equipoise.planning.counters import LoadReport
+from equipoise.planning.node_traffic import NodeCounts
 from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.wire import checks
@@ -15,6 +16,10 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 MAX_TIMEOUTS = 16
 """Most timeouts in a report."""
+
+MAX_NODES_OF_ROW = 64
+"""Most nodes that a row may reach: it has a slot on each. Of published models Switch-C has 1 slot
+per row, Qwen3.5-397B 10, and DeepSeek-V3 9."""
 
 PHASES = {
     pb.PHASE_PREFILL: Phase.PREFILL,
@@ -29,7 +34,7 @@ PHASE_NUMBERS = {phase: number for number, phase in PHASES.items()}
 
 def report_to_proto(report: Report) -> pb.LoadReport:
     """Convert a report."""
-    load, beat = report.load, report.heartbeat
+    load, beat, nodes = report.load, report.heartbeat, report.stats.nodes
     assert load.assignments.ndim == 2, load.assignments.shape
     return pb.LoadReport(
         epoch=load.epoch,
@@ -39,6 +44,7 @@ def report_to_proto(report: Report) -> pb.LoadReport:
         assignments=load.assignments.astype("<u8", copy=False).tobytes(),
         timeouts=[pb.WorkerTimeout(**fields_of(timeout)) for timeout in report.stats.timeouts],
         heartbeat=None if beat is None else pb.Heartbeat(**fields_of(beat)),
+        nodes=None if nodes is None else pb.NodeCounts(**fields_of(nodes)),
         **{name: getattr(report.stats, name) for name in _STAT_COUNTS},
     )
 
@@ -95,6 +101,7 @@ def _stats_from_proto(message: pb.LoadReport) -> RankStats:
     return RankStats(
         **checks.counts("report", message, *_STAT_COUNTS),
         timeouts=_timeouts_from_proto(message) if message.timeouts else (),
+        nodes=_nodes_from_proto(message.nodes) if message.HasField("nodes") else None,
     )
 
 
@@ -115,4 +122,20 @@ def _timeouts_from_proto(message: pb.LoadReport) -> tuple[WorkerTimeout, ...]:
     )
 
 
-_STAT_COUNTS = tuple(one.name for one in fields(RankStats) if one.name != "timeouts")
+def _nodes_from_proto(message: pb.NodeCounts) -> NodeCounts:
+    if len(message.rows_by_nodes) > MAX_NODES_OF_ROW + 1:
+        raise InvalidMessageError(
+            "report_nodes",
+            f"report: rows_by_nodes must have at most {MAX_NODES_OF_ROW + 1} counts, not "
+            f"{len(message.rows_by_nodes)}",
+        )
+    return NodeCounts(
+        rows_by_nodes=tuple(
+            checks.count("report", "rows_by_nodes", rows) for rows in message.rows_by_nodes
+        ),
+        **checks.counts("report", message, *_NODE_COUNTS),
+    )
+
+
+_STAT_COUNTS = tuple(one.name for one in fields(RankStats) if one.name not in {"timeouts", "nodes"})
+_NODE_COUNTS = tuple(one.name for one in fields(NodeCounts) if one.name != "rows_by_nodes")

@@ -201,6 +201,7 @@ def _opened(settings: WorkerSettings) -> tuple[Checkpoint, Operations]:
             batch_invariant=settings.batch_invariant,
             latents=settings.latents,
             block_tokens=settings.block_tokens,
+            sums_on_nodes=settings.sums_on_nodes,
         )
         if operations.fp8 == stored.config.quantization_config:
             return stored, operations

@@ -23,6 +23,7 @@ from equipoise.rank.header import (
     check_group,
     digest_word,
     staged_conflict,
+    takes_two_hops,
 )
 from equipoise.rank.held import StagedGeneration
 from equipoise.telemetry.histogram import Histogram
@@ -31,12 +32,13 @@ from equipoise.wire.messages import LayoutRejected, Switched
 from equipoise.worker.core import ModelCore
 from equipoise.worker.errors import StepError
 from equipoise.worker.group import RankGroup, collective_failed
+from equipoise.worker.hops import HopChoice, Hops
 from equipoise.worker.micro_batches import num_second
 from equipoise.worker.placement import HeldSlots
 from equipoise.worker.prefill_cost import PrefillCostFit
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request, StepPlan
-from equipoise.worker.statistics import rank_stats
+from equipoise.worker.statistics import node_counts, rank_stats
 from equipoise.worker.step_inputs import (
     draft_lines,
     draft_tokens,
@@ -99,6 +101,7 @@ class Engine:
         drafter: Drafter | None,
         prefill_cost: PrefillCostFit | None = None,
         cut_from_tokens: int = 0,
+        hops: Hops = Hops.AUTO,
         after_turn: Callable[[int], None] = lambda _num_steps: None,
     ) -> None:
         """`publish` is called on the engine's thread after each step that has a result to publish.
@@ -106,7 +109,8 @@ class Engine:
         It must not block. `step_s` collects the durations of steps. `drafter` guesses tokens for
         the scheduler to have verified; without one, a step gives each request one token.
         `prefill_cost` continues to be fitted; by default a new one is. This rank cuts its steps
-        from `cut_from_tokens` tokens on into two micro-batches, or never if that is 0.
+        from `cut_from_tokens` tokens on into two micro-batches, or never if that is 0. Its rows
+        travel to other nodes by `hops`, if most ranks choose the same.
         `after_turn` is called on the engine's thread with the number of steps so far.
         """
         self._model = core.model
@@ -122,6 +126,7 @@ class Engine:
             prefill_cost or PrefillCostFit(),
             cut_from_tokens,
         )
+        self._hops, self._nodes = HopChoice(hops), node_counts(experts.spread)
         self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()
@@ -214,6 +219,7 @@ class Engine:
                 busy_s=self._busy_s,
                 step_s=self._step_s.sum - self._step_s_before,
                 parity_tokens=self._prefill_cost.parity_tokens or self._assumed_parity_tokens,
+                nodes=self._nodes,
             )
             self._unreported_us.clear()
             return EngineProgress(loads=self._loads, stats=stats)
@@ -294,6 +300,7 @@ class Engine:
                 least_tokens=self._cut_from_tokens,
                 parity_tokens=self._assumed_parity_tokens,
             ),
+            wants_two_hops=int(self._hops.wants_two(self._nodes)),
         )
 
     @property
@@ -340,7 +347,7 @@ class Engine:
     ) -> tuple[Emission, ...]:
         """Run a plan's tokens, even none, together with the other ranks, and commit the result."""
         tokens_by_rank = [header.num_tokens for header in headers]
-        self._experts.agree(tokens_by_batch(headers))
+        self._experts.agree(tokens_by_batch(headers), is_two_hop=takes_two_hops(headers))
         # Other ranks' tokens run here too, up to the logits and while drafting.
         num_foreign = sum(tokens_by_rank) - plan.num_tokens
         try:
@@ -356,7 +363,7 @@ class Engine:
             if tokens_by_depth := draft_tokens(headers):
                 num_foreign = sum(tokens_by_depth[0]) - tokens_by_depth[0][self._group.rank]
             drafts = self._draft(plan, sampled, output, tokens_by_depth)
-            loads = self._experts.loads()
+            loads, nodes = self._experts.loads(), node_counts(self._experts.spread)
         # On a device a collective may fail as late as when its result is read.
         except (ExchangeError, DistError) as error:
             raise collective_failed(error) from error
@@ -373,7 +380,7 @@ class Engine:
             if blocks := self._scheduler.take_suspect_blocks():
                 self._cache.clear(blocks)
             self._num_steps += 1
-            self._loads = loads
+            self._loads, self._nodes = loads, nodes
             duration_us = _microseconds_since(began)
             self._recent_us.append(duration_us)
             self._unreported_us.append(duration_us)

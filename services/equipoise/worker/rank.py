@@ -21,6 +21,7 @@ from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.joining import EpochGroup
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import placement_of
+from equipoise_kernels.nodes import Nodes
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.overlap import Order
@@ -59,6 +60,7 @@ class Rank:
             drafter=core.drafter(settings),
             prefill_cost=parts.timings.prefill_cost,
             cut_from_tokens=settings.cut_from_tokens if settings.micro_batches > 1 else 0,
+            hops=settings.hops,
             after_turn=parts.profiler.note_turn,
         )
         bytes_per_s = settings.pull_mib_per_s * 2**20
@@ -228,4 +230,6 @@ def _expert_parallel(joined: EpochGroup, core: ModelCore, *, phase: Phase) -> Ex
         pace_s_per_row=pace,
         # A pool's workers have one phase.
         order=Order.DECODE if phase is Phase.DECODE else Order.PREFILL,
+        nodes=Nodes.named([peer.node for peer in joined.join_epoch.peers]),
+        sums_on_nodes=core.operations.sums_on_nodes,
     )

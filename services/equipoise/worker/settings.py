@@ -15,6 +15,7 @@ from equipoise.telemetry.logs import LogFormat
 from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
+from equipoise.worker.hops import Hops
 
 PORT_STEP = 10
 """How much higher the ports of each of several local ranks are than those of the previous one."""
@@ -126,6 +127,17 @@ class WorkerSettings:
 
     cut_from_tokens: Annotated[int, Range(2)] = 2
     """With --micro-batches 2, least number of this rank's tokens in a step that it cuts."""
+
+    hops: Hops = Hops.AUTO
+    """How rows travel to other nodes: `one` sends them to each rank that needs them; `two` sends
+    them once to each node, to a rank that forwards them there; `auto` is two if that sends less
+    than two thirds of the rows between nodes. Tokens are the same. What most ranks want is done.
+    FP8 weights have two hops over torch.distributed only."""
+
+    sums_on_nodes: bool = False
+    """With two hops, sum a row's outputs on their node before they return: fewer rows between
+    nodes, but the last bits of a result then depend on the layout. Needs --no-batch-invariant, the
+    same on all workers of a pool."""
 
     speculate: Annotated[int, Range(0)] = 0
     """Draft tokens per generated token, from the checkpoint's multi-token-prediction modules; at
@@ -266,6 +278,11 @@ class WorkerSettings:
         if self.local_ranks > 1:
             self._check_local_ranks()
         self._check_tokens()
+        if self.sums_on_nodes and self.batch_invariant:
+            raise InvalidSettingsError(
+                "sums_on_nodes makes results depend on the layout: set no_batch_invariant too, or "
+                "remove it"
+            )
         if self.profile_steps and self.profile_folder is None:
             raise InvalidSettingsError("profile_steps needs profile_folder, where the trace goes")
         check_endpoint(self.tracing_endpoint)

@@ -1,7 +1,11 @@
 """What a rank reports of its requests, cache and steps."""
 
+from dataclasses import asdict
+
+from equipoise.planning.node_traffic import NodeCounts
 from equipoise.wire.messages import RankStats
 from equipoise.worker.scheduler import Scheduler
+from equipoise_model.node_traffic import NodeSpread
 
 
 def rank_stats(
@@ -12,6 +16,7 @@ def rank_stats(
     busy_s: float,
     step_s: float,
     parity_tokens: int,
+    nodes: NodeCounts | None,
 ) -> RankStats:
     """Collect the statistics of a report; the caller keeps others from the scheduler meanwhile."""
     counts, blocks, pending = scheduler.counts, scheduler.blocks, scheduler.prefill_work()
@@ -35,4 +40,15 @@ def rank_stats(
         pending_prompt_pairs=pending.pairs,
         parity_tokens=parity_tokens,
         step_us=round(step_s * 1e6),
+        nodes=nodes,
     )
+
+
+def node_counts(spread: NodeSpread | None) -> NodeCounts | None:
+    """Convert what the model counted, without counts of zero at the end."""
+    if spread is None:
+        return None
+    rows = list(spread.rows_by_nodes)
+    while rows and not rows[-1]:
+        rows.pop()
+    return NodeCounts(**{**asdict(spread), "rows_by_nodes": tuple(rows)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from equipoise.balancer.pools import PoolViews
 from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
+from equipoise.planning.node_traffic import NodeTraffic
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.counters import Timeout
 from equipoise.pool.decisions import MAX_JUDGED
@@ -25,7 +26,7 @@ _HEALTH = {
     Health.DOWN: pb.POOL_HEALTH_DOWN,
 }
 
-_NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts")
+_NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts", "nodes")
 """Fields of `RankStats` that `RankStatus` has in another form."""
 
 
@@ -82,6 +83,8 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
     imbalance = _imbalance_status(pool)
     if imbalance is not None:
         status.imbalance.CopyFrom(imbalance)
+    if window is not None and window.nodes is not None:
+        status.node_traffic.CopyFrom(_node_traffic_status(window.nodes))
     if pool.windows.advice is not None:
         status.advice.CopyFrom(pb.AdviceStatus(**fields_of(pool.windows.advice)))
     rollout = _rollout_status(pool, now=now)
@@ -268,6 +271,15 @@ def _imbalance_status(pool: Pool) -> pb.ImbalanceStatus | None:
         return None
     constants = {} if cost is None else fields_of(cost, but=("spread_s",))
     return pb.ImbalanceStatus(**fields_of(imbalance), **constants)
+
+
+def _node_traffic_status(traffic: NodeTraffic) -> pb.NodeTrafficStatus:
+    return pb.NodeTrafficStatus(
+        **fields_of(traffic),
+        nodes=traffic.nodes,
+        most_nodes=traffic.most_nodes,
+        is_two_hop=traffic.is_two_hop,
+    )
 
 
 def _hold_status(pool: Pool) -> pb.HoldStatus:

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.expected_gain import GainOutcome
+from equipoise.planning.node_traffic import NodeTraffic
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.health import Health
 from equipoise.pool.pool import Pool
@@ -76,6 +77,12 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("pool", "basis"),
         "Fraction of a step that imbalance costs: `measured` or an `upper_bound`.",
     ),
+    "rows_between_nodes": (
+        ("pool", "kind"),
+        "Rows (or outputs) sent between nodes per token and layer, and what each way would send.",
+    ),
+    "token_nodes": (_P, "Nodes that hold the slots of a token in a MoE layer, on average."),
+    "token_nodes_max": (_P, "The most nodes that hold the slots of any token in a MoE layer."),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
     "expected_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
     "realised_gain": (_P, "Realised gain in balancedness of the latest judged rollout."),
@@ -221,6 +228,8 @@ class PoolMetrics:
             return
         self._add_phase(pool, window.phase.value, window.rank_load)
         self._add_imbalance(pool)
+        if window.nodes is not None:
+            self._add_nodes(pool, window.nodes)
         factors = None if window.pace is None else slowdowns(window.pace)
         if factors is not None and len(factors) <= MAX_RANKS_LISTED:
             for rank, factor in enumerate(factors):
@@ -239,6 +248,17 @@ class PoolMetrics:
         if imbalance.step_s:
             self._gauge("step_seconds", pool, imbalance.step_s)
             self._gauge("imbalance_seconds", pool, imbalance.cost_s, basis)
+
+    def _add_nodes(self, pool: Pool, traffic: NodeTraffic) -> None:
+        for kind, rows in (
+            ("rows", traffic.sent_rows),
+            ("outputs", traffic.sent_outputs),
+            ("one_hop", traffic.direct_rows),
+            ("two_hops", traffic.remote_nodes),
+        ):
+            self._gauge("rows_between_nodes", pool, rows, kind)
+        self._gauge("token_nodes", pool, traffic.nodes)
+        self._gauge("token_nodes_max", pool, traffic.most_nodes)
 
     def _add_phase(self, pool: Pool, phase: str, rank_load: Load) -> None:
         busy = rank_load.max(axis=1) > 0

@@ -79,6 +79,7 @@ export class View {
       ["balancedness", pool.balancedness?.toFixed(3) ?? "no data", "", tone(pool.balancedness)],
       ["worst layer", pool.balancedness_min_layer?.toFixed(3) ?? "no data", "", tone(pool.balancedness_min_layer)],
       ...(pool.imbalance ? [costOf(pool.imbalance)] : []),
+      ...(pool.node_traffic ? [betweenNodes(pool.node_traffic)] : []),
       ["busiest rank", busiest ? busiest.toFixed(2) : "no data", busiest ? " × mean" : ""],
       ...engines.map((engine) => ["engine", engine, ""]),
       ...(pool.advice?.ranks ? [["ranks advised", pool.advice.ranks, ` · load of ${pool.advice.needed.toFixed(1)}`, "", pool.advice.reason]] : []),
@@ -204,6 +205,12 @@ function expertsOf({ num_experts, has_shared_expert }) {
 function costOf({ is_measured, share, cost_s, step_s, reason }) {
   const steps = step_s ? ` · ${(1e3 * cost_s).toPrecision(3)} of ${(1e3 * step_s).toPrecision(3)} ms a step` : " of a step";
   return ["imbalance costs", `${is_measured ? "" : "≤ "}${(100 * share).toFixed(0)} %`, steps, "", reason];
+}
+
+function betweenNodes({ sent_rows, sent_outputs, nodes, most_nodes, is_two_hop, direct_rows, remote_nodes }) {
+  const [way, other, would] = is_two_hop ? ["two hops", "one hop", direct_rows] : ["one hop", "two hops", remote_nodes];
+  const reason = `per token and layer by ${way}; ${other} would send ${would.toFixed(2)} rows; ${sent_outputs.toFixed(2)} outputs return; a token reaches ${nodes.toFixed(2)} nodes on average`;
+  return ["rows between nodes", sent_rows.toFixed(2), ` by ${way}, ≤ ${count(most_nodes, "node")}`, "", reason];
 }
 
 function item(word, kind, time, text, facts, number = "") {

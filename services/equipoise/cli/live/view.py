@@ -208,6 +208,8 @@ def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
     views: list[RenderableType] = [facts, picture, window_marks(windows)]
     if status.HasField("imbalance"):
         views.append(Text(imbalance_text(status.imbalance)))
+    if status.HasField("node_traffic"):
+        views.append(Text(node_traffic_text(status.node_traffic), style="dim"))
     if status.HasField("shares") and status.shares.uneven_layers:
         views.append(Text(shares_text(status.shares, model=status.model), style="dim"))
     return Group(*views)
@@ -223,6 +225,18 @@ def imbalance_text(imbalance: status_pb2.ImbalanceStatus) -> str:
     else:
         cost, share = "", f"{share} of a step"
     return f"imbalance costs {at_most}{cost}{share} ({imbalance.reason})"
+
+
+def node_traffic_text(traffic: status_pb2.NodeTrafficStatus) -> str:
+    """How many rows travel between nodes, and what the other way would send."""
+    way, other, would = "one hop", "two hops", traffic.remote_nodes
+    if traffic.is_two_hop:
+        way, other, would = other, way, traffic.direct_rows
+    return (
+        f"between nodes, per token and layer: {traffic.sent_rows:.2f} rows by {way} ({other}: "
+        f"{would:.2f}), {traffic.sent_outputs:.2f} outputs; a token reaches {traffic.nodes:.2f} "
+        f"nodes, at most {traffic.most_nodes}"
+    )
 
 
 def shared_expert(model: worker_link_pb2.ModelShape) -> int | None:
