@@ -28,6 +28,7 @@ from tests.support.authority import Authority
 from tests.support.balancers import serving
 from tests.support.deaths import die, notice, serve_all, with_spare_slots
 from tests.support.scrapes import documented, ours, scrape, value_of
+from tests.support.scripted_worker import rows_of_a_step
 from tests.support.timed_fleet import TimedFleet
 
 
@@ -250,6 +251,8 @@ async def test_the_running_balancer_exports_exactly_the_documented_metrics(
     await store.close()
     assert value_of(families, "equipoise_leader") == 1
     assert "process_resident_memory_bytes" in families
+    for worker in harness.ranks:
+        worker.nodes_a_step = rows_of_a_step(is_two_hop=True)
     TimedFleet(harness).run(skewed(1), seconds=50)
     fill_all_slots(harness, minutes=6)
     harness.pool.counters.rejections.count("report_shape", "worker worker-0: ...")

@@ -4,22 +4,9 @@ import pytest
 
 from equipoise.balancer.service.status import pool_status
 from equipoise.cli.live.view import node_traffic_text
-from equipoise.planning.node_traffic import NodeCounts
-from tests.balancer.test_metrics import families_of, value_of
-
-
-def run(harness, load, *, number, is_two_hop):
-    """A window in which a row of each rank reaches 3 or 4 nodes, and needs 6 ranks of others."""
-    rows, remote, direct = 100 * number, 250 * number, 600 * number
-    for worker in harness.ranks:
-        worker.nodes = NodeCounts(
-            rows_by_nodes=(0, 0, 0, rows // 2, rows // 2),
-            remote_nodes=remote,
-            direct_rows=direct,
-            sent_rows=remote if is_two_hop else direct,
-            sent_outputs=direct,
-        )
-    harness.run_traffic(load, seconds=10)
+from tests.balancer.test_metrics import families_of
+from tests.support.scrapes import value_of
+from tests.support.scripted_worker import rows_of_a_step
 
 
 @pytest.mark.parametrize("is_two_hop", [False, True])
@@ -27,10 +14,12 @@ def test_status_and_metrics_tell_the_rows_between_nodes_of_the_latest_window(
     serving_harness, skewed, is_two_hop
 ):
     harness, name = serving_harness, "equipoise_rows_between_nodes"
-    for number in (1, 2):
-        run(harness, skewed(1), number=number, is_two_hop=is_two_hop)
+    for worker in harness.ranks:
+        worker.nodes_a_step = rows_of_a_step(is_two_hop=is_two_hop)
+    harness.run_traffic(skewed(1), seconds=20)
     shown = pool_status(harness.pool, now=harness.now).node_traffic
-    assert list(shown.rows_by_nodes) == [0, 0, 0, 200, 200]
+    # 4 ranks make 10 steps a second, and a window lasts 10 s.
+    assert list(shown.rows_by_nodes) == [0, 0, 0, 400, 400]
     assert (shown.nodes, shown.most_nodes, shown.is_two_hop) == (3.5, 4, is_two_hop)
     assert node_traffic_text(shown) == (
         "between nodes, per token and layer: 2.50 rows by two hops (one hop: 6.00), 6.00 outputs; "

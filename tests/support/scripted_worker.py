@@ -8,6 +8,7 @@ import numpy as np
 
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.moves import checksums_digest
+from equipoise.planning.node_traffic import NodeCounts
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
@@ -38,6 +39,30 @@ def expert_table(model: ModelShape):
         for layer in range(model.num_layers)
     ]
     return np.array(table, dtype=np.uint8)
+
+
+def grown(counts: NodeCounts | None, per_step: NodeCounts, *, steps: int) -> NodeCounts:
+    """Counts after some more steps."""
+    rows = (0,) * len(per_step.rows_by_nodes) if counts is None else counts.rows_by_nodes
+    added = zip(rows, per_step.rows_by_nodes, strict=True)
+    return NodeCounts(
+        rows_by_nodes=tuple(before + steps * more for before, more in added),
+        **{
+            name: (getattr(counts, name) if counts else 0) + steps * getattr(per_step, name)
+            for name in ("remote_nodes", "direct_rows", "sent_rows", "sent_outputs")
+        },
+    )
+
+
+def rows_of_a_step(*, is_two_hop):
+    """A row reaches 3 or 4 nodes, and needs 6 ranks of others."""
+    return NodeCounts(
+        rows_by_nodes=(0, 0, 0, 1, 1),
+        remote_nodes=5,
+        direct_rows=12,
+        sent_rows=5 if is_two_hop else 12,
+        sent_outputs=12,
+    )
 
 
 def make_hello(name="worker-0", *, node="node-0", boot_id="boot-1", **changes) -> Hello:
@@ -73,6 +98,7 @@ class ScriptedWorker:
         self.busy_us = 0
         self.busy_us_a_step = 100
         self.step_us = self.step_us_a_step = 0
+        self.nodes_a_step = None
         self.nodes = None
         self.is_lopsided = False
 
@@ -146,6 +172,8 @@ class ScriptedWorker:
         self.steps += 10
         self.busy_us += 10 * self.busy_us_a_step
         self.step_us += 10 * self.step_us_a_step
+        if self.nodes_a_step is not None:
+            self.nodes = grown(self.nodes, self.nodes_a_step, steps=10)
 
     def report(self) -> Report:
         return Report(
