@@ -289,3 +289,9 @@ async def test_what_is_not_supported_is_named(client, fleet, fields, param):
         await client.post("/responses", body=body, cast_to=object)
     assert caught.value.param == param
     assert fleet.num_requests == 0
+
+
+async def test_what_is_not_supported_says_what_to_do_instead(client):
+    body = {"model": "tiny", "input": "a", "previous_response_id": "resp_1"}
+    with pytest.raises(openai.BadRequestError, match="send the earlier output as part of input"):
+        await client.post("/responses", body=body, cast_to=object)

@@ -88,6 +88,16 @@ _RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 
+_REMEDIES = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "previous_response_id": "send the earlier output as part of input",
+    "conversation": "send the earlier items as part of input",
+    "store": "responses are not kept here",
+    "background": "wait for the response, or stream it",
+    "truncation": "shorten the input",
+}
+
 _NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 _NO_TOOLS = ToolUse()
 
@@ -228,7 +238,8 @@ class RequestParser:
         fields.only({*known, *unsupported})
         for name, allowed in unsupported.items():
             if name in fields and fields.get(name) not in allowed:
-                raise fields.reject(name, f"{shown(fields.get(name))} is not supported")
+                remedy = f": {_REMEDIES[name]}" if name in _REMEDIES else ""
+                raise fields.reject(name, f"{shown(fields.get(name))} is not supported{remedy}")
         wanted = fields.get("model")
         if wanted is not None and wanted != self._model:
             raise UnknownModelError(
