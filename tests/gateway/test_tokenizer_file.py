@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from equipoise.gateway.errors import GatewayError
+from equipoise.gateway.errors import GatewayError, InvalidRequestError
+from equipoise.gateway.fields import Fields
+from equipoise.gateway.prompts import PromptReader
+from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.tokenizer import Tokenizer
 
 CORPUS = ["def balance(layout): return layout", "Ĝis la ☃ 🜁, naïve Straße", "12 + 30 = 42"] * 9
@@ -94,6 +97,19 @@ def test_the_first_token_follows_the_tokenizer_config(folder):
     assert tokenizer.encode("a")[0] == 1
     assert tokenizer.encode("a", begins=False) == tokenizer.encode("a")[1:]
     assert tokenizer.encode(BEGIN + "a") == tokenizer.encode("a")
+
+
+def test_a_completion_may_leave_out_the_first_token(folder):
+    path = folder(tokenizer_config={"add_bos_token": True, "bos_token": BEGIN})
+    tokenizer = Tokenizer.of_checkpoint(path)
+    reader = PromptReader(GatewaySettings(checkpoint=path), tokenizer=tokenizer, template=None)
+    fields = {"prompt": ["a", "b"]}
+    expected = tuple(tokenizer.encode(text) for text in "ab")
+    assert reader.completion(Fields(fields)) == expected
+    bare = reader.completion(Fields({**fields, "add_special_tokens": False}))
+    assert bare == tuple(tokens[1:] for tokens in expected)
+    with pytest.raises(InvalidRequestError, match="add_special_tokens must be true or false"):
+        reader.completion(Fields({"prompt": [1, 2], "add_special_tokens": "no"}))
 
 
 def changed(**fields):

@@ -12,7 +12,7 @@ from typing import Any
 from equipoise.gateway.completion_request import CompletionRequest
 from equipoise.gateway.errors import ContextLengthExceededError, NoRankError, UnknownModelError
 from equipoise.gateway.fields import Fields, shown
-from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader
+from equipoise.gateway.prompts import CHAT_PROMPT_FIELDS, PromptReader, begins_texts
 from equipoise.gateway.reasoning import REASONING_END, ReasoningParser
 from equipoise.gateway.responses_form import REPEATED_FIELDS
 from equipoise.gateway.responses_input import messages_of_input, text_format_of
@@ -46,11 +46,11 @@ _EITHER = frozenset(
         *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
         *("return_token_ids", "logit_bias", "min_tokens", "skip_special_tokens", "prompt_logprobs"),
         # These do not affect the answer.
-        *("user", "metadata", "safety_identifier", "prompt_cache_key"),
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         *GRAMMAR_FIELDS,
     }
 )
-_OF_COMPLETIONS = _EITHER | {"prompt", "echo", "best_of"}
+_OF_COMPLETIONS = _EITHER | {"prompt", "add_special_tokens", "echo", "best_of"}
 _OF_CHATS = _EITHER | CHAT_PROMPT_FIELDS | TOOL_FIELDS | {"max_completion_tokens", "top_logprobs"}
 _OF_RESPONSES = (
     _EITHER
@@ -204,7 +204,7 @@ class RequestParser:
         fields = Fields.of_body(body)
         known = CHAT_PROMPT_FIELDS | {"model", "prompt", "tools", "add_special_tokens"}
         self._check(fields, known=known)
-        begins = "add_special_tokens" not in fields or fields.flag("add_special_tokens")
+        begins = begins_texts(fields)
         if "messages" in fields:
             tokens = self._prompts.chat(fields, tools=tools_of(fields))
         elif isinstance(text := fields.get("prompt"), str):

@@ -34,17 +34,20 @@ class PromptReader:
     def completion(self, fields: Fields) -> tuple[tuple[int, ...], ...]:
         """The prompts in `prompt`: one or a list, each a string or token ids.
 
+        Strings begin with the tokens that begin every text, unless `add_special_tokens` is false.
+
         Raises:
             InvalidRequestError: it is invalid, or has too many prompts or tokens.
         """
-        value = fields.get("prompt")
+        value, begins = fields.get("prompt"), begins_texts(fields)
         is_batch = isinstance(value, list) and value and isinstance(value[0], str | list)
         if not is_batch:
-            return (self._prompt(fields, "prompt", value),)
+            return (self._prompt(fields, "prompt", value, begins=begins),)
         if len(value) > MAX_PROMPTS:
             raise fields.reject("prompt", f"must have at most {MAX_PROMPTS} prompts")
         return tuple(
-            self._prompt(fields, f"prompt[{index}]", one) for index, one in enumerate(value)
+            self._prompt(fields, f"prompt[{index}]", one, begins=begins)
+            for index, one in enumerate(value)
         )
 
     def chat(self, fields: Fields, *, tools: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -111,9 +114,9 @@ class PromptReader:
         self._check_length(fields, name, len(tokens))
         return tokens
 
-    def _prompt(self, fields: Fields, name: str, value: Any) -> tuple[int, ...]:
+    def _prompt(self, fields: Fields, name: str, value: Any, *, begins: bool) -> tuple[int, ...]:
         if isinstance(value, str):
-            return self.encoded(fields, name, value, begins=True)
+            return self.encoded(fields, name, value, begins=begins)
         if not isinstance(value, list) or not all(is_whole(token) for token in value):
             raise fields.reject(name, "must be a string or a list of token ids")
         self._check_length(fields, name, len(value))
@@ -127,6 +130,11 @@ class PromptReader:
             raise ContextLengthExceededError(
                 f"{name} must have 1 to {most} tokens, not {num_tokens}", param=name
             )
+
+
+def begins_texts(fields: Fields) -> bool:
+    """Whether to put the tokens that begin every text before a string."""
+    return "add_special_tokens" not in fields or fields.flag("add_special_tokens")
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
