@@ -40,6 +40,8 @@ class FaultyStore(SqliteStore):
     def __init__(self, path):
         super().__init__(path)
         self.fences = []
+        self.reads = 0
+        self.read_often = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -49,6 +51,9 @@ class FaultyStore(SqliteStore):
 
     async def pools(self):
         await self.gate.wait()
+        self.reads += 1
+        if self.reads == 9:
+            self.read_often.set()
         if self.fault is not None:
             raise self.fault
         return await super().pools()
@@ -190,6 +195,22 @@ async def test_a_store_that_cannot_be_read_at_startup_is_reported(store, elector
     store.fault = StoreError("wrong password", fault=StoreFault.DENIED)
     with pytest.raises(StoreError, match="wrong password"):
         await seat_of(store, elector).open()
+
+
+async def test_a_store_that_stays_unreadable_is_logged_ever_more_rarely(
+    store, elector, caplog, monkeypatch
+):
+    monkeypatch.setattr("equipoise.balancer.seat.REFRESH_S", 0.001)
+    store.fault = StoreError("it is down: start it")
+    seat = seat_of(store, elector)
+    seat._readiness.note("planner", "it compiles")
+    onlooker = asyncio.create_task(seat.look_on())
+    async with asyncio.timeout(WAIT_S):
+        await store.read_often.wait()
+    onlooker.cancel()
+    lines = [one for one in caplog.messages if "it is down" in one]
+    counts = [f"({2**power} times so far)" for power in range(store.reads.bit_length())]
+    assert all(line.endswith(count) for line, count in zip(lines, counts, strict=True))
 
 
 async def test_a_store_that_is_busy_at_startup_is_read_later(store, elector):

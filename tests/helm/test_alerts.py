@@ -1,6 +1,7 @@
 """Every alert fires when it should and only then: promtool evaluates the rules of two releases."""
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -247,6 +248,15 @@ def test_promtool_accepts_every_rule_and_its_texts(promtool, tmp_path):
 def test_every_alert_has_a_case():
     rules = [rule for group in groups_of("eq") for rule in group["rules"]]
     assert {rule["alert"] for rule in rules if "alert" in rule} == CASES.keys()
+
+
+def test_the_texts_of_an_alert_name_labels_that_it_has():
+    for group in groups_of("eq"):
+        for rule in group["rules"]:
+            texts = " ".join(rule.get("annotations", {}).values())
+            named = set(re.findall(r"(?<!with )\$labels\.(\w+)", texts))
+            if named:  # Labels that a rule adds are not among those of its texts.
+                assert named <= CASES[rule["alert"]].labels.keys(), rule
 
 
 def test_every_alert_fires_when_it_should_and_only_then(promtool, tmp_path):

@@ -21,6 +21,7 @@ from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOv
 from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import Timeout
+from equipoise.telemetry.logs import is_worth_logging
 
 REFRESH_S = 2.0
 """Seconds between two reads of the store by a follower."""
@@ -56,6 +57,8 @@ class Seat:
         self._settled = asyncio.Event()
         self.store_fault = ""
         """Why the latest read of the store failed; empty if it did not."""
+        self._num_unread = 0
+        """Reads of the store that have failed since one succeeded."""
 
     @property
     def pools(self) -> PoolViews:
@@ -186,10 +189,14 @@ class Seat:
     async def _refresh(self) -> None:
         try:
             await self._archive.refresh(elsewhere=self.elsewhere)
-            self.store_fault = ""
+            self.store_fault, self._num_unread = "", 0
         except StoreError as error:
             self.store_fault = str(error)
-            _log.warning("the status may be outdated: %s", error)
+            self._num_unread += 1
+            if is_worth_logging(self._num_unread):
+                _log.warning(
+                    "the status may be outdated: %s (%d times so far)", error, self._num_unread
+                )
         except Exception:  # noqa: BLE001 - a bug must not end elections
             _log.exception("the status may be outdated")
 

@@ -47,7 +47,7 @@ def run(settings: StatusSettings) -> int:
         decisions, fault = _latest_decisions(client)
     print_view(pool_view(status, decisions=decisions, framed=console.is_terminal))
     if fault:
-        console.print(Text(f"earlier decisions cannot be read: {fault}", style="yellow"))
+        print_view(Text(f"earlier decisions cannot be read: {fault}", style="yellow"))
     return _exit_status([status.health])
 
 
