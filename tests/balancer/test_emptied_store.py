@@ -40,7 +40,7 @@ async def balancer(redis_url):
     store = RedisStore(redis_url)
     policies = PolicyBook(Policy(interval_s=0.3, reform_timeout_s=1.0, report_timeout_s=3.0))
     async with (
-        serving(store, listen="127.0.0.1:0", policies=policies, stop_grace_s=0.0) as port,
+        serving(store, listen="127.0.0.1:0", policies=policies, drain_timeout_s=0.0) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield Clients(f"127.0.0.1:{port}", channel)

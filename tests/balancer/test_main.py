@@ -81,10 +81,10 @@ def test_listen_must_be_a_host_and_a_port(listen):
         BalancerSettings(listen=listen)
 
 
-@pytest.mark.parametrize("stop_grace_s", [-1.0, 61.0, float("nan")])
-def test_the_grace_of_a_stop_is_bounded(stop_grace_s):
-    with pytest.raises(InvalidSettingsError, match="stop_grace_s must be from 0 to 60"):
-        BalancerSettings(stop_grace_s=stop_grace_s)
+@pytest.mark.parametrize("drain_timeout_s", [-1.0, 61.0, float("nan")])
+def test_the_grace_of_a_stop_is_bounded(drain_timeout_s):
+    with pytest.raises(InvalidSettingsError, match="drain_timeout_s must be from 0 to 60"):
+        BalancerSettings(drain_timeout_s=drain_timeout_s)
 
 
 def test_a_redis_that_starts_later_is_waited_for(tmp_path):

@@ -24,6 +24,7 @@ from equipoise.telemetry.histogram import Histogram
 from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.trust.credentials import Credentials
 from equipoise.wire.messages import Wait, WorkerTimeout
+from equipoise_api.v1 import status_pb2 as pb
 from tests.support.authority import Authority
 from tests.support.balancers import serving
 from tests.support.deaths import die, notice, serve_all, with_spare_slots
@@ -58,7 +59,7 @@ def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, sk
     per_layer = window.rank_load.mean(axis=1) / window.rank_load.max(axis=1)
     labels = {"pool": "tiny", "phase": "mixed"}
     assert value_of(families, "equipoise_balancedness", **labels) == pytest.approx(per_layer.mean())
-    worst = value_of(families, "equipoise_balancedness_worst_layer", **labels)
+    worst = value_of(families, "equipoise_balancedness_min_layer", **labels)
     assert worst == pytest.approx(per_layer.min())
     p5 = value_of(families, "equipoise_balancedness_p5_layer", **labels)
     assert worst <= p5 <= np.median(per_layer)
@@ -70,12 +71,24 @@ def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, sk
     assert max(ratios) > 1.01
 
 
+def test_a_measure_has_the_same_name_as_in_the_status(serving_harness, skewed):
+    serving_harness.run_traffic(skewed(1), seconds=40)
+    metrics = families_of(serving_harness.pool, now=serving_harness.now)
+    of_status = {*pb.PoolStatus.DESCRIPTOR.fields_by_name, *pb.GainStatus.DESCRIPTOR.fields_by_name}
+    for name in (
+        "balancedness", "balancedness_min_layer", "epoch", "gain_expected", "gain_realised",
+        "generation", "intended_ranks", "window_assignments",
+    ):  # fmt: skip
+        assert f"equipoise_{name}" in metrics
+        assert name in of_status
+
+
 def test_a_window_without_traffic_has_no_assignments_and_no_balance(serving_harness, skewed):
     harness = serving_harness
     harness.run_traffic(skewed(1) * 0, seconds=10)
     families = families_of(harness.pool, now=harness.now)
     assert value_of(families, "equipoise_window_assignments", pool="tiny") == 0
-    measures = ("balancedness", "balancedness_worst_layer", "rank_load_max_over_mean",
+    measures = ("balancedness", "balancedness_min_layer", "rank_load_max_over_mean",
                 "rank_load_ratio", "imbalance_ratio", "imbalance_seconds")  # fmt: skip
     for name in measures:
         family = families.get(f"equipoise_{name}")
@@ -180,7 +193,7 @@ async def test_a_follower_exports_a_rejected_policy_an_unreadable_store_and_its_
         credentials=Credentials(authority.issue("balancer")),
         listen="127.0.0.1:0",
         policies=policies,
-        stop_grace_s=0.0,
+        drain_timeout_s=0.0,
         metrics=MetricsPort(metrics_listen="127.0.0.1:0", metrics_tls=True),
         on_metrics=seen.append,
     ):
@@ -207,7 +220,7 @@ async def test_balancers_that_elect_tell_the_waits_of_it(tmp_path, policy):
         credentials=Credentials(),
         listen="127.0.0.1:0",
         policies=PolicyBook(policy),
-        stop_grace_s=0.0,
+        drain_timeout_s=0.0,
         metrics=MetricsPort(metrics_listen="127.0.0.1:0"),
         on_metrics=seen.append,
         timing=LeaseTiming.lasting(30.0),
@@ -243,7 +256,7 @@ async def test_the_running_balancer_exports_exactly_the_documented_metrics(
         credentials=Credentials(),
         listen="127.0.0.1:0",
         policies=harness.policies,
-        stop_grace_s=0.0,
+        drain_timeout_s=0.0,
         metrics=MetricsPort(metrics_listen="127.0.0.1:0"),
         on_metrics=seen.append,
     ):
@@ -270,7 +283,7 @@ async def test_a_metrics_port_in_use_is_a_one_line_error(tmp_path, policy):
             credentials=Credentials(),
             listen="127.0.0.1:0",
             policies=PolicyBook(policy),
-            stop_grace_s=0.0,
+            drain_timeout_s=0.0,
             metrics=MetricsPort(metrics_listen=metrics_listen),
             on_metrics=seen.append,
         )

@@ -27,7 +27,7 @@ async def port(tmp_path):
         credentials=Credentials(),
         listen="127.0.0.1:0",
         policies=PolicyBook(Policy()),
-        stop_grace_s=0.0,
+        drain_timeout_s=0.0,
     ) as port:
         yield port
     await store.close()

@@ -66,7 +66,7 @@ async def test_a_used_port_is_one_clear_sentence(address, tmp_path):
             credentials=Credentials(),
             listen=address,
             policies=PolicyBook(POLICY),
-            stop_grace_s=1.0,
+            drain_timeout_s=1.0,
         ):
             pass
     await store.close()
@@ -80,7 +80,7 @@ async def test_stopping_lets_go_of_workers_and_watchers_at_once(tmp_path, harnes
         credentials=Credentials(),
         listen="127.0.0.1:0",
         policies=PolicyBook(POLICY),
-        stop_grace_s=3600.0,
+        drain_timeout_s=3600.0,
     )
     port = await balancer.__aenter__()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -52,7 +52,7 @@ async def balancer_on(url, *, store_down):
                 credentials=Credentials(),
                 listen="127.0.0.1:0",
                 policies=PolicyBook(policy),
-                stop_grace_s=0.0,
+                drain_timeout_s=0.0,
             ) as port,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):

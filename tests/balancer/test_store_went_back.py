@@ -14,7 +14,7 @@ from tests.simulation.store import SimStore, StoreServer
 from tests.support.agent_ranks import WAIT_S, ranks_of
 from tests.support.balancers import serving
 
-balancer = partial(serving, listen="127.0.0.1:0", stop_grace_s=0.0)
+balancer = partial(serving, listen="127.0.0.1:0", drain_timeout_s=0.0)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ async def fleet(tmp_path, hello_of):
         listen="127.0.0.1:0",
         accepted_keys=str(accepted),
         policies=PolicyBook(POLICY),
-        stop_grace_s=1.0,
+        drain_timeout_s=1.0,
     )
     hello = hello_of("worker-0", num_ranks=1, slots_per_rank=32)
     async with arrangement as port:

@@ -290,7 +290,7 @@ async def test_a_port_for_other_machines_is_not_opened_in_plain_text(tmp_path):
             credentials=Credentials(),
             listen="0.0.0.0:0",
             policies=PolicyBook(POLICY),
-            stop_grace_s=1.0,
+            drain_timeout_s=1.0,
         ):
             pass
     await store.close()

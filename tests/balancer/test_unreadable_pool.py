@@ -88,7 +88,7 @@ async def balancer(url):
         metrics=MetricsPort(metrics_listen="127.0.0.1:0"),
         on_metrics=metrics.append,
         policies=PolicyBook(POLICY),
-        stop_grace_s=0.5,
+        drain_timeout_s=0.5,
         register=register,
         timing=TIMING,
     )

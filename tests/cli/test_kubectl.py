@@ -208,7 +208,7 @@ async def test_a_status_comes_through_the_forward_under_tls(cluster, tmp_path, m
         store,
         listen="127.0.0.1:0",
         policies=PolicyBook(Policy()),
-        stop_grace_s=1.0,
+        drain_timeout_s=1.0,
         credentials=Credentials(authority.issue("balancer", hosts=(NAME,))),
     ) as port:
         cluster(target=f"127.0.0.1:{port}", pods=[pod("eq-balancer-a", certified=NAME)])

@@ -143,7 +143,7 @@ async def all_ended(rig):
             in_use = [
                 await of_pool(rig, pool, name)
                 for pool in rig.workers
-                for name in ("held_tokens", "kv_used_ratio")
+                for name in ("held_tokens", "cache_used_ratio")
             ]
             if not any(in_use):
                 return

@@ -179,7 +179,7 @@ class BalancerThread:
             store,
             listen=f"127.0.0.1:{self.port}",
             policies=PolicyBook(POLICY),
-            stop_grace_s=0.0,
+            drain_timeout_s=0.0,
         ):
             self._started.set()
             await self._stopping.wait()

@@ -161,7 +161,7 @@ async def test_it_is_alive_but_not_ready_before_it_knows_a_rank(run_gateway):
 async def test_shutdown_finishes_open_streams_and_rejects_new_requests(run_gateway, fleet):
     for rank in fleet.ranks:
         rank.gate.clear()
-    async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=BOUND_S) as gateway:
+    async with run_gateway(workers=tuple(fleet.addresses), drain_timeout_s=BOUND_S) as gateway:
         stream = asyncio.create_task(whole_stream(gateway))
         await fleet.until_open()
         gateway.stop.set()
@@ -181,7 +181,7 @@ async def test_shutdown_finishes_open_streams_and_rejects_new_requests(run_gatew
 
 async def test_a_stream_beyond_the_grace_period_ends_with_an_error_event(run_gateway, fleet):
     fleet.fail(Fault(after=2, hang=True))
-    async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=0.1) as gateway:
+    async with run_gateway(workers=tuple(fleet.addresses), drain_timeout_s=0.1) as gateway:
         async with gateway.stream(prompt=list(PROMPT), max_tokens=12) as response:
             coming = events(response)
             two = [await anext(coming) for _ in range(2)]
@@ -195,7 +195,7 @@ async def test_a_stream_beyond_the_grace_period_ends_with_an_error_event(run_gat
 
 async def test_a_response_beyond_the_grace_period_is_an_error(run_gateway, fleet):
     fleet.fail(Fault(after=2, hang=True))
-    async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=0.1) as gateway:
+    async with run_gateway(workers=tuple(fleet.addresses), drain_timeout_s=0.1) as gateway:
         answer = asyncio.create_task(gateway.post(prompt=list(PROMPT)))
         await fleet.until_open()
         gateway.stop.set()
@@ -205,7 +205,7 @@ async def test_a_response_beyond_the_grace_period_is_an_error(run_gateway, fleet
 
 
 async def test_shutdown_without_open_requests_closes_the_port(run_gateway, fleet):
-    async with run_gateway(workers=tuple(fleet.addresses), stop_grace_s=BOUND_S) as gateway:
+    async with run_gateway(workers=tuple(fleet.addresses), drain_timeout_s=BOUND_S) as gateway:
         gateway.stop.set()
         await asyncio.wait_for(gateway.task, BOUND_S)
         with pytest.raises(httpx2.ConnectError):
@@ -242,7 +242,7 @@ async def test_a_used_port_is_a_one_line_error(checkpoint):
         ({"balancer": ()}, "either balancer or workers"),
         ({"max_attempts": 0}, "max_attempts must be from 1 to 1000"),
         ({"queue_timeout_s": 0}, "queue_timeout_s must be from 0.001 to 3600, not 0"),
-        ({"stop_grace_s": float("nan")}, "stop_grace_s must be from 0"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s must be from 0"),
     ],
 )
 def test_settings_out_of_range_are_named(setting, words):

@@ -96,9 +96,9 @@ CASES = {
         after="16m",
         labels={**TINY, "phase": "decode"},
     ),
-    "EquipoiseReportsStale": Case(
-        fires={'equipoise_report_age_max_seconds{pool="tiny"}': "31x9"},
-        quiet={'equipoise_report_age_max_seconds{pool="tiny"}': "30x9"},
+    "EquipoiseRankSilent": Case(
+        fires={'equipoise_rank_silence_max_seconds{pool="tiny"}': "31x9"},
+        quiet={'equipoise_rank_silence_max_seconds{pool="tiny"}': "30x9"},
         after="2m",
         labels=TINY,
     ),

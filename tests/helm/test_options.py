@@ -52,6 +52,41 @@ def test_every_chart_value_on_the_page_exists(reference):
             inner = inner[name]
 
 
+KUBERNETES = {
+    "accepted-keys": "tokensExistingSecret",
+    "api-keys": "apiKeysExistingSecret",
+    "balancer": "externalAddress",
+    "checkpoint": "checkpointPath",
+    "listen": "port",
+    "metrics-listen": "metricsPort",
+    "metrics-token-file": "metricsTokenSecret",
+    "node": "source",
+    "num-ranks": "replicas",
+    "signing-key": "tokensExistingSecret",
+    "store": "redisUrl",
+    "store-password-file": "redisExistingSecret",
+    "tls-ca": "tls",
+    "tls-cert": "tls",
+    "tls-key": "tls",
+    "zone": "source",
+}
+"""What a chart names otherwise: ports, replicas, Secrets in place of files, and where to look."""
+
+
+def test_a_chart_value_has_the_words_of_its_option(reference):
+    rows = re.findall(r"^\| `--([a-z-]+)`[^|]*\| [^|`]*`([^`|]+)`", reference.page(), re.MULTILINE)
+    assert len(rows) > 60
+    for option, path in rows:
+        spelt = re.sub("-mib-per-s$", "-MiBPerSecond", option)
+        words = re.sub("-s$", "-seconds", spelt).split("-")
+        expected = words[0] + "".join(word[0].upper() + word[1:] for word in words[1:])
+        steps = path.removesuffix(".enabled").split(".")
+        if steps[0] in {"balancer", "worker", "gateway"}:
+            steps = [one for one in steps[1:] if one != "topology"]
+        value = steps[0] + "".join(step[0].upper() + step[1:] for step in steps[1:])
+        assert value == KUBERNETES.get(option, expected), option
+
+
 def test_a_wait_has_the_name_of_what_sets_its_timeout(reference):
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:balancer|worker) \| ([^|]*) \|", text, re.MULTILINE))

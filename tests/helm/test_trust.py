@@ -45,7 +45,7 @@ def certified_here(names):
 
 def test_the_processes_expect_the_trust_domain_of_their_certificates():
     tls = TLS["tls"]
-    corp = {"tls": {**tls, "certManager": {**tls["certManager"], "trustDomain": "corp"}}}
+    corp = {"tls": {**tls, "trustDomain": "corp"}}
     for pod in POD_OF.values():
         assert environment(render({**TLS, **corp}), pod)["EQUIPOISE_TLS_TRUST_DOMAIN"] == "corp"
 

@@ -29,7 +29,7 @@ async def opened(tmp_path, *, tls=None, accepted_keys=""):
             credentials=Credentials(tls),
             accepted_keys=str(accepted_keys),
             policies=PolicyBook(POLICY),
-            stop_grace_s=1.0,
+            drain_timeout_s=1.0,
         ) as port:
             yield f"127.0.0.1:{port}"
     finally:

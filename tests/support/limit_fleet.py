@@ -197,7 +197,7 @@ async def limit_fleet(tmp_path):
                 listen="127.0.0.1:0",
                 accepted_keys=str(accepted),
                 policies=PolicyBook(POLICY),
-                stop_grace_s=1.0,
+                drain_timeout_s=1.0,
             )
         )
         fleet = LimitFleet(f"127.0.0.1:{port}", keys, store)

@@ -64,7 +64,7 @@ def test_cache_usage_is_a_fraction_of_all_blocks():
     registry.register(metrics)
     text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert value_of(families, "equipoise_worker_kv_used_ratio") == 0.25
+    assert value_of(families, "equipoise_worker_cache_used_ratio") == 0.25
     assert value_of(families, "equipoise_worker_active_requests") == 1
 
 

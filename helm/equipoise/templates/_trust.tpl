@@ -16,7 +16,7 @@ certificate and signing key the pod has. */}}
 - {name: EQUIPOISE_TLS_CA, value: /etc/equipoise/tls/ca.crt}
 - {name: EQUIPOISE_TLS_CERT, value: /etc/equipoise/tls/tls.crt}
 - {name: EQUIPOISE_TLS_KEY, value: /etc/equipoise/tls/tls.key}
-- {name: EQUIPOISE_TLS_TRUST_DOMAIN, value: {{ .root.Values.tls.certManager.trustDomain | quote }}}
+- {name: EQUIPOISE_TLS_TRUST_DOMAIN, value: {{ .root.Values.tls.trustDomain | quote }}}
 - {name: EQUIPOISE_TLS_BALANCER_NAME, value: {{ include "equipoise.tlsBalancerName" .root | quote }}}
 {{- if has .component (list "worker" "gateway") }}
 - {name: EQUIPOISE_TLS_WORKER_NAME, value: {{ include "equipoise.tlsWorkerName" .root | quote }}}
@@ -122,7 +122,7 @@ csi:
     csi.cert-manager.io/issuer-kind: {{ $issuer.issuerRef.kind | quote }}
     csi.cert-manager.io/issuer-group: {{ $issuer.issuerRef.group | quote }}
     csi.cert-manager.io/dns-names: {{ include "equipoise.tlsWorkerName" . | quote }}
-    csi.cert-manager.io/uri-sans: {{ printf "spiffe://%s/equipoise/worker/%s/${POD_NAME}" $issuer.trustDomain (include "equipoise.quotedPool" .) | quote }}
+    csi.cert-manager.io/uri-sans: {{ printf "spiffe://%s/equipoise/worker/%s/${POD_NAME}" .Values.tls.trustDomain (include "equipoise.quotedPool" .) | quote }}
     csi.cert-manager.io/key-usages: digital signature,server auth,client auth
     csi.cert-manager.io/duration: {{ $issuer.duration }}
     csi.cert-manager.io/renew-before: {{ $issuer.renewBefore }}

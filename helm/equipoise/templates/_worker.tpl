@@ -47,7 +47,7 @@ spec:
         - --node=$(FAST_DOMAIN)
         - --zone=$(ZONE)
         {{- else if eq $topology.source "nodeLabels" }}
-        - {{ printf "--node-label=%s" $topology.fastDomainLabel | quote }}
+        - {{ printf "--node-label=%s" $topology.nodeLabel | quote }}
         - {{ printf "--zone-label=%s" $topology.zoneLabel | quote }}
         {{- end }}
         {{- with $worker.checkpoint.path }}
@@ -91,7 +91,7 @@ spec:
         - name: ZONE
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.zoneLabel }}']"}}
         - name: FAST_DOMAIN
-          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.fastDomainLabel }}']"}}
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $topology.nodeLabel }}']"}}
         {{- end }}
         {{- include "equipoise.commonEnv" . | nindent 8 }}
       ports:

@@ -109,7 +109,7 @@ async def _serve(settings: BalancerSettings, tracer: Tracer) -> None:
             on_rejection=await _open_events(opened) if settings.policy is not None else None,
             warm_up=partial(_warm_up, planner),
             planner=planner,
-            stop_grace_s=settings.stop_grace_s,
+            drain_timeout_s=settings.drain_timeout_s,
             metrics=settings.metrics,
             probes_listen=settings.probes_listen,
             web_listen=settings.web_listen,

@@ -121,7 +121,7 @@ class BalancerParts:
     term_offset: int
     """See `Candidate`."""
 
-    stop_grace_s: float
+    drain_timeout_s: float
     """Seconds that open calls may take to end at the stop."""
 
     credentials: Credentials
@@ -228,7 +228,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             yield port
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
-            await asyncio.shield(_stop(server, seat, watched, parts.stop_grace_s))
+            await asyncio.shield(_stop(server, seat, watched, parts.drain_timeout_s))
 
 
 async def _elector(parts: BalancerParts, address: str) -> Elector:

@@ -99,9 +99,9 @@ class BalancerSettings:
     log_level: LogLevel = LogLevel.INFO
     """Minimum severity of messages to write to stderr. `info` logs one line per decision."""
 
-    stop_grace_s: Annotated[float, Range(0, 60)] = 3.0
+    drain_timeout_s: Annotated[float, Range(0, 60)] = 3.0
     """Seconds that open calls have to finish after Ctrl-C or SIGTERM. Workers keep serving without
-    a balancer, so a short grace period is enough."""
+    a balancer, so a short time is enough."""
 
     tls: Tls = field(default_factory=Tls)
     """Certificates. Without them the port must be on loopback."""

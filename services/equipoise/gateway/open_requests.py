@@ -116,11 +116,11 @@ class OpenRequests:
             if not self.num_open:
                 self._idle.set()
 
-    async def drain(self, grace_s: float) -> None:
-        """Reject new requests, wait up to `grace_s` seconds for open ones, and end the rest."""
+    async def drain(self, timeout_s: float) -> None:
+        """Reject new requests, wait up to `timeout_s` seconds for open ones, and end the rest."""
         self.stopping = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         if not self._ending.done():
             self._ending.set_result(None)

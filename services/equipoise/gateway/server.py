@@ -132,7 +132,7 @@ async def serve(
                 task.result()
             _log.info("stopping; %d requests are open", open_requests.num_open)
             # Keep accepting, and answer 503 with the reason, while draining.
-            await open_requests.drain(settings.stop_grace_s)
+            await open_requests.drain(settings.drain_timeout_s)
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)

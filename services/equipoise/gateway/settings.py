@@ -107,7 +107,7 @@ class GatewaySettings:
     idle_timeout_s: Annotated[float, Range(1, HOUR_S)] = 60.0
     """Seconds that a client connection may stay idle between two requests."""
 
-    stop_grace_s: Annotated[float, Range(0, HOUR_S)] = 10.0
+    drain_timeout_s: Annotated[float, Range(0, HOUR_S)] = 10.0
     """Seconds that open requests have to finish after Ctrl-C or SIGTERM."""
 
     metrics: MetricsPort = field(default_factory=MetricsPort)

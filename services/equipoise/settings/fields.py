@@ -1,7 +1,7 @@
 """Fields of settings, each declared once.
 
-The range of a number is part of its annotation, `stop_grace_s: Annotated[float, Range(0, 60)]`; the
-string below a field explains it, on the command line and in the docs.
+The range of a number is part of its annotation, `drain_timeout_s: Annotated[float, Range(0, 60)]`;
+the string below a field explains it, on the command line and in the docs.
 """
 
 import ast

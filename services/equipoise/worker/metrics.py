@@ -46,7 +46,7 @@ class WorkerCollector(Collector):
         for name, text, histogram in (
             ("step_seconds", "Duration of a step.", timings.step_s),
             ("itl_seconds", "Time from one token of a request to its next.", timings.itl_s),
-            ("step_stall_seconds", "Time that a switch delayed its step.", timings.stall_s),
+            ("switch_stall_seconds", "Time that a switch delayed its step.", timings.stall_s),
         ):
             yield HistogramMetricFamily(
                 f"equipoise_worker_{name}",
@@ -148,7 +148,7 @@ class WorkerCollector(Collector):
             scheduler.holds.num_tokens,
         )
         yield (
-            "kv_used_ratio",
+            "cache_used_ratio",
             "Fraction of the cache's blocks that active requests hold.",
             scheduler.blocks.num_used / scheduler.blocks.num_blocks,
         )

@@ -60,7 +60,7 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
         _PHASE,
         "5th percentile over layers of mean / max rank load in the latest window.",
     ),
-    "balancedness_worst_layer": (
+    "balancedness_min_layer": (
         _PHASE,
         "Lowest mean / max rank load of any layer in the latest window.",
     ),
@@ -84,9 +84,9 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "token_nodes": (_P, "Nodes that hold the slots of a token in a MoE layer, on average."),
     "token_nodes_max": (_P, "The most nodes that hold the slots of any token in a MoE layer."),
     "window_assignments": (_P, "Assignments in the latest window, all layers."),
-    "expected_gain": (_P, "Expected gain in balancedness of the latest judged rollout."),
-    "realised_gain": (_P, "Realised gain in balancedness of the latest judged rollout."),
-    "report_age_max_seconds": (
+    "gain_expected": (_P, "Expected gain in balancedness of the latest judged rollout."),
+    "gain_realised": (_P, "Realised gain in balancedness of the latest judged rollout."),
+    "rank_silence_max_seconds": (
         _P,
         "Longest time since the last message of any rank.",
     ),
@@ -210,7 +210,7 @@ class PoolMetrics:
                 self._gauge("rank_silence_seconds", pool, age_s, str(member.rank))
         for state, count in states.items():
             self._gauge("ranks", pool, count, state)
-        self._gauge("report_age_max_seconds", pool, max(ages_s, default=0.0))
+        self._gauge("rank_silence_max_seconds", pool, max(ages_s, default=0.0))
         self._gauge("intended_ranks", pool, pool.roster.intended_ranks)
         self._gauge("idle_ranks", pool, sum(member.idle for member in seated))
         advice = pool.windows.advice
@@ -265,7 +265,7 @@ class PoolMetrics:
         per_layer = balancedness_per_layer(rank_load[busy])
         self._gauge("balancedness", pool, per_layer.mean(), phase)
         self._gauge("balancedness_p5_layer", pool, float(np.percentile(per_layer, 5)), phase)
-        self._gauge("balancedness_worst_layer", pool, per_layer.min(), phase)
+        self._gauge("balancedness_min_layer", pool, per_layer.min(), phase)
         self._gauge("rank_load_max_over_mean", pool, (1 / per_layer).mean(), phase)
 
     def _add_tally(self, pool: Pool) -> None:
@@ -285,8 +285,8 @@ class PoolMetrics:
         for outcome in GainOutcome:
             self._count("rollouts_judged", pool, tally.judged[outcome], outcome.value)
         if pool.decisions.judged:
-            self._gauge("expected_gain", pool, pool.decisions.judged[0].expected.gain)
-            self._gauge("realised_gain", pool, pool.decisions.judged[0].realised.gain)
+            self._gauge("gain_expected", pool, pool.decisions.judged[0].expected.gain)
+            self._gauge("gain_realised", pool, pool.decisions.judged[0].realised.gain)
         self._histogram("plan_seconds", pool, tally.plan_s)
         self._histogram("wave_seconds", pool, tally.wave_s)
         self._histogram("switch_stall_seconds", pool, tally.stall_s)
