@@ -3,7 +3,9 @@
 import json
 import random
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jsonschema
@@ -83,6 +85,36 @@ def test_a_grammar_may_begin_after_a_text(grammars, grammar):
     assert mask == {quote}
     (mask,) = masks_of(grammars, grammar, output=b'</end>"ab"')
     assert mask == {END}
+
+
+def test_a_grammar_that_takes_long_holds_up_no_other(grammars, monkeypatch):
+    compiling, go, compile_ = threading.Event(), threading.Event(), grammars._compile
+
+    def slow(grammar):
+        if grammar.text == "slow":
+            compiling.set()
+            assert go.wait(60)
+        return compile_(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(masks_of, grammars, regex("slow"))
+        assert compiling.wait(60)
+        try:
+            assert masks_of(grammars, regex("quick")) == [{ord("q")}]
+            assert not waiting.done()
+        finally:
+            go.set()
+        assert waiting.result(60) == [{ord("s")}]
+
+
+def test_a_tokenizer_that_grammars_cannot_use_is_named_and_harms_nothing_else(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    grammars = Grammars(tmp_path, vocab_size=VOCAB_SIZE)
+    grammars.load()
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        grammars.constraint(regex("a"), output=(), stop_tokens=STOPS)
 
 
 def test_masks_change_nothing(grammars):

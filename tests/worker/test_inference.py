@@ -11,6 +11,7 @@ import pytest_asyncio
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import request_from_proto, request_to_proto
 from equipoise.wire.inference_messages import (
+    ACCEPTED_KEY,
     BLAME_KEY,
     Blame,
     GenerateRequest,
@@ -19,6 +20,7 @@ from equipoise.wire.inference_messages import (
 )
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StepError
+from equipoise.worker.grammars import GrammarError, GrammarLimitError
 from equipoise.worker.group import RankGroup
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
@@ -346,6 +348,63 @@ async def test_clients_get_the_reason_when_the_engine_ends(bench):
     assert caught.value.details() == "a peer rank failed"
     with pytest.raises(grpc.aio.AioRpcError, match="a peer rank failed"):
         await generated(bench.stub.Generate(request(), timeout=60))
+
+
+class SlowGrammars:
+    """Compile once the test says so."""
+
+    def __init__(self, *, fault=None):
+        self.compiling, self.go, self.fault = threading.Event(), threading.Event(), fault
+
+    def constraint(self, *_, **__):
+        self.compiling.set()
+        assert self.go.wait(60)
+        if self.fault:
+            raise self.fault
+
+
+GRAMMAR = pb.Grammar(regex="a")
+
+
+async def test_a_request_is_accepted_before_its_grammar_is_compiled(bench, solo):
+    """The gateway does not take a rank that compiles for broken, nor try a grammar that kills it
+    on rank after rank."""
+    bench.service._grammars = slow = SlowGrammars()
+    call = bench.stub.Generate(request(grammar=GRAMMAR), timeout=60)
+    async with asyncio.timeout(60):
+        assert dict(await call.initial_metadata())[ACCEPTED_KEY] == "1"
+        await asyncio.to_thread(slow.compiling.wait)
+        assert (await generated(bench.stub.Generate(request(), timeout=60)))[0] == solo(PROMPT, 8)
+        slow.go.set()
+        assert (await generated(call))[0] == solo(PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (GrammarError("as the test says"), grpc.StatusCode.INVALID_ARGUMENT),
+        (GrammarLimitError("as the test says"), grpc.StatusCode.OUT_OF_RANGE),
+    ],
+)
+async def test_a_grammar_that_cannot_be_compiled_is_rejected_by_name(bench, fault, code):
+    bench.service._grammars = slow = SlowGrammars(fault=fault)
+    slow.go.set()
+    with pytest.raises(grpc.aio.AioRpcError, match="grammar: as the test says") as caught:
+        await generated(bench.stub.Generate(request(grammar=GRAMMAR), timeout=60))
+    assert caught.value.code() is code
+    await several(bench.engine.cancelled, 1)
+    assert bench.service._streams == {}
+
+
+async def test_no_request_is_to_blame_if_the_engine_ends_while_its_grammar_is_compiled(bench):
+    bench.service._grammars = slow = SlowGrammars()
+    call = bench.stub.Generate(request(grammar=GRAMMAR), timeout=60)
+    await asyncio.to_thread(slow.compiling.wait)
+    bench.service.close("a peer rank failed")
+    slow.go.set()
+    with pytest.raises(grpc.aio.AioRpcError, match="a peer rank failed") as caught:
+        await to_the_end(call)
+    assert dict(caught.value.trailing_metadata())[BLAME_KEY] == Blame.NONE
 
 
 async def test_a_request_of_an_earlier_engine_is_cancelled_under_the_lock_of_the_newest(

@@ -32,6 +32,7 @@ from equipoise.wire.messages import (
 from equipoise.worker.core import ModelCore
 from equipoise.worker.engine import Engine
 from equipoise.worker.errors import RejectedError
+from equipoise.worker.grammars import Grammars
 from equipoise.worker.health import LIVE
 from equipoise.worker.lifecycle import Worker, serve
 from equipoise.worker.location import find_location
@@ -85,12 +86,14 @@ async def health_of(address, service=""):
 
 
 async def test_a_worker_introduces_itself_waits_for_its_rank_and_serves(
-    balancer, settings, join_epoch, random_layout, solo, checkpoint
+    balancer, settings, join_epoch, random_layout, solo, checkpoint, monkeypatch
 ):
-    layout = random_layout(5)
+    layout, loaded = random_layout(5), []
+    monkeypatch.setattr(Grammars, "load", lambda _: loaded.append(True))
     async with running(settings(balancer=balancer.address, worker="w-7", pool="blue")) as rig:
         link = await balancer.link()
         hello = link.hello
+        assert loaded == [True], "before it serves, because no step runs meanwhile"
         assert (hello.worker, hello.pool, hello.node) == ("w-7", "blue", "node-0")
         assert (hello.slots_per_rank, hello.num_ranks, hello.running) == (12, 1, None)
         assert hello.checkpoint_fingerprint == checkpoint.fingerprint

@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,17 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        # None until the first grammar, because it takes about a second.
         self._tokenizer: Any = None
         self._end_tokens: frozenset[int] = frozenset()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def load(self) -> None:
+        """Load the tokenizer if grammars can be used here; otherwise constraints say why not.
+
+        A large one takes about a second, in which no other thread runs: better before any serves.
+        """
+        with self._lock, suppress(GrammarError):
+            self._load_tokenizer()
 
     def constraint(
         self, grammar: Grammar, *, output: Sequence[int], stop_tokens: frozenset[int]
@@ -97,7 +105,11 @@ class Grammars:
                 what it takes, or the output does not match.
         """
         with self._lock:
-            matcher = self._compiled.get(grammar) or self._compile(grammar)
+            self._load_tokenizer()
+            matcher = self._compiled.get(grammar)
+        # Several at a time: one that takes long holds up no other.
+        matcher = matcher or self._compile(grammar)
+        with self._lock:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MAX_COMPILED:
@@ -110,12 +122,8 @@ class Grammars:
         return constraint
 
     def _compile(self, grammar: Grammar) -> Any:
-        try:
-            from llguidance import LLMatcher, grammar_from  # noqa: PLC0415 - optional
-        except ImportError:
-            raise GrammarError("this worker lacks llguidance: pip install llguidance") from None
-        if self._tokenizer is None:
-            self._load_tokenizer()
+        from llguidance import LLMatcher, grammar_from  # noqa: PLC0415 - optional
+
         try:
             match grammar.kind:
                 case GrammarKind.JSON_SCHEMA:
@@ -137,8 +145,12 @@ class Grammars:
         return matcher
 
     def _load_tokenizer(self) -> None:
-        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - optional
-
+        if self._tokenizer is not None:
+            return
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - optional
+        except ImportError:
+            raise GrammarError("this worker lacks llguidance: pip install llguidance") from None
         try:
             self._end_tokens = read_end_tokens(self._folder, vocab_size=self._vocab_size)
         except FormatError as error:
@@ -147,7 +159,11 @@ class Grammars:
             raise GrammarError("the model has no end token (eos_token_id)")
         ends, path = sorted(self._end_tokens), self._folder / "tokenizer.json"
         source = str(path) if path.exists() else TokenizerWrapper(_Bytes(self._vocab_size, ends[0]))
-        self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
+        try:
+            self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
+        # It raises no narrower error for a file that it cannot use.
+        except Exception as error:  # noqa: BLE001
+            raise GrammarError(f"{path}: {_in_one_line(str(error))}") from None
 
 
 class _Bytes:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 import grpc
@@ -20,6 +20,7 @@ from equipoise.wire.inference_messages import (
     Blame,
     GeneratedTokens,
     GenerateRequest,
+    Grammar,
     LatentHold,
     PromptReport,
     TokenLogprob,
@@ -83,6 +84,11 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._failed_step: StepError | None = None
         self._changed = asyncio.Event()
 
+    async def prepare(self) -> None:
+        """Load what grammars need; better than with the first one, while others are served."""
+        if self._grammars is not None:
+            await asyncio.to_thread(self._grammars.load)
+
     def visit(self, act: Callable[[Scheduler], Visited]) -> Visited:
         """Let `act` use the scheduler; once an engine was opened, also between two engines.
 
@@ -139,41 +145,29 @@ class InferenceService(pb_grpc.InferenceServicer):
             request = request_from_proto(
                 message, vocab_size=self._vocab_size, context_length=self._context_length
             )
-            queued = Request(
-                key=key,
-                prompt=request.prompt,
-                max_tokens=request.max_tokens,
-                stop_tokens=request.stop_tokens,
-                sampling=SamplingParams(**asdict(request.sampling), logit_bias=request.logit_bias),
-                num_replayed=request.num_replayed,
-                prompt_logprobs=request.prompt_logprobs,
-                min_tokens=request.min_tokens,
-                hold_latents=request.hold_latents,
-                is_handed_over=request.latents_from is not None,
-                constraint=await self._constraint(request),
-            )
+            queued = _queued(request, key)
         except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except SamplingError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"sampling.{error}")
-        except GrammarLimitError as error:
-            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"grammar: {error}")
-        except GrammarError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"grammar: {error}")
         if self._closed or self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         assert self._engine is not None, "a service without an engine is closed"
         stream = self._streams[key] = _Stream()
         try:
-            if request.latents_from is not None:
-                await self._pull(context, request, queued)
+            self.visit(lambda scheduler: scheduler.check_room())
+            # Reports that the rank works on it: later failures count as failures of this request.
+            await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+            queued = await self._prepared(request, queued)
+            # Perhaps not the engine from before.
             self._engine.submit(queued)
-            # Reports that the request is queued: later failures count as failures of this request.
-            if request.latents_from is None:
-                await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             await self._write(context, request, stream, queued)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except GrammarLimitError as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"grammar: {error}")
+        except GrammarError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"grammar: {error}")
         finally:
             # Also when the client is gone: others need its blocks. Only the newest engine's lock
             # keeps its thread from the scheduler.
@@ -189,23 +183,23 @@ class InferenceService(pb_grpc.InferenceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         return pb.GetLimitsResponse(context_length=self._context_length)
 
-    async def _pull(self, context: _Context, request: GenerateRequest, queued: Request) -> None:
-        """Accept a request and fetch its latents, unless the queue is full already."""
-        assert request.latents_from is not None
-        self.visit(lambda scheduler: scheduler.check_room())
-        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-        await self._latents.pull(queued.key, queued.prompt, request.latents_from, visit=self.visit)
+    async def _prepared(self, request: GenerateRequest, queued: Request) -> Request:
+        """The request with what its output must match, once its latents have been fetched."""
+        if request.grammar is not None:
+            queued = replace(queued, constraint=await self._constraint(request, request.grammar))
+        if request.latents_from is not None:
+            source = request.latents_from
+            await self._latents.pull(queued.key, queued.prompt, source, visit=self.visit)
+        return queued
 
-    async def _constraint(self, request: GenerateRequest) -> Constraint | None:
+    async def _constraint(self, request: GenerateRequest, grammar: Grammar) -> Constraint:
         """Which tokens the request's output may have, after those of other ranks."""
-        if request.grammar is None:
-            return None
         if self._grammars is None:
             raise GrammarError("this worker takes no grammars")
         output = request.prompt[len(request.prompt) - request.num_replayed :]
         return await asyncio.to_thread(
             self._grammars.constraint,
-            request.grammar,
+            grammar,
             output=output,
             stop_tokens=request.stop_tokens,
         )
@@ -253,6 +247,26 @@ class InferenceService(pb_grpc.InferenceServicer):
         """How far a request is the cause of the engine's end."""
         step = self._failed_step
         return step.blame if step is not None and key in step.keys else Blame.NONE
+
+
+def _queued(request: GenerateRequest, key: int) -> Request:
+    """The request as the engine takes it, without what it must match.
+
+    Raises:
+        SamplingError: a sampling parameter is out of range.
+    """
+    return Request(
+        key=key,
+        prompt=request.prompt,
+        max_tokens=request.max_tokens,
+        stop_tokens=request.stop_tokens,
+        sampling=SamplingParams(**asdict(request.sampling), logit_bias=request.logit_bias),
+        num_replayed=request.num_replayed,
+        prompt_logprobs=request.prompt_logprobs,
+        min_tokens=request.min_tokens,
+        hold_latents=request.hold_latents,
+        is_handed_over=request.latents_from is not None,
+    )
 
 
 async def _end(context: _Context, code: grpc.StatusCode, reason: str, *, blame: Blame) -> NoReturn:

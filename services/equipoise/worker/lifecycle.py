@@ -230,6 +230,7 @@ class Worker:
             self._rendezvous.close()
 
     async def _run(self, stop: asyncio.Event) -> None:
+        await self._parts.inference.prepare()
         server = await self._listen()
         agent = asyncio.create_task(self._agent.run())
         life = asyncio.create_task(self._epochs.run())
