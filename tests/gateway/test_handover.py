@@ -77,13 +77,13 @@ def test_a_prefill_pool_is_another_pool_of_a_balancer(changes):
 
 
 @asynccontextmanager
-async def pools(*, num_prefill=2, num_decode=2, prefill_form="v1/16", queue_timeout_s=BOUND_S):
-    """A relay before a prefill pool and a decode pool of two ranks."""
+async def pools(*, num_prefill=2, num_decode=2, prefill_forms=("v1/16",), queue_timeout_s=BOUND_S):
+    """A relay before a prefill pool, whose ranks have these forms in turn, and a decode pool."""
     prefill = [FakeRank() for _ in range(num_prefill)]
     decode = [FakeRank() for _ in range(num_decode)]
     async with AsyncExitStack() as stack:
         tables = []
-        for ranks, form in ((prefill, prefill_form), (decode, "v1/16")):
+        for ranks, forms in ((prefill, prefill_forms), (decode, ("v1/16",))):
             table = RankTable(max_queued=64, clock=asyncio.get_running_loop().time)
             addresses = [await stack.enter_async_context(listening(one)) for one in ranks]
             table.update(
@@ -91,10 +91,10 @@ async def pools(*, num_prefill=2, num_decode=2, prefill_form="v1/16", queue_time
                     name=address,
                     address=address,
                     state=RankState.OPEN,
-                    latent_form=form,
+                    latent_form=forms[place % len(forms)],
                     block_tokens=B,
                 )
-                for address in addresses
+                for place, address in enumerate(addresses)
             )
             tables.append(table)
         tally = RequestTally()
@@ -186,7 +186,7 @@ async def test_a_request_that_ends_with_its_first_token_moves_nowhere_and_leaves
     ("settings", "prompt", "reason"),
     [
         ({"num_prefill": 0}, PROMPT, Direct.NO_PREFILL),
-        ({"prefill_form": "v1/64"}, PROMPT, Direct.FORM),
+        ({"prefill_forms": ("v1/64",)}, PROMPT, Direct.FORM),
         ({}, PROMPT[: B - 1], Direct.SHORT),
     ],
 )
@@ -201,6 +201,15 @@ async def test_a_decode_rank_prefills_the_prompt_itself_and_that_is_counted(
         assert rig.tally.direct == {reason: 1}
         if reason is Direct.FORM:
             assert "its latents are v1/16, those of the prefill pool v1/64" in caplog.text
+
+
+async def test_only_prefill_ranks_of_the_same_form_are_chosen_while_a_pool_has_two():
+    """As in a rolling restart with other settings."""
+    async with pools(prefill_forms=("v1/64", "v1/16")) as rig:
+        many = await asyncio.gather(*(answer(rig, (n, *PROMPT)) for n in range(8)))
+        assert [len(tokens_of(one)) for one in many] == [12] * 8
+        assert [len(rank.requests) for rank in rig.prefill] == [0, 8]
+        assert (rig.tally.num_handed_over, rig.tally.direct) == (8, {})
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -21,11 +21,19 @@ from tests.support.worker_parts import inference_of
 
 @asynccontextmanager
 async def a_rank(
-    core, held, *, boot_id, peer_pools=("prefill",), tamper=None, hold_s=30.0, pull_s=3.0
+    core,
+    held,
+    *,
+    boot_id,
+    peer_pools=("prefill",),
+    tamper=None,
+    hold_s=30.0,
+    pull_s=3.0,
+    form="v1/small",
 ):
     """A pool of one rank that serves inference and latents; `tamper` changes what it sends."""
     loop = asyncio.get_running_loop()
-    store = LatentStore(cache=core.cache, form="v1/small", boot_id=boot_id)
+    store = LatentStore(cache=core.cache, form=form, boot_id=boot_id)
     puller = LatentPuller(
         store,
         peer_pools=peer_pools,
@@ -67,6 +75,7 @@ async def a_rank(
             end_epoch=end_epoch,
             scheduler=scheduler,
             puller=puller,
+            inference_service=inference,
             service=latents,
             inference=worker_pb2_grpc.InferenceStub(channel),
             latents=worker_pb2_grpc.LatentTransferStub(channel),

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.worker.blocks import BlockPool, found_blocks
+from equipoise.worker.errors import QueueFullError
 from equipoise.worker.latents.holds import HoldEnd, HoldLedger
 from equipoise.worker.latents.pulls import Pulls
 from equipoise.worker.sequence import Request
@@ -49,13 +51,11 @@ def test_each_hold_of_the_same_prompt_keeps_its_blocks_findable():
     assert scheduler.blocks.num_used == 0
 
 
-def test_a_pull_takes_only_the_room_it_is_given_and_gives_way_youngest_first():
+def test_pulls_give_way_youngest_first_and_keep_what_was_filled():
     pool = BlockPool(num_blocks=8, block_tokens=BLOCK)
     pulls = Pulls(pool)
-    old = pulls.begin(1, range(17), room=3)
-    young = pulls.begin(2, range(50, 67), room=9)
-    assert [len(pull.keys) for pull in (old, young)] == [4, 4]
-    assert [len(pull.blocks) for pull in (old, young)] == [3, 4]
+    old, young = pulls.begin(1, range(17)), pulls.begin(2, range(50, 67))
+    assert [len(pull.blocks) for pull in (old, young)] == [4, 4]
     assert pulls.give_way()
     assert pulls.next_block(2, young) is None
     assert pulls.next_block(1, old) == old.blocks[0]
@@ -67,16 +67,64 @@ def test_a_pull_takes_only_the_room_it_is_given_and_gives_way_youngest_first():
     assert (pool.num_used, pool.num_findable) == (0, 1)
 
 
-def fill_next(scheduler, model, one, pull, *, data):
-    """The next block of a prompt arrives, if it does; returns whether it did."""
-    block = scheduler.pulls.next_block(one.key, pull)
-    if block is None or not data.draw(st.integers(0, 3)):
-        return False
-    first = pull.num_ready * BLOCK
+def handed_over(key, *, num_tokens=3 * BLOCK + 1):
+    first = 100 * key
+    prompt = tuple(range(first, first + num_tokens))
+    return Request(key=key, prompt=prompt, max_tokens=2, is_handed_over=True)
+
+
+def test_a_request_in_line_leaves_blocks_to_those_ahead_of_it():
+    scheduler = scheduler_of(num_blocks=10)
+    for key in range(3):
+        scheduler.submit(handed_over(key))
+    assert scheduler.begin_pull(2) is None
+    assert scheduler.begin_pull(1) is not None
+    assert scheduler.begin_pull(2) is None
+    assert scheduler.begin_pull(0) is not None
+    assert scheduler.cancel(1)
+    assert scheduler.begin_pull(2) is not None
+    assert scheduler.begin_pull(9) is None
+
+
+def test_a_request_whose_latents_are_under_way_is_counted_and_holds_up_nobody():
+    scheduler = scheduler_of(max_queued=0)
+    scheduler.submit(handed_over(0))
+    scheduler.submit(Request(key=1, prompt=(1, 2), max_tokens=2))
+    with pytest.raises(QueueFullError):
+        scheduler.submit(Request(key=2, prompt=(1, 2), max_tokens=2))
+    assert [chunk.key for chunk in scheduler.plan().chunks] == [1]
+    assert (scheduler.num_queued, scheduler.is_waiting(0)) == (1, True)
+    scheduler.end_pull(0)
+    assert [chunk.key for chunk in scheduler.plan().chunks] == [1, 0]
+
+
+def test_a_full_cache_lets_requests_wait_for_room_instead_of_prefilling_them():
+    """Six requests of which the cache has room for two: each is fetched whole."""
+    scheduler, model = scheduler_of(num_blocks=10, max_step_tokens=8), Model()
+    to_fetch = [handed_over(key) for key in range(6)]
+    for one in to_fetch:
+        scheduler.submit(one)
+    num_left = len(to_fetch)
+    while num_left:
+        while to_fetch and (pull := scheduler.begin_pull(to_fetch[0].key)) is not None:
+            one = to_fetch.pop(0)
+            while scheduler.pulls.next_block(one.key, pull) is not None:
+                fill(scheduler, model, one, pull)
+            scheduler.end_pull(one.key)
+        plan = scheduler.plan()
+        assert plan.chunks, "a request runs"
+        emissions = commit(scheduler, plan, model.run(plan))
+        num_left -= sum(emission.is_last for emission in emissions)
+    assert scheduler.counts.prefilled_missing == scheduler.counts.preempted == 0
+    assert scheduler.blocks.num_used == 0
+
+
+def fill(scheduler, model, one, pull):
+    """The next block of a prompt arrives."""
+    block, first = scheduler.pulls.next_block(one.key, pull), pull.num_ready * BLOCK
     for place in range(BLOCK):
         model.cache[block, place] = one.prompt[first + place]
     scheduler.pulls.publish(pull)
-    return True
 
 
 @settings(deadline=None)
@@ -96,14 +144,18 @@ def test_requests_with_holds_and_pulls_get_their_solo_tokens_and_nothing_stays(
             one = waiting.pop(0)
             if data.draw(st.booleans()):
                 one = replace(one, is_handed_over=True)
-                pulling[one.key] = (one, scheduler.begin_pull(one.key, one.prompt))
-            else:
-                scheduler.submit(one)
+                pulling[one.key] = (one, None)
+            scheduler.submit(one)
         for one, pull in list(pulling.values()):
-            if not fill_next(scheduler, model, one, pull, data=data) and data.draw(st.booleans()):
+            if pull is None:
+                pulling[one.key] = (one, scheduler.begin_pull(one.key))
+            elif scheduler.pulls.next_block(one.key, pull) is not None and data.draw(
+                st.integers(0, 3)
+            ):
+                fill(scheduler, model, one, pull)
+            elif data.draw(st.booleans()):
                 del pulling[one.key]
-                scheduler.pulls.stop(one.key)
-                scheduler.submit(one)
+                scheduler.end_pull(one.key)
         if holds and data.draw(st.booleans()):
             scheduler.holds.end(holds.pop(), HoldEnd.FETCHED)
         plan = scheduler.plan(now=now)

@@ -1,11 +1,15 @@
 """A prefill rank fails while its latents are fetched: the rest is prefilled, nothing stays held."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.latents.holds import HoldEnd
-from equipoise.worker.latents.puller import PullOutcome
+from equipoise.worker.latents.puller import MAX_PULLS, PullOutcome
+from equipoise.worker.sequence import Emission
+from equipoise_model.sampling_params import SampledToken
 from tests.support.latent_ranks import (
     a_rank,
     answer,
@@ -33,9 +37,15 @@ def hang(message):
 
 
 @pytest.mark.parametrize(
-    ("tamper", "outcome"), [(die, PullOutcome.LOST), (hang, PullOutcome.TIMEOUT)]
+    ("tamper", "outcome", "end"),
+    [
+        (die, PullOutcome.LOST, HoldEnd.RELEASED),
+        (hang, PullOutcome.TIMEOUT, HoldEnd.EXPIRED),
+    ],
 )
-async def test_a_rank_that_fails_amid_a_fetch_leaves_a_shorter_prefix(rank_of_one, tamper, outcome):
+async def test_a_rank_that_fails_amid_a_fetch_leaves_a_shorter_prefix(
+    rank_of_one, tamper, outcome, end
+):
     async with two_pools(rank_of_one, tamper=tamper, hold_s=1.0, pull_s=1.5) as (prefill, decode):
         one = await handed_over(prefill, decode, PROMPT, 6)
         assert decode.puller.outcomes == {outcome: 1}
@@ -43,7 +53,7 @@ async def test_a_rank_that_fails_amid_a_fetch_leaves_a_shorter_prefix(rank_of_on
         assert decode.scheduler.counts.prefilled_missing == (NUM_FULL - 1) * B
         assert one.tokens == (await answer(prefill, PROMPT, 6)).tokens
         await nothing_is_held(prefill, decode)
-        assert prefill.scheduler.holds.ended == {HoldEnd.EXPIRED: 1}
+        assert prefill.scheduler.holds.ended == {end: 1}
 
 
 async def leg(decode, prefill, first):
@@ -140,3 +150,50 @@ async def test_a_prefill_rank_that_came_back_as_another_process_has_nothing(rank
             assert successor.service.rejected == {"latents_boot": 1}
             assert decode.scheduler.counts.prefilled_missing == NUM_FULL * B
             assert first.tokens + rest.tokens == (await answer(successor, PROMPT, 6)).tokens
+
+
+async def test_a_rejected_fetch_ends_the_hold(rank_of_one):
+    async with (
+        a_rank(*rank_of_one(), boot_id="reads") as prefill,
+        a_rank(*rank_of_one(), boot_id="writes", form="v1/other") as decode,
+    ):
+        one = await handed_over(prefill, decode, PROMPT, 6)
+        assert decode.puller.outcomes == {PullOutcome.REJECTED: 1}
+        assert prefill.service.rejected == {"latents_form": 1}
+        assert one.tokens == (await answer(prefill, PROMPT, 6)).tokens
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended == {HoldEnd.RELEASED: 1}
+
+
+async def test_fetches_that_wait_for_their_turn_for_too_long_end_the_hold(rank_of_one):
+    stalled = asyncio.Event()
+
+    def stall(message):
+        yield stalled
+        yield message
+
+    async with two_pools(rank_of_one, tamper=stall, pull_s=1.0) as (prefill, decode):
+        firsts = [
+            await answer(prefill, PROMPT, 1, hold_latents=True) for _ in range(MAX_PULLS + 1)
+        ]
+        await asyncio.gather(*(leg(decode, prefill, first) for first in firsts))
+        assert decode.puller.outcomes == {PullOutcome.TIMEOUT: len(firsts)}
+        stalled.set()
+        await nothing_is_held(prefill, decode)
+        assert prefill.scheduler.holds.ended == {HoldEnd.RELEASED: len(firsts)}
+
+
+async def test_a_hold_that_nobody_hears_of_ends(rank_of_one):
+    """The client left after the step that finished its request, before the token was sent."""
+    async with a_rank(*rank_of_one(), boot_id="reads") as prefill:
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        last = Emission(
+            key=99,
+            sampled=SampledToken(token=1, logprob=0.0),
+            finish=FinishReason.LENGTH,
+            hold=first.held.hold,
+        )
+        result = SimpleNamespace(emissions=(last,))
+        prefill.inference_service.deliver(result)
+        await nothing_is_held(prefill)
+        assert prefill.scheduler.holds.ended == {HoldEnd.RELEASED: 1}

@@ -252,12 +252,14 @@ def test_blocks_of_a_request_cancelled_in_a_step_are_free_after_it(is_committed)
     results = model.run(plan)
     assert scheduler.cancel(0)
     assert (scheduler.num_active, scheduler.blocks.num_used) == (0, 3)
-    assert len(scheduler.begin_pull(1, tuple(range(20, 40))).blocks) == 1
+    handed_over = Request(key=1, prompt=tuple(range(20, 29)), max_tokens=1, is_handed_over=True)
+    scheduler.submit(handed_over)
+    assert scheduler.begin_pull(1) is None
     if is_committed:
         assert commit(scheduler, plan, results) == []
     else:
         scheduler.plan()
-    assert scheduler.blocks.num_used == 1
+    assert len(scheduler.begin_pull(1).blocks) == scheduler.blocks.num_used == 2
 
 
 def test_blocks_of_a_faulty_request_are_suspect_even_if_it_was_cancelled_in_the_step():

@@ -200,10 +200,11 @@ class Relay:
             is_suspect=suspicion.is_strong,
         )
         if reason is None:
+            others = [one for one in self._prefill.loads() if not have_same_form(decode, one)]
             try:
                 leg = await self._prefill.reserve(
                     first_leg(request),
-                    avoid=frozenset(progress.avoid),
+                    avoid=frozenset(progress.avoid | {one.address for one in others}),
                     is_retry=bool(progress.failures),
                     suspicion=suspicion,
                     until_s=self._prefill.now() + PREFILL_WAIT_S,
@@ -215,7 +216,7 @@ class Relay:
                 if have_same_form(decode, leg.rank):
                     return leg
                 leg.release()
-                reason = Direct.FORM
+                reason = Direct.CROWDED
         self._note_direct(reason, decode)
         return None
 

@@ -28,6 +28,7 @@ from equipoise.wire.inference_messages import (
 from equipoise.worker.engine import Engine, StepResult, Visited
 from equipoise.worker.errors import NotServingError, QueueFullError, StepError
 from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitError, Grammars
+from equipoise.worker.latents.holds import HoldEnd
 from equipoise.worker.latents.puller import LatentPuller
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Emission, Request
@@ -134,6 +135,12 @@ class InferenceService(pb_grpc.InferenceServicer):
             stream = self._streams.get(emission.key)
             if stream is not None:
                 stream.put_nowait((result, emission))
+            elif emission.hold:
+                self._release(emission.hold)
+
+    def _release(self, hold: int) -> None:
+        """End a hold that nobody will hear of, because the client is gone."""
+        self.visit(lambda scheduler: scheduler.holds.end(hold, HoldEnd.RELEASED))
 
     # A coroutine that writes, not a generator: its cleanup runs as soon as the client is gone.
     async def Generate(  # type: ignore[override]  # noqa: N802 - named by the contract
@@ -154,13 +161,17 @@ class InferenceService(pb_grpc.InferenceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         assert self._engine is not None, "a service without an engine is closed"
         stream = self._streams[key] = _Stream()
+        pulling: asyncio.Task[None] | None = None
         try:
             self.visit(lambda scheduler: scheduler.check_room())
             # Reports that the rank works on it: later failures count as failures of this request.
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-            queued = await self._prepared(request, queued)
+            if (grammar := request.grammar) is not None:
+                queued = replace(queued, constraint=await self._constraint(request, grammar))
             # Perhaps not the engine from before.
             self._engine.submit(queued)
+            if (source := request.latents_from) is not None:
+                pulling = asyncio.create_task(self._latents.pull(key, source, visit=self.visit))
             await self._write(context, request, stream, queued)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
@@ -174,6 +185,12 @@ class InferenceService(pb_grpc.InferenceServicer):
             del self._streams[key]
             self._engine.cancel(key)
             self._changed.set()
+            if pulling is not None:
+                pulling.cancel()
+            while not stream.empty():
+                token = stream.get_nowait()
+                if token is not None and token[1].hold:
+                    self._release(token[1].hold)
 
     async def GetLimits(  # noqa: N802 - named by the contract
         self, _: pb.GetLimitsRequest, context: _LimitsContext
@@ -182,15 +199,6 @@ class InferenceService(pb_grpc.InferenceServicer):
         if self._closed or self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         return pb.GetLimitsResponse(context_length=self._context_length)
-
-    async def _prepared(self, request: GenerateRequest, queued: Request) -> Request:
-        """The request with what its output must match, once its latents have been fetched."""
-        if request.grammar is not None:
-            queued = replace(queued, constraint=await self._constraint(request, request.grammar))
-        if request.latents_from is not None:
-            source = request.latents_from
-            await self._latents.pull(queued.key, queued.prompt, source, visit=self.visit)
-        return queued
 
     async def _constraint(self, request: GenerateRequest, grammar: Grammar) -> Constraint:
         """Which tokens the request's output may have, after those of other ranks."""

@@ -2,7 +2,9 @@
 
 Continuous batching with chunked prefill: every generating request runs its newest token in every
 step, followed by its drafts. The rest of the token budget prefills prompts and preempted requests.
-Admission and prefill are first come, first served, so nothing starves.
+Admission and prefill are first come, first served, so nothing starves. A request whose latents are
+fetched from another pool is queued meanwhile: it takes blocks for them as soon as those ahead of it
+leave room, and others may be admitted before it until all have arrived.
 
 An admitted request holds blocks of the latent cache for the tokens it has run. When blocks run out,
 the youngest request is preempted: it releases its blocks, moves to the front of the queue, and
@@ -17,6 +19,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
@@ -143,7 +146,7 @@ class Scheduler:
         longest = len(request.prompt) + request.max_tokens
         assert self.blocks.blocks_for(longest) <= self.blocks.num_blocks
         self.check_room()
-        self._queue.append(Sequence(request=request))
+        self._queue.append(Sequence(request=request, is_fetching=request.is_handed_over))
 
     def check_room(self) -> None:
         """Raise QueueFullError if the queue is full."""
@@ -165,22 +168,34 @@ class Scheduler:
             else:
                 sequence.preempt()
             return True
-        for waiting in self._queue:
-            if waiting.request.key == key:
-                self._queue.remove(waiting)
-                return True
-        return False
+        waiting = self._queued(key)
+        if waiting is None:
+            return False
+        self._queue.remove(waiting)
+        return True
 
     def is_waiting(self, key: int) -> bool:
         """Whether a request is queued, or its prompt has not run yet."""
         if key in self._active:
             return not self._active[key].is_generating
-        return any(waiting.request.key == key for waiting in self._queue)
+        return self._queued(key) is not None
 
-    def begin_pull(self, key: int, tokens: Tokens[int]) -> Pull:
-        """Take blocks for latents that are to be fetched, unless requests need them."""
-        room = self.blocks.num_available - self._num_promised()
-        return self.pulls.begin(key, tokens, room=room)
+    def begin_pull(self, key: int) -> Pull | None:
+        """Take blocks for the latents of a queued request; None while there is no room for it."""
+        waiting = self._queued(key)
+        if waiting is None or not self._has_room(waiting):
+            return None
+        return self.pulls.begin(key, waiting.tokens)
+
+    def end_pull(self, key: int) -> None:
+        """No more latents arrive for a request: what is missing is prefilled."""
+        self.pulls.stop(key)
+        waiting = self._queued(key)
+        if waiting is not None:
+            waiting.is_fetching = False
+
+    def _queued(self, key: int) -> Sequence | None:
+        return next((one for one in self._queue if one.request.key == key), None)
 
     def plan(self, *, now: float = 0.0) -> StepPlan:
         """Admit and preempt requests as blocks allow, and choose the tokens of the next step.
@@ -265,23 +280,29 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Activate queued requests in order while there are blocks for all their tokens."""
-        while self._queue and len(self._active) < self.max_requests:
-            waiting = self._queue[0]
+        while len(self._active) < self.max_requests:
+            waiting = next((one for one in self._queue if not one.is_fetching), None)
+            if waiting is None:
+                return
             if not self._has_room(waiting):
                 # Without active requests only holds, which end, and pulls can be in the way.
                 if not self._active and self.pulls.give_way():
                     continue
                 return
             key, is_first = waiting.request.key, waiting.num_cached is None
-            self._active[key] = self._queue.popleft()
+            self._queue.remove(waiting)
+            self._active[key] = waiting
             num_found = waiting.begin(self.blocks)
             self._note_admitted(waiting, num_found=num_found, is_first=is_first)
             self.pulls.end(key)
 
     def _has_room(self, waiting: Sequence) -> bool:
+        """Whether there are blocks for a queued request beside those ahead of it."""
         found = [block for _, block in found_blocks(self.blocks, waiting.findable)]
         missing = self.blocks.blocks_for(len(waiting.tokens)) - len(found)
         missing += self.blocks.count_idle(found)
+        for ahead in takewhile(lambda one: one is not waiting, self._queue):
+            missing += self._num_needed(ahead) - self.pulls.num_blocks(ahead.request.key)
         return missing <= self.blocks.num_available - self._num_promised()
 
     def _note_admitted(self, admitted: Sequence, *, num_found: int, is_first: bool) -> None:
@@ -299,10 +320,11 @@ class Scheduler:
 
     def _num_promised(self) -> int:
         """Blocks that active requests still need for their tokens, and one more for each."""
-        return sum(
-            self.blocks.blocks_for(len(one.tokens)) + 1 - len(one.blocks)
-            for one in self._active.values()
-        )
+        return sum(self._num_needed(one) - len(one.blocks) for one in self._active.values())
+
+    def _num_needed(self, sequence: Sequence) -> int:
+        """Blocks for a request's tokens, and one more for those that follow."""
+        return self.blocks.blocks_for(len(sequence.tokens)) + 1
 
     def _wanted(self) -> dict[int, int]:
         """Tokens that each active request would run, including drafts, in order of arrival."""

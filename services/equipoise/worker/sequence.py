@@ -218,6 +218,9 @@ class Sequence:
     num_cached: int | None = None
     """Tokens that were cached when it first became active."""
 
+    is_fetching: bool = False
+    """Whether its latents are still to be fetched from another pool; then it is not admitted."""
+
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
 

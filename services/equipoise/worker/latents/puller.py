@@ -35,6 +35,9 @@ MAX_PULLS = 4
 PULL_TIMEOUT_S = 10.0
 """Time for one prompt, with the wait for its turn."""
 
+ROOM_POLL_S = 0.02
+"""How often the first request in line for blocks looks whether there are enough."""
+
 _RELEASE_TIMEOUT_S = 1.0
 _REJECTIONS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -53,7 +56,7 @@ class PullOutcome(StrEnum):
     """All full blocks are here, fetched or cached before."""
 
     PARTIAL = "partial"
-    """There was no room for all, or the source did not have all."""
+    """The source did not have all."""
 
     LOST = "lost"
     """The source is gone, or another process, or failed meanwhile."""
@@ -93,31 +96,25 @@ class LatentPuller:
         self._waits = waits
         self._bytes_per_s = bytes_per_s
         self._timeout_s = timeout_s
-        self._limit = asyncio.Semaphore(MAX_PULLS)
+        self._line, self._limit = asyncio.Lock(), asyncio.Semaphore(MAX_PULLS)
+        self._releasing: set[asyncio.Task[None]] = set()
         self._next_block_s = 0.0
         self.outcomes: Counter[PullOutcome] = Counter()
         """Pulls that have ended."""
         self.num_bytes = 0
         """Bytes of fetched blocks, verified and published."""
 
-    async def pull(
-        self, key: int, tokens: Sequence[int], source: LatentSource, *, visit: Visit
-    ) -> None:
-        """Make the full blocks of a prompt findable; they are held until the request is admitted.
+    async def pull(self, key: int, source: LatentSource, *, visit: Visit) -> None:
+        """Make the full blocks of a queued request findable; they are held until its admission.
 
-        `key` is the request's. Never raises but CancelledError.
+        `key` is the request's. It waits for room without a limit, but fetches within the timeout.
+        Never raises but CancelledError.
         """
         outcome, reason = PullOutcome.CANCELLED, ""
         try:
-            async with asyncio.timeout(self._timeout_s), self._limit:
-                outcome, reason = await self._pull(key, tokens, source, visit=visit)
-        except TimeoutError:
-            outcome, reason = PullOutcome.TIMEOUT, f"it took {self._timeout_s:g} s"
-            self._waits.note(
-                Wait.LATENTS, f"from {source.worker}: the rest of the prompt is prefilled"
-            )
+            outcome, reason = await self._pull(key, source, visit=visit)
         finally:
-            visit(lambda scheduler: scheduler.pulls.stop(key))
+            visit(lambda scheduler: scheduler.end_pull(key))
             self.outcomes[outcome] += 1
             if reason:
                 _log.warning(
@@ -126,47 +123,55 @@ class LatentPuller:
                 )
 
     async def _pull(
-        self, key: int, tokens: Sequence[int], source: LatentSource, *, visit: Visit
+        self, key: int, source: LatentSource, *, visit: Visit
     ) -> tuple[PullOutcome, str]:
         if source.pool not in self._peer_pools:
             return PullOutcome.REJECTED, "its pool is not among this worker's peer_pools"
-        pull = visit(lambda scheduler: scheduler.begin_pull(key, tokens))
+        was_all_sent = False
         try:
-            channel = self._credentials.worker_channel(source.address)
+            pull = await self._begin(key, visit)
+            if not pull.missing:
+                return PullOutcome.WHOLE, ""
+            async with asyncio.timeout(self._timeout_s), self._limit:
+                if not pull.missing:
+                    return PullOutcome.GAVE_WAY, ""
+                outcome = await self._fetch(key, pull, source, visit=visit)
+            was_all_sent = outcome is PullOutcome.WHOLE
+        except TimeoutError:
+            self._waits.note(
+                Wait.LATENTS, f"from {source.worker}: the rest of the prompt is prefilled"
+            )
+            return PullOutcome.TIMEOUT, f"it took {self._timeout_s:g} s"
+        except InvalidMessageError as error:
+            return PullOutcome.CORRUPTED, str(error)
         except TrustError as error:
             return PullOutcome.REJECTED, str(error)
-        async with channel:
-            stub = pb_grpc.LatentTransferStub(channel)
-            num_asked = len(pull.missing)
-            outcome, reason = _outcome(pull), ""
-            try:
-                if num_asked:
-                    outcome, reason = await self._fetch(stub, key, pull, source, visit=visit)
-            except InvalidMessageError as error:
-                outcome, reason = PullOutcome.CORRUPTED, str(error)
-            except grpc.aio.AioRpcError as error:
-                details = self._credentials.explain(error.details())
-                outcome = PullOutcome.REJECTED if error.code() in _REJECTIONS else PullOutcome.LOST
-                return outcome, f"{error.code().name} {details}"
-            if not num_asked or outcome is not PullOutcome.WHOLE:
-                await self._release(stub, source)
-        return outcome, reason
+        except grpc.aio.AioRpcError as error:
+            outcome = PullOutcome.REJECTED if error.code() in _REJECTIONS else PullOutcome.LOST
+            return outcome, f"{error.code().name} {self._credentials.explain(error.details())}"
+        finally:
+            if not was_all_sent:
+                # The request does not wait for it, and may even have ended.
+                releasing = asyncio.create_task(self._release(source))
+                self._releasing.add(releasing)
+                releasing.add_done_callback(self._releasing.discard)
+        return outcome, ""
+
+    async def _begin(self, key: int, visit: Visit) -> Pull:
+        """Take blocks as soon as there are enough, in the order of requests."""
+        async with self._line:
+            while (pull := visit(lambda scheduler: scheduler.begin_pull(key))) is None:
+                await asyncio.sleep(ROOM_POLL_S)
+        return pull
 
     async def _fetch(
-        self,
-        stub: "pb_grpc.LatentTransferAsyncStub",
-        key: int,
-        pull: Pull,
-        source: LatentSource,
-        *,
-        visit: Visit,
-    ) -> tuple[PullOutcome, str]:
+        self, key: int, pull: Pull, source: LatentSource, *, visit: Visit
+    ) -> PullOutcome:
         cache = self._store.cache
         stream = BlockStream(num_blocks=len(pull.missing), block_bytes=cache.block_bytes)
         request = pb.LatentTransferFetchRequest(
             form=self._store.form, boot_id=source.boot_id, hold=source.hold, keys=pull.missing
         )
-        call = stub.Fetch(request, metadata=self._metadata(source))
 
         def land(data: bytes, scheduler: Scheduler) -> bool:
             block = scheduler.pulls.next_block(key, pull)
@@ -177,27 +182,32 @@ class LatentPuller:
             scheduler.pulls.publish(pull)
             return True
 
-        try:
-            async for part in call:
-                data = stream.add(part)
-                if data is None:
-                    continue
-                if not visit(partial(land, data)):
-                    return PullOutcome.GAVE_WAY, ""
-                self.num_bytes += len(data)
-                await self._until_turn(len(data))
-        finally:
-            call.cancel()
-        return _outcome(pull), ""
-
-    async def _release(self, stub: "pb_grpc.LatentTransferAsyncStub", source: LatentSource) -> None:
-        """End the hold, of which nothing more is needed; it expires if that fails."""
-        with suppress(grpc.aio.AioRpcError):
-            await stub.Release(
-                pb.LatentTransferReleaseRequest(boot_id=source.boot_id, hold=source.hold),
-                metadata=self._metadata(source),
-                timeout=_RELEASE_TIMEOUT_S,
+        async with self._credentials.worker_channel(source.address) as channel:
+            call = pb_grpc.LatentTransferStub(channel).Fetch(
+                request, metadata=self._metadata(source)
             )
+            try:
+                async for part in call:
+                    data = stream.add(part)
+                    if data is None:
+                        continue
+                    if not visit(partial(land, data)):
+                        return PullOutcome.GAVE_WAY
+                    self.num_bytes += len(data)
+                    await self._until_turn(len(data))
+            finally:
+                call.cancel()
+        return PullOutcome.WHOLE if pull.num_ready == len(pull.keys) else PullOutcome.PARTIAL
+
+    async def _release(self, source: LatentSource) -> None:
+        """End the hold, of which nothing more is needed; it expires if that fails."""
+        with suppress(grpc.aio.AioRpcError, TrustError):
+            async with self._credentials.worker_channel(source.address) as channel:
+                await pb_grpc.LatentTransferStub(channel).Release(
+                    pb.LatentTransferReleaseRequest(boot_id=source.boot_id, hold=source.hold),
+                    metadata=self._metadata(source),
+                    timeout=_RELEASE_TIMEOUT_S,
+                )
 
     def _metadata(self, source: LatentSource) -> tuple[tuple[str, str], ...]:
         return self._credentials.metadata(audience=worker_audience(source.pool, source.worker))
@@ -207,8 +217,3 @@ class LatentPuller:
         now_s = asyncio.get_running_loop().time()
         self._next_block_s = max(now_s, self._next_block_s) + num_bytes / self._bytes_per_s
         await asyncio.sleep(max(0.0, self._next_block_s - now_s))
-
-
-def _outcome(pull: Pull) -> PullOutcome:
-    is_whole = pull.num_ready == len(pull.keys)
-    return PullOutcome.WHOLE if is_whole else PullOutcome.PARTIAL

@@ -33,23 +33,24 @@ class Pulls:
         self._blocks = blocks
         self._pulls: dict[int, Pull] = {}
 
-    def begin(self, key: int, tokens: Sequence[int], *, room: int) -> Pull:
-        """Hold the cached blocks of a prompt, and at most `room` free ones for the rest."""
+    def num_blocks(self, key: int) -> int:
+        """Blocks that a request's pull holds."""
+        return len(self._pulls[key].blocks) if key in self._pulls else 0
+
+    def begin(self, key: int, tokens: Sequence[int]) -> Pull:
+        """Hold the cached blocks of a prompt, and free ones for the rest, which must be there."""
         pull = Pull(keys=tuple(keys_of(tokens, block_tokens=self._blocks.block_tokens)))
         for block_key in pull.keys:
             found = self._blocks.find(block_key)
             if found is None:
                 break
-            room -= self._blocks.count_idle([found])
             self._blocks.hold(found)
             pull.blocks.append(found)
         pull.num_ready = len(pull.blocks)
-        while len(pull.blocks) < len(pull.keys) and room > 0:
+        while len(pull.blocks) < len(pull.keys):
             block = self._blocks.take()
-            if block is None:
-                break
+            assert block is not None
             pull.blocks.append(block)
-            room -= 1
         self._pulls[key] = pull
         return pull
 
