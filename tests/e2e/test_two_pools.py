@@ -39,6 +39,15 @@ KINDS = {
         "temperature": 0.7, "seed": 3, "frequency_penalty": 0.6, "presence_penalty": 0.4,
     },
     "two choices": {"temperature": 1.0, "seed": 5, "n": 2},
+    "echo": {"temperature": 0, "echo": True, "logprobs": 1},
+    "grammar": {
+        "temperature": 1.0, "seed": 9, "ignore_eos": False,
+        "structured_outputs": {"regex": "[a-z]+"},
+    },
+    "biased": {
+        "temperature": 1.0, "seed": 4, "ignore_eos": False, "stop_token_ids": [*range(32, 128)],
+        "logit_bias": {"33": 4, "65": -100}, "min_tokens": 3,
+    },
 }  # fmt: skip
 
 
@@ -178,13 +187,16 @@ def prompts(seed):
 
 def bodies_of(kind, *, seed=None):
     """A request of a kind for each length, with as many tokens as fit and no early end."""
-    return [
+    bodies = [
         {
             "prompt": prompt, "max_tokens": min(NUM_TOKENS, CONTEXT - len(prompt)),
             "ignore_eos": True, "return_token_ids": True, **KINDS[kind],
         }
         for prompt in prompts(seed or kind)
     ]  # fmt: skip
+    for body in bodies:
+        body["min_tokens"] = min(body.get("min_tokens", 0), body["max_tokens"])
+    return bodies
 
 
 async def test_prompts_of_every_length_are_prefilled_once_and_their_latents_travel(rig):
@@ -222,8 +234,9 @@ async def test_a_command_sees_that_latents_are_handed_over(rig, capsys):
     assert await asyncio.to_thread(checked, rig.one) == (3, expected)
 
 
-async def test_every_choice_of_a_request_is_that_of_one_pool(rig):
-    bodies = bodies_of("two choices")
+@pytest.mark.parametrize("kind", ["two choices", "echo", "grammar", "biased"])
+async def test_answers_are_those_of_one_pool(rig, kind):
+    bodies = bodies_of(kind)
     before = await counters(rig)
     assert await answers(rig.two, bodies) == await answers(rig.one, bodies)
     await all_ended(rig)

@@ -30,6 +30,7 @@ async def a_rank(
     hold_s=30.0,
     pull_s=3.0,
     form="v1/small",
+    num_drafts=0,
 ):
     """A pool of one rank that serves inference and latents; `tamper` changes what it sends."""
     loop = asyncio.get_running_loop()
@@ -41,16 +42,28 @@ async def a_rank(
         waits=Waits({Wait.LATENTS: pull_s}),
         timeout_s=pull_s,
     )
-    inference = inference_of(boot_id=boot_id, latents=puller)
+    inference = inference_of(
+        boot_id=boot_id,
+        latents=puller,
+        vocab_size=core.checkpoint.config.vocab_size,
+        context_length=core.cache.max_len,
+    )
     scheduler = Scheduler(
-        blocks=core.block_pool(), max_requests=4, max_queued=4, max_step_tokens=12, hold_s=hold_s
+        blocks=core.block_pool(),
+        max_requests=4,
+        max_queued=4,
+        max_step_tokens=12,
+        num_drafts=num_drafts,
+        hold_s=hold_s,
     )
 
     def deliver(result):
         loop.call_soon_threadsafe(inference.deliver, result)
 
     def begin_epoch():
-        rank.engine = lone_engine(core, held, deliver, scheduler=scheduler)
+        rank.engine = lone_engine(
+            core, held, deliver, scheduler=scheduler, num_drafts=num_drafts
+        )
         inference.open(rank.engine)
         rank.stepping = asyncio.create_task(asyncio.to_thread(rank.engine.run))
 
