@@ -53,6 +53,9 @@ async def test_both_pools_of_a_disaggregated_fleet_stand_side_by_side():
     async with looking_at(PicturedFleet(*pools)) as page:
         await page.until(f"{all_of('heat-read')}.filter((one) => one.includes('mean')).length == 2")
         assert await page.value(all_of("name")) == ["prefill", "decode"]
+        prefill, decode = await page.value(all_of("figures"))
+        assert "prompts handed over1,951 · 12,288 tokens held now" in prefill
+        assert "prompts received1,947 · 99.9 % of their latents" in decode
         tops = await page.value(all_of("name", "getBoundingClientRect().top"))
         assert tops[0] == tops[1]
         assert await page.value("document.querySelectorAll('#pools [aria-current]').length") == 2

@@ -5,9 +5,9 @@ import pytest
 from rich.console import Console
 
 from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
+from equipoise.cli.live.pools import pools_view
 from equipoise.cli.live.view import (
     pool_view,
-    pools_view,
     sparkline,
     status_line,
     window_marks,
@@ -259,6 +259,28 @@ def test_pools_show_the_ranks_that_their_traffic_calls_for():
     assert header.split()[3:5] == ["ranks", "advised"]
     assert first.split()[3:5] == ["4/4", "37"]
     assert second.split()[3:5] == ["6/6", "-"]
+
+
+def test_handovers_between_pools_are_shown_at_both_ends():
+    pools = [
+        pb.PoolSummary(pool="p", handovers=pb.HandoverStatus(held_prompts=1951, held_tokens=480)),
+        pb.PoolSummary(
+            pool="d",
+            handovers=pb.HandoverStatus(
+                handed_over_prompts=1947, handed_over_tokens=100_000, missing_tokens=7
+            ),
+        ),
+        pb.PoolSummary(pool="m"),
+    ]
+    first, second = printed(pools_view(pools)).splitlines()[4:]
+    assert first.rstrip() == "p: 1,951 prompts to other pools, 480 tokens held now"
+    # Not 100 %, which means that all arrived.
+    arrived = "99.9 % of their latents arrived"
+    assert second.rstrip() == f"d: 1,947 prompts from other pools, {arrived}"
+    status = a_pool()
+    assert "handovers" not in printed(pool_view(status))
+    status.handovers.held_prompts = 3
+    assert "handovers  3 prompts to other pools" in printed(pool_view(status))
 
 
 def test_the_status_line_has_the_essentials():

@@ -155,8 +155,12 @@ async def all_ended(rig):
                 for name in ("held_tokens", "cache_used_ratio")
             ]
             if not any(in_use):
-                return
+                break
             await asyncio.sleep(0.1)
+    taken = await of_pool(rig, "prefill", "latent_holds_taken_total")
+    ends = ("fetched", "released", "expired")
+    ended = [await of_pool(rig, "prefill", "latent_holds_total", ended=end) for end in ends]
+    assert taken == sum(ended) > 0
 
 
 async def answer(client, body):

@@ -168,6 +168,18 @@ CASES = {
         after="5m",
         labels={"pod": "w-1"},
     ),
+    "EquipoiseLatentFetchesFail": Case(
+        fires={
+            'equipoise_worker_latent_pulls_total{pod="w-0",outcome="whole"}': "0+80x30",
+            'equipoise_worker_latent_pulls_total{pod="w-1",outcome="lost"}': "0+20x30",
+        },
+        quiet={
+            'equipoise_worker_latent_pulls_total{pod="w-0",outcome="whole"}': "0+80x30",
+            'equipoise_worker_latent_pulls_total{pod="w-1",outcome="lost"}': "0+5x30",
+            'equipoise_worker_latent_pulls_total{pod="w-1",outcome="cancelled"}': "0+20x30",
+        },
+        after="15m",
+    ),
     "EquipoiseGatewayNotReady": Case(
         fires={'equipoise_gateway_ready{pod="g-0"}': "0x9"},
         quiet={'equipoise_gateway_ready{pod="g-0"}': "0 1 0 0 1x9"},
@@ -200,6 +212,19 @@ CASES = {
             'equipoise_gateway_ttft_seconds_bucket{pod="g-0",le="+Inf"}': "0+100x30",
         },
         after="20m",
+    ),
+    "EquipoisePromptsNotHandedOver": Case(
+        fires={
+            'equipoise_gateway_handovers_total{pod="g-0"}': "0+90x30",
+            'equipoise_gateway_direct_total{pod="g-0",reason="form"}': "0+4x30",
+            'equipoise_gateway_direct_total{pod="g-1",reason="no_prefill"}': "0+6x30",
+        },
+        quiet={
+            'equipoise_gateway_handovers_total{pod="g-0"}': "0+90x30",
+            'equipoise_gateway_direct_total{pod="g-0",reason="form"}': "0+4x30",
+            'equipoise_gateway_direct_total{pod="g-1",reason="short"}': "0+90x30",
+        },
+        after="15m",
     ),
     "EquipoiseCertificateExpires": Case(
         fires={_CERTIFICATE: f"{6 * DAY_S}x9"},

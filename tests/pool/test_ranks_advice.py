@@ -167,3 +167,15 @@ def test_a_number_out_of_proportion_at_most_doubles_the_ranks(prefill, decode, n
             pool.harness.say(worker, wild)
         assert 0 < pool.status().advice.ranks <= 8
         assert np.isfinite(pool.status().advice.needed)
+
+
+def test_handovers_are_summed_over_the_ranks(decode):
+    counts = {"handed_over_prompts": 7, "handed_over_tokens": 700, "missing_tokens": 5}
+    decode.run(minutes=1, **counts)
+    num_ranks = len(decode.harness.ranks)
+    for status in (decode.status(), pool_summary(decode.harness.pool)):
+        assert as_json(status.handovers) == {
+            **{name: num_ranks * count for name, count in counts.items()},
+            **{"held_prompts": 0, "held_tokens": 0},
+        }
+    assert "99.2 % of their latents arrived" in decode.text()

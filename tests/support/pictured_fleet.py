@@ -27,6 +27,12 @@ class PicturedFleet:
         return events
 
 
+_HANDOVERS = {
+    "prefill": {"held_prompts": 1951, "held_tokens": 12_288},
+    "decode": {"handed_over_prompts": 1947, "handed_over_tokens": 10**6, "missing_tokens": 70},
+}
+
+
 def pictured_pool(
     name="decode", *, phase="decode", ranks=320, layers=58, windows=60, seed=7, silent=True
 ):
@@ -56,6 +62,10 @@ def pictured_pool(
         "balancedness": float(values[-1]), "balancedness_min_layer": float(of_layer.min()),
         "rollout": {"state": "staging", "generation": 13, "moves": 212},
         "rollouts_completed": 11, "rollouts_aborted": 1,
+        "handovers": {
+            **dict.fromkeys(("handed_over_prompts", "handed_over_tokens", "missing_tokens"), 0),
+            **dict.fromkeys(("held_prompts", "held_tokens"), 0), **_HANDOVERS.get(phase, {}),
+        },
         "switches": [
             {"generation": 12, "step": 48_120, "max_stall_us": 4100, "moves": 640,
              "staging_s": 3.2, "time_unix_s": closed[windows // 3]["closed_unix_s"]}

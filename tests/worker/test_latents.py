@@ -43,6 +43,9 @@ async def test_tokens_are_one_pools_and_latents_travel_instead_of_being_computed
         assert (counts.prefilled_missing, counts.prefilled_own) == (0, 0)
         await nothing_is_held(prefill, decode)
         assert prefill.scheduler.holds.ended == {HoldEnd.FETCHED: 5}
+        stats = decode.engine.progress().stats
+        assert (stats.handed_over_prompts, stats.handed_over_tokens) == (7, 13 * B)
+        assert prefill.engine.progress().stats.held_prompts == 5
 
 
 async def test_a_second_request_with_the_prefix_fetches_only_what_is_not_here(rank_of_one):
@@ -159,6 +162,7 @@ async def test_unknown_keys_end_the_stream_at_once(rank_of_one):
             form="v1/small", boot_id="prefills", keys=[bytes(16)]
         )
         assert [part async for part in rank.latents.Fetch(request)] == []
+        assert rank.scheduler.blocks.num_used == 0
 
 
 async def test_a_client_that_leaves_during_a_pull_leaves_nothing_behind(rank_of_one):
@@ -166,9 +170,10 @@ async def test_a_client_that_leaves_during_a_pull_leaves_nothing_behind(rank_of_
 
     def stall(message):
         fetching.set()
-        return iter(())
+        yield asyncio.Event()
+        yield message
 
-    async with two_pools(rank_of_one, tamper=stall, hold_s=1.0) as (prefill, decode):
+    async with two_pools(rank_of_one, tamper=stall) as (prefill, decode):
         leg = asyncio.create_task(handed_over(prefill, decode, TOKENS[:50], 6))
         async with asyncio.timeout(60):
             await fetching.wait()
@@ -176,6 +181,8 @@ async def test_a_client_that_leaves_during_a_pull_leaves_nothing_behind(rank_of_
         with suppress(asyncio.CancelledError):
             await leg
         await nothing_is_held(prefill, decode)
+        assert decode.puller.outcomes == {PullOutcome.CANCELLED: 1}
+        assert prefill.scheduler.holds.ended == {HoldEnd.RELEASED: 1}
 
 
 async def test_no_pull_gets_a_block_that_a_running_step_still_writes_to(rank_of_one, monkeypatch):

@@ -522,6 +522,7 @@ class PoolStatus(_message.Message):
     POISON_REQUESTS_FIELD_NUMBER: _builtins.int
     INTENDED_RANKS_FIELD_NUMBER: _builtins.int
     NODE_TRAFFIC_FIELD_NUMBER: _builtins.int
+    HANDOVERS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -631,6 +632,10 @@ class PoolStatus(_message.Message):
         report it, or ran no rows.
         """
 
+    @_builtins.property
+    def handovers(self) -> Global___HandoverStatus:
+        """Handovers to and from other pools."""
+
     def __init__(
         self,
         *,
@@ -668,10 +673,11 @@ class PoolStatus(_message.Message):
         poison_requests: _builtins.int = ...,
         intended_ranks: _builtins.int = ...,
         node_traffic: Global___NodeTrafficStatus | None = ...,
+        handovers: Global___HandoverStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "handovers", b"handovers", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "handovers", b"handovers", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advice: _TypeAlias = _typing.Literal["advice"]  # noqa: Y015
     _WhichOneofArgType__advice: _TypeAlias = _typing.Literal["_advice", b"_advice"]  # noqa: Y015
@@ -761,6 +767,43 @@ class NodeTrafficStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeTrafficStatus: _TypeAlias = NodeTrafficStatus  # noqa: Y015
+
+@_typing.final
+class HandoverStatus(_message.Message):
+    """HandoverStatus counts prompts that were prefilled in one pool and continued in another: sums over
+    the ranks that are in the pool now, since each started.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDED_OVER_PROMPTS_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_TOKENS_FIELD_NUMBER: _builtins.int
+    MISSING_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_PROMPTS_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    handed_over_prompts: _builtins.int
+    """As in LoadReport: of a pool that continues prompts."""
+    handed_over_tokens: _builtins.int
+    missing_tokens: _builtins.int
+    held_prompts: _builtins.int
+    """As in LoadReport: of a pool that prefills prompts."""
+    held_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        handed_over_prompts: _builtins.int = ...,
+        handed_over_tokens: _builtins.int = ...,
+        missing_tokens: _builtins.int = ...,
+        held_prompts: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handed_over_prompts", b"handed_over_prompts", "handed_over_tokens", b"handed_over_tokens", "held_prompts", b"held_prompts", "held_tokens", b"held_tokens", "missing_tokens", b"missing_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoverStatus: _TypeAlias = HandoverStatus  # noqa: Y015
 
 @_typing.final
 class AdviceStatus(_message.Message):
@@ -1285,6 +1328,7 @@ class PoolSummary(_message.Message):
     LATENT_FORMS_FIELD_NUMBER: _builtins.int
     UNREADABLE_FIELD_NUMBER: _builtins.int
     ADVISED_RANKS_FIELD_NUMBER: _builtins.int
+    HANDOVERS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     generation: _builtins.int
@@ -1306,6 +1350,10 @@ class PoolSummary(_message.Message):
     def latent_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Latent forms of the ranks, as in Hello, without duplicates; one if all ranks agree."""
 
+    @_builtins.property
+    def handovers(self) -> Global___HandoverStatus:
+        """As in PoolStatus."""
+
     def __init__(
         self,
         *,
@@ -1319,10 +1367,11 @@ class PoolSummary(_message.Message):
         latent_forms: _abc.Iterable[_builtins.str] | None = ...,
         unreadable: _builtins.str = ...,
         advised_ranks: _builtins.int = ...,
+        handovers: Global___HandoverStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handovers", b"handovers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advised_ranks", b"advised_ranks", "balancedness", b"balancedness", "generation", b"generation", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving", "unreadable", b"unreadable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advised_ranks", b"advised_ranks", "balancedness", b"balancedness", "generation", b"generation", "handovers", b"handovers", "health", b"health", "latent_forms", b"latent_forms", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "ranks_serving", b"ranks_serving", "unreadable", b"unreadable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -682,6 +682,11 @@ class LoadReport(_message.Message):
     PARITY_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_PROMPTS_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_TOKENS_FIELD_NUMBER: _builtins.int
+    MISSING_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_PROMPTS_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch the assignments were counted in."""
     rank: _builtins.int
@@ -736,6 +741,14 @@ class LoadReport(_message.Message):
     """
     step_us: _builtins.int
     """Duration of this epoch's steps, microseconds, waits for peers included; 0 if not reported."""
+    handed_over_prompts: _builtins.int
+    """Prompts that another pool had prefilled and that were admitted here since boot."""
+    handed_over_tokens: _builtins.int
+    """Tokens of their full blocks, and those of them whose latents had not arrived, which ran again."""
+    missing_tokens: _builtins.int
+    held_prompts: _builtins.int
+    """Prompts whose latents were held for other pools since boot, and tokens of those held now."""
+    held_tokens: _builtins.int
     @_builtins.property
     def timeouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTimeout]:
         """All waits of this worker that have a timeout."""
@@ -780,10 +793,15 @@ class LoadReport(_message.Message):
         parity_tokens: _builtins.int = ...,
         step_us: _builtins.int = ...,
         nodes: Global___NodeCounts | None = ...,
+        handed_over_prompts: _builtins.int = ...,
+        handed_over_tokens: _builtins.int = ...,
+        missing_tokens: _builtins.int = ...,
+        held_prompts: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "nodes", b"nodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "heartbeat", b"heartbeat", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "nodes", b"nodes", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "step_us", b"step_us", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "assignments", b"assignments", "busy_us", b"busy_us", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "epoch", b"epoch", "generation", b"generation", "handed_over_prompts", b"handed_over_prompts", "handed_over_tokens", b"handed_over_tokens", "heartbeat", b"heartbeat", "held_prompts", b"held_prompts", "held_tokens", b"held_tokens", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "missing_tokens", b"missing_tokens", "nodes", b"nodes", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "phase", b"phase", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "step_us", b"step_us", "steps", b"steps", "timeouts", b"timeouts", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -293,6 +293,21 @@ class RankStats:
     nodes: NodeCounts | None = None
     """How this epoch's rows spread over nodes; None on a single node, or if not reported."""
 
+    handed_over_prompts: int = 0
+    """Prompts that another pool had prefilled, admitted since boot."""
+
+    handed_over_tokens: int = 0
+    """Tokens of their full blocks."""
+
+    missing_tokens: int = 0
+    """Those of them whose latents had not arrived, which ran again."""
+
+    held_prompts: int = 0
+    """Prompts whose latents were held for other pools since boot."""
+
+    held_tokens: int = 0
+    """Tokens of those held now."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

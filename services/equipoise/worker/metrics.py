@@ -128,6 +128,11 @@ class WorkerCollector(Collector):
             {how: holds.ended[how] for how in HoldEnd},
         )
         yield CounterMetricFamily(
+            "equipoise_worker_latent_holds_taken",
+            "Prompts whose latents were held for other pools.",
+            value=holds.num_taken,
+        )
+        yield CounterMetricFamily(
             "equipoise_worker_latent_rejections",
             "Fetches of latents that were rejected.",
             value=self._latents.rejected.total(),

@@ -63,6 +63,12 @@ class SchedulerCounts:
     prefilled_missing: int = 0
     """Tokens in full blocks of handed-over requests that were not fetched."""
 
+    handed_over: int = 0
+    """Admitted requests that another pool had prefilled."""
+
+    handed_over_tokens: int = 0
+    """Tokens in their full blocks."""
+
 
 class Scheduler:
     """Requests of one worker, queued and active, across epochs.
@@ -315,6 +321,8 @@ class Scheduler:
             self.counts.prefilled_own += num_tokens - num_found
             return
         num_full = (num_tokens - 1) // size * size
+        self.counts.handed_over += 1
+        self.counts.handed_over_tokens += num_full
         self.counts.prefilled_tail += num_tokens - num_full
         self.counts.prefilled_missing += num_full - num_found
 

@@ -41,6 +41,11 @@ def rank_stats(
         parity_tokens=parity_tokens,
         step_us=round(step_s * 1e6),
         nodes=nodes,
+        handed_over_prompts=counts.handed_over,
+        handed_over_tokens=counts.handed_over_tokens,
+        missing_tokens=counts.prefilled_missing,
+        held_prompts=scheduler.holds.num_taken,
+        held_tokens=scheduler.holds.num_tokens,
     )
 
 

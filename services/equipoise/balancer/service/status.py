@@ -26,8 +26,11 @@ _HEALTH = {
     Health.DOWN: pb.POOL_HEALTH_DOWN,
 }
 
-_NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts", "nodes")
-"""Fields of `RankStats` that `RankStatus` has in another form."""
+_HANDOVERS = tuple(field.name for field in pb.HandoverStatus.DESCRIPTOR.fields)
+"""Fields of `RankStats` that are summed over the ranks."""
+
+_NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts", "nodes", *_HANDOVERS)
+"""Fields of `RankStats` that `RankStatus` has in another form, or not."""
 
 
 def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> pb.PoolStatus:
@@ -65,6 +68,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         ],
         audit=[audit_to_proto(record) for record in pool.journal.audit],
         gains=_gains(pool),
+        handovers=_handovers(pool),
         quarantined=[
             pb.QuarantineStatus(**fields_of(one, but=("since_s",)), since_unix_s=one.since_s)
             for one in sorted(pool.quarantine.workers, key=lambda one: one.worker)
@@ -130,6 +134,14 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
         phase=pool.roster.phase or "",
         latent_forms=sorted({one.hello.latent_form for one in pool.roster.seated()} - {""}),
         advised_ranks=0 if advice is None else advice.ranks,
+        handovers=_handovers(pool),
+    )
+
+
+def _handovers(pool: Pool) -> pb.HandoverStatus:
+    stats = [one.stats for one in pool.roster.seated() if one.stats is not None]
+    return pb.HandoverStatus(
+        **{name: sum(getattr(one, name) for one in stats) for name in _HANDOVERS}
     )
 
 

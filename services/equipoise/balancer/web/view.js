@@ -83,6 +83,7 @@ export class View {
       ["busiest rank", busiest ? busiest.toFixed(2) : "no data", busiest ? " × mean" : ""],
       ...engines.map((engine) => ["engine", engine, ""]),
       ...(pool.advice?.ranks ? [["ranks advised", pool.advice.ranks, ` · load of ${pool.advice.needed.toFixed(1)}`, "", pool.advice.reason]] : []),
+      ...handoversOf(pool.handovers),
       ["ranks", pool.num_ranks, intended + (pool.phase && ` · ${pool.phase}`), intended && "bad"],
       ...(pool.model ? [["MoE layers", pool.model.num_layers, ` · ${expertsOf(pool.model)}`]] : []),
       ["generation", pool.generation, ` · epoch ${pool.epoch}`],
@@ -200,6 +201,14 @@ function barOf(times) {
 
 function expertsOf({ num_experts, has_shared_expert }) {
   return has_shared_expert ? `${count(num_experts - 1, "expert")} and the shared one` : count(num_experts, "expert");
+}
+
+function handoversOf({ held_prompts, held_tokens, handed_over_prompts, handed_over_tokens, missing_tokens }) {
+  const arrived = handed_over_tokens ? Math.floor(1000 * (1 - missing_tokens / handed_over_tokens)) / 10 : 100;
+  return [
+    ...(held_prompts ? [["prompts handed over", held_prompts.toLocaleString("en"), held_tokens ? ` · ${held_tokens.toLocaleString("en")} tokens held now` : ""]] : []),
+    ...(handed_over_prompts ? [["prompts received", handed_over_prompts.toLocaleString("en"), ` · ${arrived} % of their latents`, arrived < 90 ? "fair" : ""]] : []),
+  ];
 }
 
 function costOf({ is_measured, share, cost_s, step_s, reason }) {

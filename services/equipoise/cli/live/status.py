@@ -12,9 +12,10 @@ from rich.text import Text
 
 from equipoise.cli.display import print_json, print_view
 from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
+from equipoise.cli.live.pools import pools_view
 from equipoise.cli.live.ranks import RateMeter
 from equipoise.cli.live.settings import StatusSettings
-from equipoise.cli.live.view import NUM_DECISIONS, pool_view, pools_view, status_line
+from equipoise.cli.live.view import NUM_DECISIONS, pool_view, status_line
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2
 

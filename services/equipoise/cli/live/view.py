@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.cli.display import NO_DATA, format_time
+from equipoise.cli.live.handovers import handovers_text
 from equipoise.cli.live.ranks import (
     balance_style,
     format_duration,
@@ -58,7 +59,7 @@ def pool_view(
     """
     parts: list[RenderableType] = []
     if status.health_reason:
-        parts.append(Text(status.health_reason, style=_health_style(status.health)))
+        parts.append(Text(status.health_reason, style=health_style(status.health)))
     parts += [
         Text(line, style="yellow") for line in (hold_text(status), _policy_fault(status)) if line
     ]
@@ -70,7 +71,7 @@ def pool_view(
         ("pool ", "dim"),
         (status.pool, "bold"),
         "  ",
-        (health_name(status.health), f"bold {_health_style(status.health)}"),
+        (health_name(status.health), f"bold {health_style(status.health)}"),
         (f"  {status.phase}" if status.phase else "", "dim"),
     )
     experts = experts_text(status.model.num_experts, shared=shared_expert(status.model))
@@ -108,43 +109,6 @@ class _AboveRanks:
         yield ranks_view(
             self._status, tokens_per_s=self._tokens_per_s, room=room, width=options.max_width
         )
-
-
-def pools_view(pools: Sequence[status_pb2.PoolSummary]) -> RenderableType:
-    """Several pools, one row each, and which of them cannot exchange latents."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("pool", "phase", "health", "ranks", "advised", "generation", "balancedness"):
-        table.add_column(name, justify="left" if name in {"pool", "phase", "health"} else "right")
-    for pool in pools:
-        table.add_row(
-            Text(pool.pool, style="bold"),
-            pool.phase or "-",
-            Text(health_name(pool.health), style=_health_style(pool.health)),
-            f"{pool.ranks_serving}/{pool.num_ranks}",
-            str(pool.advised_ranks or "-"),
-            str(pool.generation),
-            balance_text(pool.balancedness, digits=2),
-        )
-    troubles = [pool.unreadable for pool in pools if pool.unreadable] + unpaired_prefill(pools)
-    return Group(table, *(Text(line, style="yellow") for line in troubles))
-
-
-def unpaired_prefill(pools: Sequence[status_pb2.PoolSummary]) -> list[str]:
-    """The prefill pools whose latents no decode pool can use, each with both forms."""
-    decode = [pool for pool in pools if pool.phase == "decode"]
-    return [
-        f"prefill pool {pool.pool} hands over to no decode pool: its latents are "
-        f"{_forms_text(pool)}, those of "
-        + ", ".join(f"{one.pool} are {_forms_text(one)}" for one in decode)
-        for pool in pools
-        if pool.phase == "prefill"
-        and decode
-        and not any(set(pool.latent_forms) & set(one.latent_forms) for one in decode)
-    ]
-
-
-def _forms_text(pool: status_pb2.PoolSummary) -> str:
-    return " and ".join(pool.latent_forms) or "unknown"
 
 
 def status_line(status: status_pb2.PoolStatus) -> str:
@@ -335,7 +299,7 @@ def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
 def _progress(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, rollouts so far, gain, advice: a row each, if any."""
+    """Rollout, decisions, switches, rollouts so far, gain, advice, handovers: a row each, if any."""
     table = _rows()
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_text(status.rollout, ranks=range(len(status.ranks))))
@@ -352,6 +316,8 @@ def _progress(
         table.add_row("gain", _gain_text(status.gains[0]))
     if status.HasField("advice"):
         table.add_row("advice", _advice_text(status.advice, num_ranks=len(status.ranks)))
+    if handovers := handovers_text(status.handovers):
+        table.add_row("handovers", handovers)
     return table
 
 
@@ -431,5 +397,6 @@ def _ranks_text(done: Sequence[int], ranks: range) -> str:
     return f"{len(done)} of {len(ranks)} ranks{few}"
 
 
-def _health_style(health: status_pb2.PoolHealth.ValueType) -> str:
+def health_style(health: status_pb2.PoolHealth.ValueType) -> str:
+    """The style of a health's name."""
     return _HEALTH_STYLES.get(health, "dim")
