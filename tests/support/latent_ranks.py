@@ -61,9 +61,7 @@ async def a_rank(
         loop.call_soon_threadsafe(inference.deliver, result)
 
     def begin_epoch():
-        rank.engine = lone_engine(
-            core, held, deliver, scheduler=scheduler, num_drafts=num_drafts
-        )
+        rank.engine = lone_engine(core, held, deliver, scheduler=scheduler, num_drafts=num_drafts)
         inference.open(rank.engine)
         rank.stepping = asyncio.create_task(asyncio.to_thread(rank.engine.run))
 

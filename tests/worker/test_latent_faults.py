@@ -173,9 +173,7 @@ async def test_fetches_that_wait_for_their_turn_for_too_long_end_the_hold(rank_o
         yield message
 
     async with two_pools(rank_of_one, tamper=stall, pull_s=1.0) as (prefill, decode):
-        firsts = [
-            await answer(prefill, PROMPT, 1, hold_latents=True) for _ in range(MAX_PULLS + 1)
-        ]
+        firsts = [await answer(prefill, PROMPT, 1, hold_latents=True) for _ in range(MAX_PULLS + 1)]
         await asyncio.gather(*(leg(decode, prefill, first) for first in firsts))
         assert decode.puller.outcomes == {PullOutcome.TIMEOUT: len(firsts)}
         stalled.set()
