@@ -4,8 +4,8 @@ import math
 import pytest
 from rich.console import Console
 
-from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
 from equipoise.cli.live.pools import pools_view
+from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
 from equipoise.cli.live.view import (
     pool_view,
     sparkline,

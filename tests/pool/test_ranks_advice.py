@@ -176,6 +176,7 @@ def test_handovers_are_summed_over_the_ranks(decode):
     for status in (decode.status(), pool_summary(decode.harness.pool)):
         assert as_json(status.handovers) == {
             **{name: num_ranks * count for name, count in counts.items()},
-            **{"held_prompts": 0, "held_tokens": 0},
+            "held_prompts": 0,
+            "held_tokens": 0,
         }
     assert "99.2 % of their latents arrived" in decode.text()

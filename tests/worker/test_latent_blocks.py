@@ -127,6 +127,14 @@ def fill(scheduler, model, one, pull):
     scheduler.pulls.publish(pull)
 
 
+def has_ended(scheduler, model, one, pull, *, data):
+    """The next block of a prompt arrives, or not; returns whether it was the last to arrive."""
+    if scheduler.pulls.next_block(one.key, pull) is not None and data.draw(st.integers(0, 3)):
+        fill(scheduler, model, one, pull)
+        return False
+    return data.draw(st.booleans())
+
+
 @settings(deadline=None)
 @given(requests(), st.integers(1, 4), st.integers(11, 40), st.data())
 def test_requests_with_holds_and_pulls_get_their_solo_tokens_and_nothing_stays(
@@ -147,13 +155,8 @@ def test_requests_with_holds_and_pulls_get_their_solo_tokens_and_nothing_stays(
                 pulling[one.key] = (one, None)
             scheduler.submit(one)
         for one, pull in list(pulling.values()):
-            if pull is None:
-                pulling[one.key] = (one, scheduler.begin_pull(one.key))
-            elif scheduler.pulls.next_block(one.key, pull) is not None and data.draw(
-                st.integers(0, 3)
-            ):
-                fill(scheduler, model, one, pull)
-            elif data.draw(st.booleans()):
+            pulling[one.key] = (one, pull or scheduler.begin_pull(one.key))
+            if pull is not None and has_ended(scheduler, model, one, pull, data=data):
                 del pulling[one.key]
                 scheduler.end_pull(one.key)
         if holds and data.draw(st.booleans()):

@@ -161,18 +161,8 @@ class InferenceService(pb_grpc.InferenceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         assert self._engine is not None, "a service without an engine is closed"
         stream = self._streams[key] = _Stream()
-        pulling: asyncio.Task[None] | None = None
         try:
-            self.visit(lambda scheduler: scheduler.check_room())
-            # Reports that the rank works on it: later failures count as failures of this request.
-            await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-            if (grammar := request.grammar) is not None:
-                queued = replace(queued, constraint=await self._constraint(request, grammar))
-            # Perhaps not the engine from before.
-            self._engine.submit(queued)
-            if (source := request.latents_from) is not None:
-                pulling = asyncio.create_task(self._latents.pull(key, source, visit=self.visit))
-            await self._write(context, request, stream, queued)
+            await self._run(context, request, stream, queued)
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except GrammarLimitError as error:
@@ -185,8 +175,6 @@ class InferenceService(pb_grpc.InferenceServicer):
             del self._streams[key]
             self._engine.cancel(key)
             self._changed.set()
-            if pulling is not None:
-                pulling.cancel()
             while not stream.empty():
                 token = stream.get_nowait()
                 if token is not None and token[1].hold:
@@ -199,6 +187,26 @@ class InferenceService(pb_grpc.InferenceServicer):
         if self._closed or self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.draining or self._closed)
         return pb.GetLimitsResponse(context_length=self._context_length)
+
+    async def _run(
+        self, context: _Context, request: GenerateRequest, stream: _Stream, queued: Request
+    ) -> None:
+        """Accept a request, queue it, and send its tokens."""
+        self.visit(lambda scheduler: scheduler.check_room())
+        # Reports that the rank works on it: later failures count as failures of this request.
+        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+        if request.grammar is not None:
+            queued = replace(queued, constraint=await self._constraint(request, request.grammar))
+        # Perhaps not the engine from before.
+        self.visit(lambda scheduler: scheduler.submit(queued))
+        if request.latents_from is None:
+            return await self._write(context, request, stream, queued)
+        pull = self._latents.pull(queued.key, request.latents_from, visit=self.visit)
+        pulling = asyncio.create_task(pull)
+        try:
+            return await self._write(context, request, stream, queued)
+        finally:
+            pulling.cancel()
 
     async def _constraint(self, request: GenerateRequest, grammar: Grammar) -> Constraint:
         """Which tokens the request's output may have, after those of other ranks."""

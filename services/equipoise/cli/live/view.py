@@ -299,7 +299,7 @@ def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
 def _progress(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, rollouts so far, gain, advice, handovers: a row each, if any."""
+    """Rollout, decisions, switches, rollouts, gain, advice, handovers: a row each, if any."""
     table = _rows()
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_text(status.rollout, ranks=range(len(status.ranks))))

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -127,46 +127,47 @@ class LatentPuller:
     ) -> tuple[PullOutcome, str]:
         if source.pool not in self._peer_pools:
             return PullOutcome.REJECTED, "its pool is not among this worker's peer_pools"
-        was_all_sent = False
+        outcome, reason, was_all_sent = PullOutcome.WHOLE, "", False
         try:
             pull = await self._begin(key, visit)
-            if not pull.missing:
-                return PullOutcome.WHOLE, ""
-            async with asyncio.timeout(self._timeout_s), self._limit:
-                if not pull.missing:
-                    return PullOutcome.GAVE_WAY, ""
-                outcome = await self._fetch(key, pull, source, visit=visit)
-            was_all_sent = outcome is PullOutcome.WHOLE
+            if pull.missing:
+                async with asyncio.timeout(self._timeout_s), self._limit:
+                    outcome = await self._fetch(key, pull, source, visit=visit)
+                was_all_sent = outcome is PullOutcome.WHOLE
         except TimeoutError:
             self._waits.note(
                 Wait.LATENTS, f"from {source.worker}: the rest of the prompt is prefilled"
             )
-            return PullOutcome.TIMEOUT, f"it took {self._timeout_s:g} s"
+            outcome, reason = PullOutcome.TIMEOUT, f"it took {self._timeout_s:g} s"
         except InvalidMessageError as error:
-            return PullOutcome.CORRUPTED, str(error)
+            outcome, reason = PullOutcome.CORRUPTED, str(error)
         except TrustError as error:
-            return PullOutcome.REJECTED, str(error)
+            outcome, reason = PullOutcome.REJECTED, str(error)
         except grpc.aio.AioRpcError as error:
             outcome = PullOutcome.REJECTED if error.code() in _REJECTIONS else PullOutcome.LOST
-            return outcome, f"{error.code().name} {self._credentials.explain(error.details())}"
+            reason = f"{error.code().name} {self._credentials.explain(error.details())}"
         finally:
             if not was_all_sent:
                 # The request does not wait for it, and may even have ended.
                 releasing = asyncio.create_task(self._release(source))
                 self._releasing.add(releasing)
                 releasing.add_done_callback(self._releasing.discard)
-        return outcome, ""
+        return outcome, reason
 
     async def _begin(self, key: int, visit: Visit) -> Pull:
         """Take blocks as soon as there are enough, in the order of requests."""
         async with self._line:
-            while (pull := visit(lambda scheduler: scheduler.begin_pull(key))) is None:
+            while True:
+                pull = visit(lambda scheduler: scheduler.begin_pull(key))
+                if pull is not None:
+                    return pull
                 await asyncio.sleep(ROOM_POLL_S)
-        return pull
 
     async def _fetch(
         self, key: int, pull: Pull, source: LatentSource, *, visit: Visit
     ) -> PullOutcome:
+        if not pull.missing:
+            return PullOutcome.GAVE_WAY  # While it waited for its turn.
         cache = self._store.cache
         stream = BlockStream(num_blocks=len(pull.missing), block_bytes=cache.block_bytes)
         request = pb.LatentTransferFetchRequest(
