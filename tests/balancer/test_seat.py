@@ -288,6 +288,24 @@ async def test_an_archive_keeps_what_a_store_lost():
     assert [record.what for record in journal.audit] == [AN_ORDER.what]
 
 
+async def test_an_archive_keeps_what_was_requested_of_a_pool_that_began_after_a_failover():
+    """The store has it no more, as if the leader had forgotten it."""
+    server = StoreServer()
+    leader = SimStore(server)
+    archive = Archive(
+        store=SimStore(server), policies=PolicyBook(Policy()), unreadable=UnreadablePools()
+    )
+    await leader.fence(term=1)
+    await leader.adopt("p", layout_of(1), term=1)
+    hold = Hold(paused="ann: night")
+    await leader.add_audit("p", AN_ORDER, hold=hold, term=1)
+    await archive.refresh(elsewhere="ask a:7070")
+    server.go_back(2)
+    for _ in range(2):
+        await archive.refresh(elsewhere="ask a:7070")
+    assert archive.journals()["p"].hold == hold
+
+
 async def test_a_hold_that_is_recorded_while_a_follower_reads_is_not_lost():
     server = StoreServer()
     store, leader = SimStore(server), SimStore(server)

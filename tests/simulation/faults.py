@@ -1,5 +1,6 @@
 """`Faults`: what may happen to a world. One method for each kind of fault in `schedule.MAKERS`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -212,23 +213,18 @@ class Faults:
         self._set(self.store, "is_full", True, for_s, False)
 
     def do_store_forgets(self) -> bool:
-        self.note_loss()
-        return self.store.forget()
+        return self.lose_records(self.store.forget)
 
     def do_store_goes_back(self, num_writes: int) -> bool:
-        self.note_loss()
-        return self.store.go_back(num_writes)
+        return self.lose_records(lambda: self.store.go_back(num_writes))
 
-    def note_loss(self) -> None:
-        """The store loses contents now."""
-        self._leaders_at_losses.append(self.leader())
+    def lose_records(self, lose: Callable[[], bool]) -> bool:
+        """The store loses contents now; whether it does."""
+        before = self.store.data
+        is_lost = lose()
         self.lost_s = self.loop.time()
-
-    @property
-    def store_and_memory_lost(self) -> bool:
-        """Whether the store lost contents that no leading process has known ever since."""
-        leader = self.leader()
-        return any(one is None or one is not leader for one in self._leaders_at_losses)
+        self.operators.note_loss(before, self.store.data)
+        return is_lost
 
     def do_disk_hangs(self, name: str, for_s: float, restarts: bool) -> None:
         if name in self.disks:

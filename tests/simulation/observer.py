@@ -269,6 +269,8 @@ class Observer:
                 _remember(self._proposed, (value.generation, content_of(value)), None)
             elif key[0] == "committed":
                 self._check_commit(key[1], value, after)
+            elif key == ("audit", POOL):
+                self._world.operators.note_records(after)
             elif key[0] == "decisions" and not value[-1].reason:
                 self.violate("decision-unexplained", f"decision {value[-1].sequence} of {key[1]}")
             elif key[0] == "members":

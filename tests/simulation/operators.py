@@ -11,6 +11,7 @@ from equipoise_api.v1 import admin_pb2
 from tests.simulation.balancer import OPERATIONS
 from tests.simulation.loop import Process
 from tests.simulation.network import END
+from tests.simulation.store import Data
 
 POOL = "main"
 SLACK_S = 3.0
@@ -24,11 +25,14 @@ class _Request:
     asked_s: float
     answer: Any = None
     failed: str = ""
-    is_excused: bool = False
 
 
 class Operators:
-    """An operator on a machine of its own, which nothing happens to."""
+    """An operator on a machine of its own, which nothing happens to.
+
+    What the store loses of its requests has to be kept by each leader that knew it at the time,
+    as leader or as follower, unless another one has recorded requests since.
+    """
 
     def __init__(self, world: Any) -> None:
         self._world = world
@@ -36,6 +40,8 @@ class Operators:
         self._requests: list[_Request] = []
         self._paused: bool | None = None
         self._pinned: bool | None = None
+        # Requests that the store has lost, by their reason, and the processes that knew them then.
+        self._lost: dict[str, frozenset[Process]] = {}
 
     def ask(self, operation: str) -> None:
         """Send a request to the balancer that leads."""
@@ -100,10 +106,50 @@ class Operators:
         """Keep only the requests that wait for an answer."""
         self._requests = [one for one in self._requests if not (one.answer or one.failed)]
 
+    def note_loss(self, before: Data, after: Data) -> None:
+        """The store has lost contents."""
+        for reason in self._recorded(before) - self._recorded(after):
+            witnesses = frozenset(
+                one.process for one in self._world.living_balancers() if self._knows(one, reason)
+            )
+            self._lost[reason] = self._lost.get(reason, witnesses) & witnesses
+
+    def note_records(self, after: Data) -> None:
+        """The store has recorded requests, or has them again."""
+        recorded = self._recorded(after)
+        writers = [
+            one.process
+            for one in self._world.living_balancers()
+            if one.elector.state.term == after["term"]
+        ]
+        for reason in self._lost.keys() & recorded:
+            del self._lost[reason]
+        for reason, witnesses in self._lost.items():
+            if witnesses.isdisjoint(writers):
+                self._lost[reason] = frozenset()  # What is newer counts.
+
+    def _recorded(self, data: Data) -> set[str]:
+        """Reasons of the requests that a store has a record of."""
+        text = "".join(one.what for one in data.get(("audit", POOL), ()))
+        return {one.reason for one in self._requests if f"({one.reason})" in text}
+
+    def _knows(self, balancer: Any, reason: str) -> bool:
+        """Whether a process has a record of a request, as leader or as follower."""
+        pools = balancer.seat.pools
+        if POOL not in pools.names():
+            return False
+        records = pools.find(POOL).pool.journal.audit
+        return any(f"({reason})" in one.what for one in records)
+
+    def _is_excused(self, reason: str) -> bool:
+        """Whether a request may be lost: the leader did not know it when the store lost it."""
+        leader = self._world.leader()
+        return reason in self._lost and (leader is None or leader.process not in self._lost[reason])
+
     def unsettled(self, pool: Any) -> str:
         """What an operator was promised and the leader does not keep."""
         hold = pool.journal.hold
-        if self._world.store_and_memory_lost:
+        if any(self._is_excused(one.reason) for one in self._requests):
             return ""
         if self._paused is not None and bool(hold.paused) != self._paused:
             return (
@@ -129,12 +175,11 @@ class Operators:
     def _check_records(self) -> None:
         """The store has an audit record of every accepted request, unless that may be lost."""
         world = self._world
-        if world.store_and_memory_lost:
-            return
-        recorded = "".join(one.what for one in world.store.data.get(("audit", POOL), ()))
+        recorded = self._recorded(world.store.data)
         for request in self._requests:
             is_accepted = request.answer is not None and request.answer.accepted
-            if is_accepted and f"({request.reason})" not in recorded:
+            is_missing = is_accepted and request.reason not in recorded
+            if is_missing and not self._is_excused(request.reason):
                 world.observer.violate(
                     "audit-lost", f"{request.operation} was accepted, and no store has its record"
                 )

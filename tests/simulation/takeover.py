@@ -21,8 +21,7 @@ JOINING_S = 6.0
 async def lose_control_plane(world: Any, back_after_s: float) -> None:
     """Empty the store and kill all balancers, if possible while ranks join a group."""
     is_joining = await _until(world, _is_joining, world.loop.time() + JOINING_S)
-    world.note_loss()
-    is_lost = world.store.forget()
+    is_lost = world.lose_records(world.store.forget)
     if world.kill_balancers(back_after_s) and is_lost and is_joining:
         world.effects.add("lose_control_plane")
 
@@ -55,8 +54,8 @@ async def lose_store_behind(
 
     has_led = how == "emptied first" or await _until(world, is_led, began_s + TAKEOVER_S)
     await asyncio.sleep(loss_s)
-    world.note_loss()
-    is_lost = store.fail_over(before) if how == "goes back" else store.forget()
+    goes_back = how == "goes back"
+    is_lost = world.lose_records(lambda: store.fail_over(before) if goes_back else store.forget())
     if how == "emptied first":
         has_led = await _until(world, is_led, began_s + TAKEOVER_S)
     await asyncio.sleep(wake_s)

@@ -101,7 +101,6 @@ class World(Faults):
         self._stops: dict[str, asyncio.Event] = {}
         self._ends_s = 0.0
         self.lost_s = -1e9
-        self._leaders_at_losses: list[SimBalancer | None] = []
         self.operators = operators.Operators(self)
         self.watch = LeaderWatch(self)
         self.rot, self.gaps = BitRot(self), ReportGaps(self)

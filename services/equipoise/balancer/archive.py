@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from equipoise.balancer.changed import Changed
 from equipoise.balancer.persistence import recall, warn_of_dropped
-from equipoise.balancer.pools import pick
+from equipoise.balancer.pools import MAX_POOLS, pick
 from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.balancer.unreadable import UnreadablePools
 from equipoise.policy.book import PolicyBook
@@ -54,9 +54,10 @@ class Archive:
     async def refresh(self, *, elsewhere: str) -> None:
         """Read the store; `elsewhere` says why the ranks are not here, and where to ask.
 
-        A pool that the store had and has no more was forgotten by the leader, unless the store lost
-        its contents. What is known of a pool that was lost or has become unreadable stays, to be
-        written back.
+        What is known of a pool that was lost or has become unreadable stays, to be written back. A
+        pool that the store had and has no more was forgotten by the leader, or lost by a failover
+        to before the pool began. These look alike, so it stays if operators requested something of
+        it, unless the store has as many pools as a balancer can lead.
 
         Raises:
             StoreError: the store cannot be read; what was read before stays.
@@ -72,7 +73,8 @@ class Archive:
         has_new_policy = self._policy_revision != self._policies.revision
         stored = frozenset(await self._store.pools())
         for name in (self._stored - stored) & self._pools.keys():
-            self._pools.pop(name).close()
+            if not self._pools[name].pool.journal.audit or len(self._pools) > MAX_POOLS:
+                self._pools.pop(name).close()
         self._stored = stored
         self._unreadable.retain(stored)
         for name in sorted(stored):
