@@ -274,14 +274,15 @@ class Observer:
             elif key[0] == "decisions" and not value[-1].reason:
                 self.violate("decision-unexplained", f"decision {value[-1].sequence} of {key[1]}")
             elif key[0] == "members":
-                self.note(f"epoch {value.epoch} of {key[1]} is stored: {', '.join(value.workers)}")
-                if key[1] == POOL:
-                    self._world.watch.accepted(after["term"], value)
-                known = before.get(key)
-                is_new = known is None or known.epoch != value.epoch
-                self.num_opened += is_new and key[1] == POOL
-                if known is not None and known.epoch > value.epoch:
-                    self.violate("epoch-falls", f"{known.epoch} to {value.epoch} in the store")
+                self._check_members(key[1], before.get(key), value, term=after["term"])
+
+    def _check_members(self, pool: str, known: Any, stored: Any, *, term: int) -> None:
+        self.note(f"epoch {stored.epoch} of {pool} is stored: {', '.join(stored.workers)}")
+        if pool == POOL:
+            self._world.watch.accepted(term, stored)
+            self.num_opened += known is None or known.epoch != stored.epoch
+        if known is not None and known.epoch > stored.epoch:
+            self.violate("epoch-falls", f"{known.epoch} to {stored.epoch} in the store")
 
     def _check_commit(self, pool: str, generation: int, after: Any) -> None:
         layout = after.get(("layout", pool, generation))
