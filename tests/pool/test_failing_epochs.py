@@ -96,3 +96,42 @@ def test_ranks_that_die_make_the_next_epoch_wait_for_nothing(make_harness):
         fleet.restart(name)
         fleet.live(seconds=7)
     assert not any("epochs in a row" in line for line in fleet.harness.logs)
+
+
+class UnreachedWorker(BrokenWorker):
+    """At first no group works, later none with the last worker, which no peer can reach."""
+
+    bad, is_alone = "worker-3", False
+    forms = False
+
+    def form(self):
+        if not self.is_alone:
+            super().form()
+        elif self.bad not in [peer.worker for peer in self.join_epoch.peers]:
+            JoiningWorker.form(self)
+        else:
+            self.fail(REASON, unreached=self.unreached)
+
+    @property
+    def unreached(self):
+        return (self.bad,) if self.is_alone and self.hello.worker != self.bad else ()
+
+
+class UnreachedFleet(ImpatientFleet):
+    def unreached_by(self, worker):
+        return worker.unreached
+
+
+def test_the_next_epoch_does_not_wait_without_a_worker_that_its_peers_cannot_reach(
+    make_harness, monkeypatch
+):
+    fleet = UnreachedFleet(make_harness, kind=UnreachedWorker)
+    fleet.live(seconds=300)
+    monkeypatch.setattr(UnreachedWorker, "is_alone", True)
+    logs = fleet.harness.logs
+    logs.clear()
+    while not any(" opens with 4 ranks" in line for line in logs):
+        fleet.live(seconds=1)
+    fleet.live(seconds=3)
+    serving = [name for name, worker in fleet.workers.items() if worker.serves]
+    assert serving == ["worker-0", "worker-1", "worker-2"]

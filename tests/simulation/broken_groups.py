@@ -20,6 +20,10 @@ EPOCHS_OF_A_FAULT = 3
 SAID_AFTER_S = 10.0
 """Seconds after which the leader has to say why the pool does not serve."""
 
+SETTLE_S = 90.0
+"""Seconds that a fleet takes longer to converge after such a fault: a worker that was excluded for
+it returns after 60 s, and the epoch that it joins may have to wait for 30 s."""
+
 CALM = frozenset({KIND, "shift", "operator", "edit_policy", "idle", "slow_worker"})
 """Kinds of faults that give the leader nothing else to say."""
 
@@ -31,6 +35,11 @@ class BrokenGroups:
         self._world = world
         self._until_s = self._began_s = 0.0
         self._num_before = (0, 0)
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds that the world's fleet takes longer to converge than others."""
+        return SETTLE_S if KIND in self._world.kinds else 0.0
 
     def begin(self, for_s: float) -> None:
         """Break all groups from now on."""

@@ -125,6 +125,7 @@ class SimEngine(Engine):
     def _step(self, plan: Any, headers: Any, *, began: float) -> tuple[Any, ...]:
         self._experts.serve()
         self._num_steps += 1
+        self._scheduler.run(plan, epoch=self.epoch)
         self._busy_s += 0.01 * self._world.slowness.get(self._mesh.process.name, 1.0)
         if self._mesh.process.name in self._world.slowness:
             self._world.effects.add("slow_worker")
@@ -133,18 +134,27 @@ class SimEngine(Engine):
 
 
 class SimScheduler:
-    """No requests: traffic is a load."""
+    """No requests: traffic is a load, of prompts that never end."""
 
-    counts = SchedulerCounts()
-    blocks = SimpleNamespace(num_blocks=8, block_tokens=16, num_used=0)
-    num_active = num_queued = 0
-    max_requests = 1
+    blocks = SimpleNamespace(num_blocks=8, block_tokens=16, num_used=6)
+    num_queued = 0
+    max_requests = 4
 
     def __init__(self, world: Any) -> None:
         self._world = world
+        self.counts = SchedulerCounts()
+
+    @property
+    def num_active(self) -> int:
+        return 3 if self._world.has_traffic else 0
 
     def prefill_work(self) -> PrefillWork:
-        return PrefillWork(tokens=0, pairs=0)
+        return PrefillWork(tokens=1000 if self._world.has_traffic else 0, pairs=0)
+
+    def run(self, plan: Any, *, epoch: int) -> None:
+        """Count the tokens of a step."""
+        self.counts.processed += plan.num_tokens
+        self._world.tokens_of_epoch[epoch] += plan.num_tokens
 
     def plan(self, *, now: float) -> Any:
         if self._world.has_traffic:

@@ -8,11 +8,13 @@ from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from equipoise.planning.phase import Phase
+from equipoise.planning.ratio import MAX_GROWTH
 from equipoise.planning.rollout import State
 from tests.simulation.loop import Process, outside
 from tests.simulation.store import NAME
 
-POOL = "main"
+POOL, SLOTS = "main", 3
 LOOK_S = 0.5
 SLACK_S = 1.5
 """Seconds that a tick and a message may take beyond a bound."""
@@ -65,6 +67,7 @@ class LeaderWatch:
         self._check_epoch(leader, pool, pools.term, now_s)
         if now_s > self._hindered_s.get(leader.process, 0.0) + SLACK_S:
             self._check_wave(leader, pool)
+            self._check_advice(pool)
             self._check_silence(leader, pool)
 
     def _check_epoch(self, leader: Any, pool: Any, term: int, now_s: float) -> None:
@@ -140,6 +143,26 @@ class LeaderWatch:
             self._world.observer.violate(
                 "wave-overdue",
                 f"generation {wave.target.generation} is {wave.state} for {waited_s:.1f} s",
+            )
+
+    def _check_advice(self, pool: Any) -> None:
+        """A number of ranks is advised for a phase, within its limits, with a reason; no token of
+        its ranks counts twice."""
+        advice, demand = pool.windows.advice, pool.windows._demand
+        if advice is None or demand is None:
+            return
+        num_ranks = pool.roster.num_ranks
+        is_in_range = not advice.ranks or 1 <= advice.ranks <= max(
+            MAX_GROWTH * num_ranks, -(-self._world.shape.num_experts // SLOTS)
+        )
+        counted = demand._open.tokens + sum(one.tokens for one in demand._minutes)
+        run = self._world.tokens_of_epoch[pool.roster.epoch]
+        if self._world.phase is Phase.MIXED or not (is_in_range and advice.reason):
+            self._world.observer.violate("bad-advice", f"{num_ranks} ranks: {advice}")
+        elif counted > run:
+            self._world.observer.violate(
+                "tokens-twice",
+                f"{counted} tokens count in epoch {pool.roster.epoch}, whose ranks ran {run}",
             )
 
     def _check_silence(self, leader: Any, pool: Any) -> None:

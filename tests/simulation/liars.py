@@ -47,6 +47,7 @@ def _hello(world: Any, **changes: Any) -> Hello:
             node="node-0",
             address=f"{NAME}:1",
             rendezvous_address=f"{NAME}:2",
+            phase=world.phase,
             model=world.shape,
             slots_per_rank=3,
             num_ranks=world.schedule.num_workers,

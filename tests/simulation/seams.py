@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
+from equipoise.pool import demand
 from equipoise.rank import held, stager
 from equipoise.worker import engine, epochs, joining, rank, reach
 from equipoise.worker.reading import CheckpointReader
@@ -118,5 +119,6 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (reach, "_POLL_S", 0.25),
     (CheckpointReader, "_begin", _begin_read),
     (joining.WorkerSlots, "open_exchange", lambda *_a: None),
+    (demand, "MINUTE_S", 1.5),
     (epochs, "Loading", lambda **_k: SimpleNamespace(of=_no_progress)),
 ]

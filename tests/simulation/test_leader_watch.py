@@ -58,7 +58,8 @@ class Fleet:
             seated=lambda: (),
         )
         self.rollouts = Rollouts()
-        pool = SimpleNamespace(roster=self.roster, rollouts=self.rollouts, attendance=None)
+        windows = SimpleNamespace(advice=None, _demand=None)
+        pool = SimpleNamespace(roster=self.roster, rollouts=self.rollouts, windows=windows)
         pool.attendance = SimpleNamespace(silent_after_s=9.0)
         self.led = SimpleNamespace(
             term=term, names=lambda: (POOL,), find=lambda _name: SimpleNamespace(pool=pool)

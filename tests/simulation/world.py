@@ -3,12 +3,14 @@
 import asyncio
 import random
 import re
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from equipoise.balancer.store.store import StoreError
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
@@ -93,6 +95,9 @@ class World(Faults):
         self.has_traffic, self.planner_hangs, self.corrupts_transfers = True, False, False
         self.pattern = 0
         self.has_served = False
+        self.phase = phase_of(schedule.seed)
+        self.tokens_of_epoch: Counter[int] = Counter()
+        """Tokens that ranks have run, by the epoch they ran them in."""
         self.tampered: set[str] = set()
         self.wanted: set[str] = set()
         self._boots: dict[str, int] = {}
@@ -179,10 +184,9 @@ class World(Faults):
             calm = calm + 1 if not fault else 0
             if calm >= 3:
                 break
-            if self.loop.time() > began_s + CONVERGE_S:
-                self.observer.violate(
-                    "no-convergence", f"{CONVERGE_S:g} s after the faults {fault}"
-                )
+            bound_s = CONVERGE_S + self.broken_groups.settle_s
+            if self.loop.time() > began_s + bound_s:
+                self.observer.violate("no-convergence", f"{bound_s:g} s after the faults {fault}")
                 break
             self.loop.run_until(self.loop.time() + CHECK_S)
         if self.observer.violation is None:
@@ -274,7 +278,8 @@ class World(Faults):
         disk = self.disks.setdefault(name, SimCheckpoint(SHAPE))
         disk.on_effect = self.effects.add
         boot_id = f"{name}-{self._boots[name]}"
-        settings = settings_of(name, self.schedule.num_workers, self.balancer_addresses)
+        addresses, num_workers = self.balancer_addresses, self.schedule.num_workers
+        settings = settings_of(name, num_workers, addresses, self.phase)
 
         async def main() -> None:
             worker = SimWorker(self, process, settings, boot_id=boot_id, checkpoint=disk)
@@ -332,12 +337,21 @@ def traffic(pattern: int) -> np.ndarray:
     return load / load.sum(axis=1, keepdims=True) * 200.0
 
 
+def phase_of(seed: int) -> Phase:
+    """The phase of the pool in the schedule of a seed: mixed in half of them."""
+    phases = (Phase.MIXED, Phase.DECODE, Phase.MIXED, Phase.PREFILL)
+    return random.Random(f"phase {seed}").choice(phases)
+
+
 @lru_cache
-def settings_of(name: str, num_workers: int, addresses: tuple[str, ...]) -> WorkerSettings:
+def settings_of(
+    name: str, num_workers: int, addresses: tuple[str, ...], phase: Phase
+) -> WorkerSettings:
     """A worker's settings; validating them takes as long as a simulated second."""
     return WorkerSettings(
         balancer=",".join(addresses),
         pool=POOL,
+        phase=phase,
         worker=name,
         node=f"node-{int(name[1:]) % 2}",
         host=name,

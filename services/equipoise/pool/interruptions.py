@@ -45,7 +45,7 @@ COST_FACTOR = 10
 
 FAILED_S = 5.0
 """An epoch failed at once if its ranks served for less, or if they did not serve and gave up within
-that time."""
+that time, and most of them report it."""
 
 MAX_FAILED = 3
 """Epochs in a row that may fail at once before the next one has to wait."""
@@ -86,8 +86,10 @@ class Interruptions:
         self._short: dict[str, int] = {}
         self._absences: dict[str, _Absence] = {}
         self._failed_hosts: dict[str, None] = {}
-        # Epochs that failed at once, by when they opened.
+        # Epochs in a row that failed at once, by when they opened, and who was excluded for them.
         self._failed = Setbacks()
+        self._tried: set[str] = set()
+        self._needs_no_wait = False
 
     @property
     def failed_hosts(self) -> Container[str]:
@@ -113,8 +115,9 @@ class Interruptions:
                 self._short.pop(member.name, None)
         if served_s >= FAILED_S:
             self._failed = Setbacks()
+            self._tried.clear()
         self._enders.clear()
-        self._is_judged = False
+        self._is_judged = self._needs_no_wait = False
         self._opened_s, self._serving_since_s, self._ended_s = now, None, math.inf
 
     def note_serving(self, *, now: float) -> None:
@@ -152,14 +155,19 @@ class Interruptions:
         if self._is_judged or not (enders and is_complete and is_short):
             return ()
         self._is_judged = True
-        warning = self._note_failure(now=now)
-        if self._serving_since_s is not None or 2 * len(enders) <= len(seated):
+        is_agreed = 2 * len(enders) > len(seated)
+        warning = self._note_failure(now=now) if is_agreed else ()
+        if self._serving_since_s is not None or not is_agreed:
             return (*warning, *self._count(enders[0], now=now))
         return (*warning, *self._judge_meeting(reporters, now=now))
 
     def wait(self, *, now: float) -> str:
-        """Why the next epoch has to wait; empty if it may open."""
-        return self._describe_failures() if now < self._may_open_s else ""
+        """Why the next epoch has to wait; empty if it may open.
+
+        It opens at once if a worker that is probably at fault has just been excluded.
+        """
+        has_to_wait = now < self._may_open_s and not self._needs_no_wait
+        return self._describe_failures() if has_to_wait else ""
 
     def recall(self) -> Chain:
         """Let one return, because too few slots are left: an interrupted pool is better than none.
@@ -168,6 +176,7 @@ class Interruptions:
         """
         if not self._absences:
             return ()
+        self._needs_no_wait = False
         least = min(self._absences, key=lambda name: (self._short.get(name, 0), name))
         reason = self._absences.pop(least).reason
         text = f"worker {least} is needed after all: it was excluded because {reason}"
@@ -185,6 +194,7 @@ class Interruptions:
         found = self._reachability.blame(seated, reporters=reporters)
         if found.workers:
             culprits = found.workers
+            blame = self._exclude if self._failed.count > MAX_FAILED else blame
             what = f"{missed}, and {found.why}: check its network and --rendezvous-port"
         elif 0 < len(unproven) < len(seated):
             culprits = unproven
@@ -200,6 +210,8 @@ class Interruptions:
         ]
         if seated[0].name in self._absences:
             self._note_failed_host(seated[0].name)
+        if found.workers:
+            self._needs_no_wait = not self._absences.keys().isdisjoint(found.workers)
         return tuple(effect for chain in chains for effect in chain)
 
     def _note_failed_host(self, host: str) -> None:
@@ -228,12 +240,17 @@ class Interruptions:
         """
         has_served = self._serving_since_s is not None
         ended = self._short.get(worker, 0) + 1
-        # Groups that fail at once whoever is in them say little about a worker.
-        count = MAX_SHORT if self._failed.count > MAX_FAILED else max(ended, MAX_SHORT)
-        self._remember(worker, count)
+        self._remember(worker, count := max(ended, MAX_SHORT))
+        if worker not in self._tried and len(self._tried) < MAX_WORKERS:
+            self._needs_no_wait = True
+            self._tried.add(worker)
         waited_s = 0.0 if has_served else max(0.0, min(now - self._opened_s, SHORT_S))
         first_s = max(FIRST_ABSENCE_S, COST_FACTOR * waited_s)
         absence_s = min(first_s * 2.0 ** min(count - MAX_SHORT, 16), MAX_ABSENCE_S)
+        if self._failed.count > MAX_FAILED:
+            # Groups that fail whoever is in them say little about a worker. But there has to be one
+            # without it, however long that has to wait.
+            absence_s = 2 * MAX_INTERVAL_S
         absence_s += after * FIRST_ABSENCE_S
         until = datetime.fromtimestamp(now + absence_s, UTC)
         ended_all = (

@@ -281,7 +281,8 @@ class Membership:
             found = self._interruptions.judge(silent=silent, now=now)
         if found and not self._interruptions.excluded.keys().isdisjoint(opening.workers):
             return (*found, *self._open_if_due(now=now))
-        if waits := self._interruptions.wait(now=now):
+        waits = "" if opening.is_disputed else self._interruptions.wait(now=now)
+        if waits:
             self.opening = EpochDecision(reason=waits)
             return found
         return (*found, *self._open(opening, shape, now=now))
