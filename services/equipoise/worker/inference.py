@@ -197,8 +197,9 @@ class InferenceService(pb_grpc.InferenceServicer):
         await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
         if request.grammar is not None:
             queued = replace(queued, constraint=await self._constraint(request, request.grammar))
+        assert self._engine is not None
         # Perhaps not the engine from before.
-        self.visit(lambda scheduler: scheduler.submit(queued))
+        self._engine.submit(queued)
         if request.latents_from is None:
             return await self._write(context, request, stream, queued)
         pull = self._latents.pull(queued.key, request.latents_from, visit=self.visit)
