@@ -46,11 +46,10 @@ class NodeTraffic:
         """Return other counters, of zero."""
         return type(self)(self.nodes, rank=self._rank, device=self._totals.device)
 
-    def take(self, other: Self) -> None:
-        """Add what the others have counted, and set them back to zero."""
+    def add(self, other: Self) -> None:
+        """Add what other counters have counted."""
         self._rows_M += other._rows_M
         self._totals += other._totals
-        other.clear()
 
     def clear(self) -> None:
         """Set all counters to zero."""
@@ -75,6 +74,10 @@ class NodeTraffic:
         own_T = needed_NT[self.nodes.of_rank[self._rank]]
         self._totals[0] += count_T.sum() - own_T.sum()
         return needed_NT
+
+    def remote_pairs(self, ranks_TK: Tensor) -> Tensor:
+        """Count choices of ranks on other nodes, int64 []."""
+        return ((ranks_TK >= 0) & (self.nodes_of(ranks_TK) != self.nodes.of_rank[self._rank])).sum()
 
     def between(self, numbers: Sequence[int]) -> int:
         """Add up the numbers of other nodes' ranks, given one for each rank."""

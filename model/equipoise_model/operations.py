@@ -25,6 +25,7 @@ from equipoise_kernels.fp8.attention.libraries import (
 )
 from equipoise_kernels.fp8.jit import is_interpreting
 from equipoise_kernels.fp8.self_test import start_process
+from equipoise_kernels.nodes import Nodes
 from equipoise_model.config import Fp8Config, ModelConfig
 from equipoise_model.device import compute_dtype, use
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
@@ -216,8 +217,11 @@ class Operations:
         max_graph_rows: int,
         group: dist.ProcessGroup,
         timeout_s: float,
+        nodes: Nodes,
     ) -> SlotExchange | None:
         """Open the exchange of an FP8 model with several ranks, which all call this together.
+
+        `nodes` are those of the group's ranks.
 
         None in the plain plane, whose layers exchange rows themselves.
 
@@ -243,6 +247,8 @@ class Operations:
             group=group,
             device=self.device,
             timeout_s=timeout_s,
+            nodes=nodes,
+            sums_on_nodes=self.sums_on_nodes,
         )
 
     def steps(self, exchange: SlotExchange | None) -> str:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from equipoise_model.dispatch import ExpertParallel, ExpertStep
+from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.experts import StagedExperts
 from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.moe import MoE

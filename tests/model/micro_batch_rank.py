@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from equipoise_kernels.nodes import Nodes
-from equipoise_model import dispatch
+from equipoise_model import expert_step
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.latent_cache import LatentCache
@@ -86,14 +86,14 @@ def die_between_dispatch_and_combine(case, *, rank, num_ranks):
 
     Returns the others' words, and seconds until then.
     """
-    computed, layers = dispatch._run_pairs, itertools.count()
+    computed, layers = expert_step._run_pairs, itertools.count()
 
     def die(*arguments, **options):
         if next(layers) == case["config"].num_moe_layers and rank == num_ranks - 1:
             os._exit(0)
         return computed(*arguments, **options)
 
-    dispatch._run_pairs = die
+    expert_step._run_pairs = die
     began = time.monotonic()
     second = [cut // 2 for cut in TOKENS[:num_ranks]]
     try:

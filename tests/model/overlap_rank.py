@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from equipoise_model import dispatch, overlap
+from equipoise_model import expert_step, overlap
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import RowExchange
 from equipoise_model.latent_cache import LatentCache
@@ -122,8 +122,8 @@ def main(rank, rendezvous, result, clock):
         slow = slowed(getattr(Attention, name), lambda _, x, *__: len(x) * row_s / 2, clock=clock)
         setattr(Attention, name, slow)
     # Two ranks send all rows to each other, so both sleep as long.
-    dispatch._run_pairs = slowed(
-        dispatch._run_pairs, lambda x, *_: len(x) * row_s / NUM_RANKS, clock=clock
+    expert_step._run_pairs = slowed(
+        expert_step._run_pairs, lambda x, *_: len(x) * row_s / NUM_RANKS, clock=clock
     )
     network = Network(clock)
     RowExchange.begin_exchange = network.around(RowExchange.begin_exchange)

@@ -13,9 +13,10 @@ from torch import distributed as dist
 
 from equipoise_kernels.nodes import Nodes
 from equipoise_kernels.plain.permute import permute_rows, slot_order
-from equipoise_model import dispatch
-from equipoise_model.dispatch import ExpertParallel, ExpertStep
+from equipoise_model import expert_step
+from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.experts import StagedExperts
 from tests.model.expert_parallel_rank import CONFIG, NUM_ROWS, RankModel, rows_of_rank
 
@@ -38,7 +39,7 @@ SENDS = {"one hop": (False, False), "two hops": (True, False), "sums": (True, Tr
 def recorded(of_rank, rank):
     """What ranks rows chose, what went to other nodes, and what experts ran."""
     seen = {"ranks": [], "rows": 0, "outputs": 0, "runs": []}
-    choose, send, run = ExpertStep._choose_slots, dist.all_to_all_single, dispatch._run_pairs
+    choose, send, run = ExpertStep._choose_slots, dist.all_to_all_single, expert_step._run_pairs
 
     def chosen(step, expert_ids, *, layer):
         slots = choose(step, expert_ids, layer=layer)
@@ -61,7 +62,7 @@ def recorded(of_rank, rank):
         return run(x, pairs, slots, **options)
 
     with (
-        patch.object(dispatch, "_run_pairs", ran),
+        patch.object(expert_step, "_run_pairs", ran),
         patch.object(ExpertStep, "_choose_slots", chosen),
         patch.object(dist, "all_to_all_single", counted),
     ):

@@ -19,7 +19,7 @@ ROOM = 4
 """Rows that a buffer has room for; the texts' beginnings are longer."""
 
 # Tokens of each rank in each step. Some have none, and the layout changes before the third.
-CHUNKS = ((5, 1, 1, 0), (0, 6, 1, 1), (2, 1, 0, 1), (1, 1, 1, 1))
+CHUNKS = ((5, 1, 1, 0, 2), (0, 6, 1, 1, 3), (2, 1, 0, 1, 2), (1, 1, 1, 1, 2))
 SWITCH_BEFORE = 2
 
 
@@ -51,14 +51,22 @@ def placement_of(config, num_ranks, generation):
     )
 
 
-def served_alone(folder, rank, chunks, *, shared_as_routed):
+def second_halves(sizes, step):
+    """Rows of each rank's second micro-batch: as many as of the first, then one, then all but one.
+
+    A first one that is larger than the buffer's room is sent in parts.
+    """
+    return [0 if size < 2 else [size // 2, 1, size - 1][step % 3] for size in sizes]
+
+
+def served_alone(folder, rank, chunks, *, shared_as_routed, is_cut=False):
     """Logits of one rank's text by a model that holds every expert itself."""
     checkpoint = Checkpoint.open(folder, keep_fp8=True, shared_as_routed=shared_as_routed)
     config = checkpoint.config
     model = Fp8Transformer(config, num_slots=config.num_placed_experts, num_spare=0)
     checkpoint.load_dense(model)
     checkpoint.load_slots(model, [list(range(config.num_placed_experts))])
-    return served(model, ExpertParallel.local(config), rank, chunks)
+    return served(model, ExpertParallel.local(config), rank, chunks, is_cut=is_cut)
 
 
 class Part:
@@ -89,9 +97,15 @@ class Part:
             StagedExperts.prepare(moves, self.model.slots).apply()
         experts.switch(placement_of(self.config, self.num_ranks, 2))
 
-    def serve(self, experts):
+    def serve(self, experts, *, is_cut=False, is_two_hop=False):
         return served(
-            self.model, experts, self.rank, CHUNKS[self.rank], switch=lambda: self.switch(experts)
+            self.model,
+            experts,
+            self.rank,
+            *CHUNKS[: self.num_ranks],
+            switch=lambda: self.switch(experts),
+            is_cut=is_cut,
+            is_two_hop=is_two_hop,
         )
 
     def step(self, experts):
@@ -99,13 +113,24 @@ class Part:
         self.model.step(_batch([5], 0, 1), _cache(), experts)
 
 
-def served(model, experts, rank, chunks, *, switch=lambda: None):
-    """Logits of the last row of each step that has one, None of the others."""
+def served(model, experts, rank, *chunks, switch=lambda: None, is_cut=False, is_two_hop=False):
+    """Logits of the last row of each step that has one, None of the others.
+
+    `chunks` are those of all ranks, or of this one alone.
+    """
+    own = rank if len(chunks) > 1 else 0
     tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(rank)).tolist()
     cache, seen, start = _cache(), [], 0
-    for index, size in enumerate(chunks):
+    for index, sizes in enumerate(zip(*chunks, strict=True)):
+        size = sizes[own]
         if index == SWITCH_BEFORE:
             switch()
+        second = second_halves(sizes, index) if is_cut else []
+        if any(second):
+            first = [size - cut for size, cut in zip(sizes, second, strict=True)]
+            experts.agree([first, second], is_two_hop=is_two_hop)
+        else:
+            experts.agree([sizes], is_two_hop=is_two_hop)
         output = model.step(_batch(tokens, start, size), cache, experts)
         seen.append(output.logits_SV.float() if size else None)
         start += size

@@ -4,6 +4,8 @@ Computes the function that `plain.attention` explains, in both forms: expanded f
 prompts, which `prefill` selects, and absorbed for other rows, a query each.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +22,19 @@ from equipoise_model.fp8.layers import Fp8Linear, scale_format
 from equipoise_model.fp8.prefill import ExpandedRows
 from equipoise_model.fp8.rows import StepRows
 from equipoise_model.plain.layers import Linear, RMSNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Queries:
+    """Queries of T rows and H heads."""
+
+    plain_THn: Tensor
+    """The part without positions."""
+    rotated_THP: Tensor
+    """The part with positions."""
+    query_THC: Tensor | None
+    """Room for queries in the space of latents, with the part with positions in place; None if rows
+    attend in the expanded form."""
 
 
 class Fp8Attention(nn.Module):
@@ -44,27 +59,26 @@ class Fp8Attention(nn.Module):
         self.kv_b_proj = Linear(rank, kv_dim, dtype=torch.bfloat16)
         self.o_proj = Fp8Linear(heads * config.v_head_dim, dim)
 
-    def forward(
+    def project(
         self,
         rows: QuantizedRows,
         step: StepRows,
         *,
         rotary: tuple[Tensor, Tensor],
         latents: Latents,
-        expanded: ExpandedRows | None = None,
-    ) -> Tensor:
-        """Attend from a step's quantised rows [T, D] to their sequences so far: [T, D].
+        is_expanded: bool,
+    ) -> Queries:
+        """Compute the queries of a step's quantised rows [T, D], and write the rows' latents.
 
-        `rotary` holds cosines and sines of the rows' positions, `latents` this layer's cache. The
-        latents of all rows are written before any query reads. Rows that `expanded` does not name
-        are absorbed.
+        `rotary` holds cosines and sines of the rows' positions, `latents` this layer's cache.
+        `is_expanded` says whether any rows will attend in the expanded form.
         """
         config = self.config
         plain_THn, rotary_THP = self._queries(rows).split(
             [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1
         )
         query_THC = None
-        if expanded is None:
+        if not is_expanded:
             query_THC = plain_THn.new_empty(*plain_THn.shape[:2], config.latent_dim)
         rotated_THP = latent_write(
             self.kv_a_proj_with_mqa(rows),
@@ -77,8 +91,23 @@ class Fp8Attention(nn.Module):
             sin_TF=rotary[1],
             out_THP=None if query_THC is None else query_THC[..., config.kv_lora_rank :],
         )
-        if query_THC is not None:
-            mixed_THv = self._absorbed(plain_THn, query_THC, step, latents=latents)
+        return Queries(plain_THn=plain_THn, rotated_THP=rotated_THP, query_THC=query_THC)
+
+    def attend(
+        self,
+        queries: Queries,
+        step: StepRows,
+        *,
+        latents: Latents,
+        expanded: ExpandedRows | None,
+    ) -> Tensor:
+        """Attend from a step's rows to their sequences so far: [T, D].
+
+        The latents of all rows are written. Rows that `expanded` does not name are absorbed.
+        """
+        config, plain_THn, rotated_THP = self.config, queries.plain_THn, queries.rotated_THP
+        if queries.query_THC is not None:
+            mixed_THv = self._absorbed(plain_THn, queries.query_THC, step, latents=latents)
         else:
             assert expanded is not None
             mixed_THv = self._expanded(plain_THn, rotated_THP, expanded, latents=latents)

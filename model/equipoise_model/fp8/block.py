@@ -7,16 +7,17 @@ from torch.nn import functional
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.fp8.attention.latents import Latents
 from equipoise_kernels.fp8.moe.route import route_to_slots
-from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables
+from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_kernels.fp8.quant.rms_norm_quant import rms_norm_quant
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertStep
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.fp8.attention import Fp8Attention
 from equipoise_model.fp8.experts import Fp8ExpertSlots
 from equipoise_model.fp8.layers import Fp8SwiGLU, scale_format
 from equipoise_model.fp8.prefill import ExpandedRows
 from equipoise_model.fp8.rows import StepRows
+from equipoise_model.overlap import Stage, Stages, finish
 from equipoise_model.plain.layers import RMSNorm
 from equipoise_model.plain.router import Router
 from equipoise_model.ranges import named
@@ -53,7 +54,13 @@ class Fp8MoE(nn.Module):
     def forward(
         self, x_TD: Tensor, rows: QuantizedRows, step: ExpertStep, *, num_valid: Tensor | None
     ) -> Tensor:
-        """Return the layer's output for rows [T, D], without the residual.
+        """Return what `stages` computes."""
+        return finish(self.stages(x_TD, rows, step, num_valid=num_valid))
+
+    def stages(
+        self, x_TD: Tensor, rows: QuantizedRows, step: ExpertStep, *, num_valid: Tensor | None
+    ) -> Stages[Tensor]:
+        """Compute the layer's output for rows [T, D], without the residual, from `ROUTED` on.
 
         Takes the rows both plain and quantised. `num_valid`, int32 [1] on the device, is the number
         of real rows; all by default.
@@ -79,25 +86,36 @@ class Fp8MoE(nn.Module):
             rows_S=load_S if exchange is None else None,
             num_valid=num_valid,
         )
+        yield Stage.ROUTED
         if exchange is None:
             assert step.alone
-            with named("experts"):
-                routed_TD = self.experts.run(rows, routes.slots_TK, routes.weights_TK)
+            routed = self._stages_here(rows, routes)
         else:
-            routed_TD = exchange.run(
+            routed = exchange.stages(
                 x_TD,
                 rows,
                 slots_TK=routes.slots_TK,
                 weights_TK=routes.weights_TK,
                 experts=self.experts,
-                most_tokens=max(step.tokens_by_rank),
                 load_S=load_S,
-                is_fixed=step.is_captured,
+                step=step.exchanged,
+                traffic=step.traffic,
             )
-        if self.shared_experts is None:
-            return routed_TD
-        shared_TD: Tensor = self.shared_experts(rows)
-        return routed_TD + shared_TD
+        yield next(routed)
+        # Computed while the rows travel.
+        shared_TD = None if self.shared_experts is None else self.shared_experts(rows)
+        routed_TD = yield from routed
+        y_TD: Tensor = routed_TD if shared_TD is None else routed_TD + shared_TD
+        yield Stage.COMBINED
+        return y_TD
+
+    def _stages_here(self, rows: QuantizedRows, routes: Routes) -> Stages[Tensor]:
+        """Run rows on a rank alone."""
+        yield Stage.SENT
+        with named("experts"):
+            routed_TD = self.experts.run(rows, routes.slots_TK, routes.weights_TK)
+        yield Stage.COMPUTED
+        return routed_TD
 
 
 class Fp8Block(nn.Module):
@@ -118,7 +136,7 @@ class Fp8Block(nn.Module):
             else Fp8SwiGLU(config, config.intermediate_size)
         )
 
-    def forward(
+    def stages(
         self,
         x_TD: Tensor,
         delta_TD: Tensor,
@@ -129,20 +147,29 @@ class Fp8Block(nn.Module):
         experts: ExpertStep,
         num_valid: Tensor | None,
         expanded: ExpandedRows | None = None,
-    ) -> Tensor:
-        """Return what this layer adds to x + delta; x becomes that sum, in place."""
+    ) -> Stages[Tensor]:
+        """Compute what this layer adds to x + delta; x becomes that sum, in place.
+
+        A dense layer has no stages.
+        """
+        attention = self.self_attn
         with named("attention"):
             rows = self._normed(self.input_layernorm, delta_TD, residual_TD=x_TD)
-            delta_TD = self.self_attn(rows, step, rotary=rotary, latents=latents, expanded=expanded)
+            queries = attention.project(
+                rows, step, rotary=rotary, latents=latents, is_expanded=expanded is not None
+            )
+        if isinstance(self.mlp, Fp8MoE):
+            yield Stage.PROJECTED
+        with named("attention"):
+            delta_TD = attention.attend(queries, step, latents=latents, expanded=expanded)
         if isinstance(self.mlp, Fp8MoE):
             # The gate needs rows that are not quantised.
             x_TD += delta_TD
             normed_TD: Tensor = self.post_attention_layernorm(x_TD)
             rows = group_quant(normed_TD, scale_format=self.scale_format)
-            y_TD: Tensor = self.mlp(normed_TD, rows, experts, num_valid=num_valid)
-        else:
-            rows = self._normed(self.post_attention_layernorm, delta_TD, residual_TD=x_TD)
-            y_TD = self.mlp(rows)
+            return (yield from self.mlp.stages(normed_TD, rows, experts, num_valid=num_valid))
+        rows = self._normed(self.post_attention_layernorm, delta_TD, residual_TD=x_TD)
+        y_TD: Tensor = self.mlp(rows)
         return y_TD
 
     def _normed(self, norm: RMSNorm, delta_TD: Tensor, *, residual_TD: Tensor) -> QuantizedRows:

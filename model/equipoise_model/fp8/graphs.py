@@ -8,18 +8,19 @@ and the tables of replicas are copied in. One graph per size, like the runners o
 
 Several ranks capture and replay together. Capturing runs a step again, with its exchanges, so every
 rank must do so at the same step. Sizes therefore follow the rank with the most rows, which all
-ranks know, and a new exchange, which a new group brings, discards all graphs.
+ranks know, and a new exchange, which a new group brings, discards all graphs. A step in two
+micro-batches is one graph, with memory for each of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from equipoise_kernels.fp8 import selection
-from equipoise_model.dispatch import ExpertStep
-from equipoise_model.fp8.rows import StepRows
+from equipoise_model.expert_step import ExpertStep
+from equipoise_model.fp8.rows import MicroBatch, StepRows
 from equipoise_model.fp8.slot_exchange import SlotExchange
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import PlacementTables
@@ -50,20 +51,29 @@ class DecodeGraphs:
         self._capture = capture or CudaCapture()
         self._exchange: SlotExchange | None = None
         self._memory: _Memory | None = None
-        self._graphs: dict[tuple[int, bool, str], Work] = {}
+        self._graphs: dict[tuple[tuple[int, ...], bool, str], Work] = {}
 
     def fits(self, step: ExpertStep) -> bool:
-        """Whether a step can use a graph: few rows on every rank, and no obstacle."""
-        most, exchange = max(step.tokens_by_rank), step.exchange
-        limit = self._sizes[-1]
+        """Whether a step can use a graph: few rows on every rank, and no obstacle.
+
+        Of a step in micro-batches, each must have few rows.
+        """
+        exchange, limit = step.exchange, self._sizes[-1]
         if exchange is not None:
             limit = min(limit, exchange.max_captured_rows)
-        return 0 < most <= limit and capture_obstacle(exchange) is None
+        most_rows = map(max, step.tokens_by_batch or [step.tokens_by_rank])
+        return capture_obstacle(exchange) is None and all(0 < most <= limit for most in most_rows)
 
     def run(
-        self, forward: Callable[..., Tensor], rows: StepRows, cache: LatentCache, step: ExpertStep
+        self,
+        forward: Callable[[Sequence[MicroBatch], LatentCache], Tensor],
+        batches: Sequence[MicroBatch],
+        cache: LatentCache,
+        step: ExpertStep,
     ) -> Tensor:
         """Return hidden states [T, D] of a step that fits; they are valid until the next step.
+
+        `batches` are the step's micro-batches, with rows on the host.
 
         Raises:
             ExchangeError: another rank is gone or stuck, or runs another generation.
@@ -73,22 +83,24 @@ class DecodeGraphs:
             self._exchange = step.exchange
             self._memory = _Memory(self._sizes[-1], cache=cache, step=step)
         memory = self._memory
-        memory.overwrite(rows, step)
-        size = next(size for size in self._sizes if size >= max(step.tokens_by_rank))
-        key = (size, step.placement.share_ends is not None, selection.summary())
+        memory.overwrite(batches, step)
+        most = max(max(batch.experts.tokens_by_rank) for batch in batches)
+        # Micro-batches are about equally large. A size for each would make too many graphs.
+        chosen = (next(size for size in self._sizes if size >= most),) * len(batches)
+        key = (chosen, step.placement.share_ends is not None, selection.summary())
         if key not in self._graphs:
-            views = memory.rows.first(size)
-            self._graphs[key] = self._capture(
-                lambda: forward(views, cache, memory.step(size), num_valid=memory.num_valid)
-            )
+            self._graphs[key] = self._capture(lambda: forward(memory.batches(chosen, step), cache))
             # Capturing may have run the work once or more.
-            memory.slot_load_LS.zero_()
+            memory.clear()
         hidden_TD = self._graphs[key]()
         if step.exchange is not None:
             step.exchange.check()
-        step.slot_load_LS.add_(memory.slot_load_LS)
-        memory.slot_load_LS.zero_()
-        return hidden_TD[: rows.num_rows]
+        memory.count(step)
+        real = [
+            part[: batch.rows.num_rows]
+            for part, batch in zip(hidden_TD.split(chosen), batches, strict=True)
+        ]
+        return real[0] if len(real) == 1 else torch.cat(real)
 
 
 class CudaCapture:
@@ -122,45 +134,82 @@ def sizes(max_rows: int) -> tuple[int, ...]:
     return (*small, *range(16, max_rows, 8), max_rows)
 
 
+class _Lane:
+    """Memory for the rows of one micro-batch."""
+
+    def __init__(self, max_rows: int, *, cache: LatentCache, device: torch.device) -> None:
+        self.rows = StepRows.padding(max_rows, cache=cache, device=device)
+        self.num_valid = torch.zeros(1, dtype=torch.int32, device=device)
+        self.token_ids_T = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def overwrite(self, batch: MicroBatch) -> None:
+        """Copy in a micro-batch."""
+        num_rows = batch.rows.num_rows
+        self.rows.overwrite(batch.rows)
+        self.num_valid.fill_(num_rows)
+        self.token_ids_T[:num_rows].copy_(batch.experts.token_ids_T)
+
+
 class _Memory:
     """Memory that captured steps read and write, for the ranks and exchange of `step`."""
 
     def __init__(self, max_rows: int, *, cache: LatentCache, step: ExpertStep) -> None:
         placement = step.placement
-        device = placement.replica_count.device
-        self.rows = StepRows.padding(max_rows, cache=cache, device=device)
-        self.num_valid = torch.zeros(1, dtype=torch.int32, device=device)
-        self._token_ids_T = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.slot_load_LS = torch.zeros(
-            placement.num_layers, placement.slots_per_rank, dtype=torch.int64, device=device
-        )
-        self._ranks, self._exchange = step.ranks, step.exchange
+        self._device = placement.replica_count.device
+        self._max_rows, self._cache = max_rows, cache
+        self._lanes: list[_Lane] = []
+        self._slot_load_LS = torch.zeros_like(step.slot_load_LS)
+        self._traffic = None if step.traffic is None else step.traffic.empty()
         self._placement = _roomy(placement)
         self._follows: PlacementTables | None = None
 
-    def step(self, num_rows: int) -> ExpertStep:
-        """Return the experts' side of a step, in this memory."""
+    def batches(self, num_rows: Sequence[int], step: ExpertStep) -> list[MicroBatch]:
+        """Return micro-batches of a step like this one in this memory, with as many rows each."""
         placement = self._placement
         assert self._follows is not None
         if self._follows.share_ends is None:
             placement = replace(placement, share_ends=None)
-        return ExpertStep(
-            placement=placement,
-            ranks=self._ranks,
-            tokens_by_rank=(num_rows,) * self._ranks.count,
-            token_ids_T=self._token_ids_T[:num_rows],
-            slot_load_LS=self.slot_load_LS,
-            exchange=self._exchange,
-            is_captured=True,
-        )
+        return [
+            MicroBatch(
+                rows=lane.rows.first(count),
+                experts=replace(
+                    step,
+                    placement=placement,
+                    tokens_by_rank=(count,) * step.ranks.count,
+                    tokens_by_batch=(),
+                    token_ids_T=lane.token_ids_T[:count],
+                    slot_load_LS=self._slot_load_LS,
+                    traffic=self._traffic,
+                    most_of_batches=max(num_rows),
+                    is_captured=True,
+                ),
+                num_valid=lane.num_valid,
+            )
+            for count, lane in zip(num_rows, self._lanes, strict=False)
+        ]
 
-    def overwrite(self, rows: StepRows, step: ExpertStep) -> None:
+    def overwrite(self, batches: Sequence[MicroBatch], step: ExpertStep) -> None:
         """Copy in a step's rows and the tables of its generation."""
-        self.rows.overwrite(rows)
-        self.num_valid.fill_(rows.num_rows)
-        self._token_ids_T[: rows.num_rows].copy_(step.token_ids_T)
+        while len(self._lanes) < len(batches):
+            self._lanes.append(_Lane(self._max_rows, cache=self._cache, device=self._device))
+        for lane, batch in zip(self._lanes, batches, strict=False):
+            lane.overwrite(batch)
         if self._follows is not step.placement:
             self._follow(step.placement)
+
+    def count(self, step: ExpertStep) -> None:
+        """Add to a step's counters what was counted in this memory."""
+        step.slot_load_LS.add_(self._slot_load_LS)
+        if step.traffic is not None:
+            assert self._traffic is not None
+            step.traffic.add(self._traffic)
+        self.clear()
+
+    def clear(self) -> None:
+        """Set the counters to zero."""
+        self._slot_load_LS.zero_()
+        if self._traffic is not None:
+            self._traffic.clear()
 
     def _follow(self, placement: PlacementTables) -> None:
         own, width = self._placement, placement.slots_of_expert.shape[-1]

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from equipoise_kernels.fp8.attention.latents import Latents
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertStep
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.fp8.block import Fp8Block
 from equipoise_model.fp8.rows import StepRows
+from equipoise_model.overlap import finish
 from equipoise_model.plain.layers import Linear, RMSNorm
 from equipoise_model.plain.mtp import SharedHead
 
@@ -42,14 +43,16 @@ class Fp8MultiTokenPrediction(Fp8Block):
         """
         joined = torch.cat([self.enorm(next_embedding_TD), self.hnorm(hidden_TD)], dim=-1)
         x_TD: Tensor = self.eh_proj(joined)
-        delta_TD = self(
-            x_TD,
-            torch.zeros_like(x_TD),
-            rows,
-            rotary=rotary,
-            latents=latents,
-            experts=experts,
-            num_valid=None,
+        delta_TD = finish(
+            self.stages(
+                x_TD,
+                torch.zeros_like(x_TD),
+                rows,
+                rotary=rotary,
+                latents=latents,
+                experts=experts,
+                num_valid=None,
+            )
         )
         normed_TD: Tensor = self.shared_head.norm(x_TD + delta_TD)
         return normed_TD

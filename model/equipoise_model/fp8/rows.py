@@ -1,4 +1,4 @@
-"""`StepRows`: a step's tokens as tensors on the device, for attention and the cache."""
+"""`StepRows`: a step's tokens as tensors, for attention and the cache; `MicroBatch`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise_model.expert_step import ExpertStep
+from equipoise_model.fp8.prefill import ExpandedRows
 from equipoise_model.latent_cache import LatentCache, blocks_for
 
 PADDING = -1
@@ -94,3 +96,15 @@ class StepRows:
         for name in self.__slots__:
             own, new = getattr(self, name)[:count], getattr(rows, name)
             (own[:, : new.shape[1]] if new.dim() > 1 else own).copy_(new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows of a step that run together: all of them, unless the step is cut."""
+
+    rows: StepRows
+    experts: ExpertStep
+    num_valid: Tensor | None = None
+    """How many of the rows are real, the first ones, int32 [1]; None for all."""
+    expanded: ExpandedRows | None = None
+    """Which rows attend in the expanded form; None for none."""

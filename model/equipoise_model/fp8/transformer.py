@@ -1,21 +1,24 @@
 """`Fp8Transformer`: the whole model in FP8, for serving."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertParallel, ExpertStep
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.fp8.block import Fp8Block
 from equipoise_model.fp8.graphs import DecodeGraphs
 from equipoise_model.fp8.mtp import Fp8MultiTokenPrediction
 from equipoise_model.fp8.prefill import ExpandedRows, expanded_rows
-from equipoise_model.fp8.rows import StepRows
+from equipoise_model.fp8.rows import MicroBatch, StepRows
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.overlap import Stages, run_in_turns
 from equipoise_model.plain.layers import Embedding, Linear, RMSNorm
-from equipoise_model.ranges import named_layer
+from equipoise_model.ranges import named_stages
 from equipoise_model.rope import Rope
 from equipoise_model.serving_model import ServingModel
 from equipoise_model.step import StepBatch, StepOutput
@@ -67,62 +70,64 @@ class Fp8Transformer(ServingModel):
     @torch.no_grad()
     def step(self, batch: StepBatch, cache: LatentCache, experts: ExpertParallel) -> StepOutput:
         """See `ServingModel`."""
-        rows = StepRows.of(
-            tokens_T=batch.tokens_T,
-            positions_T=batch.positions_T,
-            sequences_T=batch.sequences_T,
-            block_tables=batch.block_tables,
-            block_tokens=cache.block_tokens,
-        )
-        step = experts.begin_step(num_tokens=rows.num_rows)
+        step = experts.begin_step(num_tokens=batch.num_tokens)
+        steps = step.micro_batches() if len(step.tokens_by_batch) > 1 else [step]
+        parts = batch.split([one.num_tokens for one in steps])
+        batches = [
+            MicroBatch(rows=_rows_of(part, cache), experts=one)
+            for part, one in zip(parts, steps, strict=True)
+        ]
         device = self.embed_tokens.weight.device
         if self._graphs is not None and self._graphs.fits(step):
-            hidden_TD = self._graphs.run(self.forward, rows, cache, step)
+            hidden_TD = self._graphs.run(self.forward, batches, cache, step)
         else:
-            expanded = expanded_rows(batch, config=self.config, block_tokens=cache.block_tokens)
-            hidden_TD = self.forward(
-                rows.to(device),
-                cache,
-                step,
-                expanded=None if expanded is None else expanded.to(device),
-            )
+            placed = [
+                replace(one, rows=one.rows.to(device), expanded=self._expanded(part, cache))
+                for part, one in zip(parts, batches, strict=True)
+            ]
+            hidden_TD = self.forward(placed, cache)
         return StepOutput(
             logits_SV=self.lm_head(hidden_TD[batch.sample_rows_S.to(device)]),
             hidden_TD=hidden_TD,
-            draft=partial(self._draft, rows=rows, cache=cache, step=step),
+            draft=partial(self._draft, batch=batch, cache=cache, step=step),
         )
 
-    def forward(
-        self,
-        rows: StepRows,
-        cache: LatentCache,
-        experts: ExpertStep,
-        *,
-        num_valid: Tensor | None = None,
-        expanded: ExpandedRows | None = None,
-    ) -> Tensor:
-        """Return hidden states [T, D] after the final norm.
+    def forward(self, batches: Sequence[MicroBatch], cache: LatentCache) -> Tensor:
+        """Return hidden states [T, D] of a step's micro-batches, in order, after the final norm."""
+        outputs = run_in_turns(
+            [self._stages(batch, cache) for batch in batches],
+            order=batches[0].experts.order,
+            num_layers=self.config.num_moe_layers,
+        )
+        hidden_TD: Tensor = self.norm(torch.cat(outputs))
+        return hidden_TD
 
-        The first `num_valid` rows are real, all by default; `expanded` says which of them attend in
-        the expanded form, none by default.
-        """
+    def _stages(self, batch: MicroBatch, cache: LatentCache) -> Stages[Tensor]:
+        """Run rows through all layers, up to the final norm."""
+        rows = batch.rows
         rotary = self.rope.at(rows.positions_T)
         x_TD: Tensor = self.embed_tokens(rows.tokens_T)
         delta_TD = torch.zeros_like(x_TD)
         for layer, block in enumerate(self._blocks()):
-            with named_layer(layer, num_dense=self.config.first_k_dense_replace):
-                delta_TD = block(
-                    x_TD,
-                    delta_TD,
-                    rows,
-                    rotary=rotary,
-                    latents=cache.latents(layer),
-                    experts=experts,
-                    num_valid=num_valid,
-                    expanded=expanded,
-                )
-        hidden_TD: Tensor = self.norm(x_TD + delta_TD)
-        return hidden_TD
+            stages = block.stages(
+                x_TD,
+                delta_TD,
+                rows,
+                rotary=rotary,
+                latents=cache.latents(layer),
+                experts=batch.experts,
+                num_valid=batch.num_valid,
+                expanded=batch.expanded,
+            )
+            delta_TD = yield from named_stages(
+                stages, layer=layer, num_dense=self.config.first_k_dense_replace
+            )
+        return x_TD + delta_TD
+
+    def _expanded(self, batch: StepBatch, cache: LatentCache) -> ExpandedRows | None:
+        """The rows of a batch that attend in the expanded form, if any, on the device."""
+        rows = expanded_rows(batch, config=self.config, block_tokens=cache.block_tokens)
+        return None if rows is None else rows.to(self.embed_tokens.weight.device)
 
     def forward_draft(
         self,
@@ -153,17 +158,17 @@ class Fp8Transformer(ServingModel):
         *,
         depth: int,
         tokens_by_rank: Sequence[int],
-        rows: StepRows,
+        batch: StepBatch,
         cache: LatentCache,
         step: ExpertStep,
     ) -> Tensor:
-        """See `DraftPass`; the other arguments are the step's own, rows on the host."""
+        """See `DraftPass`; the other arguments are the step's own."""
         num_rows = following_T.shape[0]
         return self.forward_draft(
             hidden_TD[:num_rows],
             following_T,
             depth=depth,
-            rows=rows.first(num_rows).to(hidden_TD.device),
+            rows=_rows_of(batch, cache).first(num_rows).to(hidden_TD.device),
             cache=cache,
             experts=step.resumed(
                 layer=self.config.num_moe_layers + depth - 1, tokens_by_rank=tokens_by_rank
@@ -174,6 +179,16 @@ class Fp8Transformer(ServingModel):
         for block in self.layers:
             assert isinstance(block, Fp8Block)
             yield block
+
+
+def _rows_of(batch: StepBatch, cache: LatentCache) -> StepRows:
+    return StepRows.of(
+        tokens_T=batch.tokens_T,
+        positions_T=batch.positions_T,
+        sequences_T=batch.sequences_T,
+        block_tables=batch.block_tables,
+        block_tokens=cache.block_tokens,
+    )
 
 
 def obstacle(config: ModelConfig) -> str | None:

@@ -19,10 +19,10 @@ from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
-from equipoise_model.dispatch import ExpertStep
 from equipoise_model.exchange import RowExchange
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.fp8.prefill import STRETCH, Chunk, ExpandedRows, expands
-from equipoise_model.fp8.rows import StepRows
+from equipoise_model.fp8.rows import MicroBatch, StepRows
 from equipoise_model.fp8.slot_exchange import PART_TOKENS, SlotExchange
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
@@ -80,19 +80,19 @@ def _run(
         tables_TS = rows.tables_TS[:, :width].contiguous()
         for is_captured in (False, True):
             step = _step(placement, num_rows=num_rows, exchange=exchange, is_captured=is_captured)
-            hidden_TD = model.forward(
-                replace(rows, tables_TS=tables_TS),
-                cache,
-                step,
+            batch = MicroBatch(
+                rows=replace(rows, tables_TS=tables_TS),
+                experts=step,
                 num_valid=num_valid if is_captured else None,
             )
+            hidden_TD = model.forward([batch], cache)
             model.lm_head(hidden_TD)
             for depth in range(1, 1 + model.num_mtp_layers):
                 hidden_TD = model.forward_draft(
                     hidden_TD,
                     rows.tokens_T,
                     depth=depth,
-                    rows=replace(rows, tables_TS=tables_TS),
+                    rows=batch.rows,
                     cache=cache,
                     experts=step.resumed(
                         layer=model.config.num_moe_layers + depth - 1, tokens_by_rank=(num_rows,)
@@ -115,14 +115,14 @@ def _run_prompt(model: Fp8Transformer, cache: LatentCache, *, num_rows: int) -> 
         blocks=range(cache.num_blocks),
     )
     rows = StepRows.padding(num_rows, cache=cache, device=device)
-    model.forward(
-        rows,
-        cache,
-        _step(_placement(model).to(device), num_rows=num_rows, exchange=None),
+    batch = MicroBatch(
+        rows=rows,
+        experts=_step(_placement(model).to(device), num_rows=num_rows, exchange=None),
         expanded=ExpandedRows.of_chunks(
             [chunk], num_rows=num_rows, block_tokens=cache.block_tokens
         ).to(device),
     )
+    model.forward([batch], cache)
 
 
 def _step(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertStep
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.latent_cache import CacheStep
 from equipoise_model.overlap import Stage, Stages, finish
 from equipoise_model.plain.attention import Attention

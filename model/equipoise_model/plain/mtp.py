@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertStep
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.latent_cache import CacheStep
 from equipoise_model.overlap import finish
 from equipoise_model.plain.block import Block

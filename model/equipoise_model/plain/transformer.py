@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise_model.config import ModelConfig
-from equipoise_model.dispatch import ExpertParallel, ExpertStep
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.expert_step import ExpertStep
 from equipoise_model.latent_cache import CacheStep, LatentCache
 from equipoise_model.overlap import Stages, run_in_turns
 from equipoise_model.plain.block import Block

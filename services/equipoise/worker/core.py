@@ -61,11 +61,6 @@ class ModelCore:
                 f"--pace-us-per-row works only on CPUs, but this worker uses {operations.device}: "
                 "remove it, or set --device cpu"
             )
-        if settings.micro_batches > 1 and operations.fp8 is not None:
-            raise WorkerError(
-                "--micro-batches 2 works only with weights in bf16, but this worker computes in "
-                "FP8: remove it, or set --weights bf16"
-            )
         config = checkpoint.config
         if settings.context_length > config.max_position_embeddings:
             raise WorkerError(

@@ -26,6 +26,7 @@ from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import HeldSlots, placement_of
 from equipoise.worker.reach import unreached_peers
+from equipoise_kernels.nodes import Nodes
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
 
@@ -107,6 +108,7 @@ class WorkerSlots:
                 max_graph_rows=settings.graph_rows,
                 group=process_group,
                 timeout_s=settings.step_timeout_s,
+                nodes=nodes_of(join_epoch),
             )
         except RuntimeError as error:
             group.close()
@@ -177,6 +179,11 @@ class WorkerSlots:
             rank=join_epoch.rank,
             tables=lambda layout: placement_of(layout).to(self._core.device),
         )
+
+
+def nodes_of(join_epoch: JoinEpoch) -> Nodes:
+    """Return the nodes of an epoch's ranks."""
+    return Nodes.named([peer.node for peer in join_epoch.peers])
 
 
 async def join(

@@ -18,10 +18,9 @@ from equipoise.telemetry.logs import about
 from equipoise.wire.messages import Heartbeat, RunningState, Serving, Switched
 from equipoise.worker.core import ModelCore, single_threaded
 from equipoise.worker.engine import Engine, StepResult
-from equipoise.worker.joining import EpochGroup
+from equipoise.worker.joining import EpochGroup, nodes_of
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import placement_of
-from equipoise_kernels.nodes import Nodes
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.overlap import Order
@@ -230,6 +229,6 @@ def _expert_parallel(joined: EpochGroup, core: ModelCore, *, phase: Phase) -> Ex
         pace_s_per_row=pace,
         # A pool's workers have one phase.
         order=Order.DECODE if phase is Phase.DECODE else Order.PREFILL,
-        nodes=Nodes.named([peer.node for peer in joined.join_epoch.peers]),
+        nodes=nodes_of(joined.join_epoch),
         sums_on_nodes=core.operations.sums_on_nodes,
     )

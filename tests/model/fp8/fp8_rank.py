@@ -18,10 +18,12 @@ from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.testing.interpreter import corrected_casts
+from equipoise_kernels.nodes import Nodes
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.fp8.slot_exchange import SlotExchange
+from equipoise_model.overlap import Order
 from tests.support.fp8_models import NARROW
 from tests.support.fp8_ranks import (
     ROOM,
@@ -35,6 +37,16 @@ PATIENCE_S = 60
 IMPATIENCE_S = 2.0
 CAPTURED_ROWS = 2
 
+MORE = {
+    "reference": {
+        "two hops": {},
+        "two hops, cut": {"order": Order.PREFILL},
+        "sums on nodes": {"sums_on_nodes": True},
+    },
+    "triton": {},
+}
+"""Further ways in which ranks serve, by backend."""
+
 
 def met(folder, rank, num_ranks, *, epoch):
     dist.init_process_group(
@@ -46,7 +58,11 @@ def met(folder, rank, num_ranks, *, epoch):
     )
 
 
-def opened(rank, num_ranks, *, config=NARROW, timeout_s=PATIENCE_S):
+def nodes_of(num_ranks):
+    return Nodes(of_rank=(0, 1, 1, 0)[:num_ranks])
+
+
+def opened(rank, num_ranks, *, config=NARROW, timeout_s=PATIENCE_S, sums_on_nodes=False):
     """This rank's end, as a worker opens it; rank 0 alone wishes for all the room."""
     shape = EpShape(
         rank=rank,
@@ -64,17 +80,35 @@ def opened(rank, num_ranks, *, config=NARROW, timeout_s=PATIENCE_S):
         group=dist.group.WORLD,
         device=torch.device("cpu"),
         timeout_s=timeout_s,
+        nodes=nodes_of(num_ranks),
+        sums_on_nodes=sums_on_nodes,
     )
 
 
-def experts_over(exchange, num_ranks, *, config=NARROW):
+def experts_over(exchange, num_ranks, *, config=NARROW, order=Order.PREFILL):
     return ExpertParallel.distributed(
-        placement_of(config, num_ranks, 1), group=dist.group.WORLD, exchange=exchange
+        placement_of(config, num_ranks, 1),
+        group=dist.group.WORLD,
+        exchange=exchange,
+        order=order,
+        nodes=nodes_of(num_ranks),
     )
 
 
-def served_together(checkpoint, rank, num_ranks, *, shared_as_routed=False):
-    """Logits, loads by generation, how steps ran, and how many graphs there are."""
+def served_together(
+    checkpoint,
+    rank,
+    num_ranks,
+    *,
+    shared_as_routed=False,
+    order=None,
+    is_two_hop=False,
+    sums_on_nodes=False,
+):
+    """Logits, loads by generation, how steps ran, and how many graphs there are.
+
+    With an order of exchanges, steps are cut into two micro-batches.
+    """
     captures = []
 
     def capture(work):
@@ -83,7 +117,7 @@ def served_together(checkpoint, rank, num_ranks, *, shared_as_routed=False):
         return work
 
     config = dataclasses.replace(NARROW, shared_as_routed=shared_as_routed)
-    exchange = opened(rank, num_ranks, config=config)
+    exchange = opened(rank, num_ranks, config=config, sums_on_nodes=sums_on_nodes)
     part = Part(
         checkpoint,
         rank=rank,
@@ -91,8 +125,8 @@ def served_together(checkpoint, rank, num_ranks, *, shared_as_routed=False):
         shared_as_routed=shared_as_routed,
         graphs=DecodeGraphs(max_rows=4, capture=capture),
     )
-    experts = experts_over(exchange, num_ranks, config=config)
-    logits = part.serve(experts)
+    experts = experts_over(exchange, num_ranks, config=config, order=order or Order.PREFILL)
+    logits = part.serve(experts, is_cut=order is not None, is_two_hop=is_two_hop)
     seen = {
         "logits": logits,
         "loads": [(load.generation, load.slot_load_LS) for load in experts.loads()],
@@ -101,6 +135,7 @@ def served_together(checkpoint, rank, num_ranks, *, shared_as_routed=False):
         "captured rows": exchange.max_captured_rows,
         "captures": len(captures),
         "waited": experts.waited_s,
+        "spread": experts.spread,
     }
     experts.close()
     return seen
@@ -140,6 +175,10 @@ def serve(rank, num_ranks, checkpoint, folder, backend):
     selection.start(selection.resolve(setting, lambda _operation, _name: None))
     met(folder, rank, num_ranks, epoch=1)
     seen = {"together": served_together(checkpoint, rank, num_ranks)}
+    for order in Order:
+        seen[order.name] = served_together(checkpoint, rank, num_ranks, order=order)
+    for name, changes in MORE[backend].items():
+        seen[name] = served_together(checkpoint, rank, num_ranks, is_two_hop=True, **changes)
     part = Part(checkpoint, rank=rank, num_ranks=num_ranks)
     skewed = opened(rank, num_ranks)
     skewed.switch(8 if rank == 1 else 7)

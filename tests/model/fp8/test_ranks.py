@@ -17,7 +17,8 @@ from tests.support.rank_processes import run_ranks
 pytest.importorskip("triton", reason="kernels need the extra `kernels`")
 
 PROGRAM = Path(__file__).with_name("fp8_rank.py")
-TIMEOUT_S = 200
+TIMEOUT_S = 250
+MORE = {"reference": ("two hops", "two hops, cut", "sums on nodes"), "triton": ()}
 # When the last rank has left, one less.
 NUM_RANKS = {"reference": 4, "triton": 3}
 
@@ -55,6 +56,15 @@ def alone(checkpoint, twins):
 
 
 @pytest.fixture(scope="module")
+def cut_alone(checkpoint, twins):
+    """The same logits of steps that are cut where the ranks' are."""
+    return [
+        served_alone(checkpoint, rank, chunks, shared_as_routed=False, is_cut=True)
+        for rank, chunks in enumerate(CHUNKS)
+    ]
+
+
+@pytest.fixture(scope="module")
 def runs(checkpoint, tmp_path_factory):
     """What every rank saw, by backend."""
     return {
@@ -86,6 +96,57 @@ def test_ranks_match_a_single_rank_across_a_switch_and_in_a_new_group(runs, alon
             for ours, theirs in zip(seen["logits"], expected[rank], strict=True):
                 assert (ours is None) == (theirs is None)
                 assert ours is None or torch.equal(ours, theirs)
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("order", ["PREFILL", "DECODE"])
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_ranks_that_cut_their_steps_match_a_single_rank_that_does(runs, cut_alone, backend, order):
+    for rank, seen in enumerate(runs[backend]):
+        same(seen[order]["logits"], cut_alone[rank])
+        for cut, whole in zip(seen[order]["loads"], seen["together"]["loads"], strict=True):
+            assert cut[0] == whole[0]
+            assert (cut[1] == whole[1]).all()
+        # The buffer that can be captured is, also with two exchanges open.
+        assert (seen[order]["captures"] > 1) is (backend == "triton")
+
+
+def test_two_hops_give_the_logits_and_loads_of_one(runs, alone, cut_alone):
+    for rank, seen in enumerate(runs["reference"]):
+        same(seen["two hops"]["logits"], alone[0][rank])
+        same(seen["two hops, cut"]["logits"], cut_alone[rank])
+        for name in ("two hops", "two hops, cut", "sums on nodes"):
+            for one, other in zip(seen[name]["loads"], seen["together"]["loads"], strict=True):
+                assert (one[1] == other[1]).all()
+        for one, other in zip(seen["sums on nodes"]["logits"], alone[0][rank], strict=True):
+            assert one is None or torch.allclose(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_rows_between_nodes_are_counted_however_they_travel(runs, backend):
+    for seen in runs[backend]:
+        direct = seen["together"]["spread"]
+        assert sum(direct.rows_by_nodes) > 0
+        assert 0 < direct.remote_nodes <= direct.direct_rows == direct.sent_rows
+        for name in MORE[backend]:
+            relayed = seen[name]["spread"]
+            assert relayed.rows_by_nodes == direct.rows_by_nodes
+            assert relayed.sent_rows == relayed.remote_nodes == direct.remote_nodes
+            assert relayed.direct_rows == direct.direct_rows
+    spreads = [seen["together"]["spread"] for seen in runs["reference"]]
+    assert sum(s.remote_nodes for s in spreads) < sum(s.direct_rows for s in spreads)
+    outputs = {
+        name: sum(seen[name]["spread"].sent_outputs for seen in runs["reference"])
+        for name in ("together", *MORE["reference"])
+    }
+    assert outputs["two hops"] == outputs["two hops, cut"] == outputs["together"]
+    assert outputs["sums on nodes"] < outputs["together"]
 
 
 @pytest.mark.parametrize("backend", NUM_RANKS)

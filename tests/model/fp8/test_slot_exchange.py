@@ -21,7 +21,8 @@ from equipoise_kernels.fp8.quant.weight_quant import quantize_weight
 from equipoise_model.exchange import ExchangeError
 from equipoise_model.fp8 import experts as experts_module
 from equipoise_model.fp8.experts import Fp8ExpertSlots
-from equipoise_model.fp8.slot_exchange import SlotExchange
+from equipoise_model.fp8.slot_exchange import ExchangedStep, SlotExchange
+from equipoise_model.overlap import finish
 from tests.support.kernel_backends import use_backends
 
 NUM_SLOTS, TOP_K, DIM, ROOM = 4, 2, 256, 3
@@ -78,15 +79,18 @@ def problem(num_rows):
 
 def run(exchange, experts, num_rows, *, most_tokens=None, load=None, is_fixed=False):
     x, slots, weights = problem(num_rows)
-    return exchange.run(
-        x,
-        group_quant(x),
-        slots_TK=slots,
-        weights_TK=weights,
-        experts=experts,
-        most_tokens=num_rows if most_tokens is None else most_tokens,
-        load_S=torch.zeros(NUM_SLOTS, dtype=torch.int64) if load is None else load,
-        is_fixed=is_fixed,
+    most_tokens = num_rows if most_tokens is None else most_tokens
+    step = ExchangedStep(most_tokens=most_tokens, most_of_batches=most_tokens, is_fixed=is_fixed)
+    return finish(
+        exchange.stages(
+            x,
+            group_quant(x),
+            slots_TK=slots,
+            weights_TK=weights,
+            experts=experts,
+            load_S=torch.zeros(NUM_SLOTS, dtype=torch.int64) if load is None else load,
+            step=step,
+        )
     )
 
 

@@ -117,10 +117,12 @@ def staged(checkpoint, before, after, model):
     return StagedExperts.prepare(moves, model.slots)
 
 
-def served(model, checkpoint, *, steps=STEPS, first=FIRST, switched=None, shares=(None, None)):
+def served(
+    model, checkpoint, *, steps=STEPS, first=FIRST, switched=None, shares=(None, None), is_cut=False
+):
     """Logits of each step, and the loads; before the last step a switch, if there is one.
 
-    `shares` are those of the layout before and behind it.
+    `shares` are those of the layout before and behind it. Steps of several rows may be cut in two.
     """
     experts, cache, logits = (
         ExpertParallel.local(NARROW, placement(first, shares=shares[0])),
@@ -131,7 +133,11 @@ def served(model, checkpoint, *, steps=STEPS, first=FIRST, switched=None, shares
         if switched is not None and index == len(steps) - 1:
             staged(checkpoint, first, switched, model).apply()
             experts.switch(placement(switched, 2, shares=shares[1]))
-        logits.append(model.step(batch(step), cache, experts).logits_SV.float())
+        one = batch(step)
+        if is_cut and one.num_tokens > 1:
+            second = 1 + one.num_tokens // 3
+            experts.agree([[one.num_tokens - second], [second]])
+        logits.append(model.step(one, cache, experts).logits_SV.float())
     return logits, [load.slot_load_LS.tolist() for load in experts.loads()]
 
 
@@ -326,7 +332,30 @@ def test_captured_steps_are_the_eager_ones_across_a_switch(checkpoint, shares):
     for ours, theirs in zip(captured[0], expected[0], strict=True):
         assert torch.equal(ours, theirs)
     kinds = dict.fromkeys(of_layout is not None for of_layout in shares)
-    assert [key[:2] for key in graphs._graphs] == [(4, uneven) for uneven in kinds]
+    assert [key[:2] for key in graphs._graphs] == [((4,), uneven) for uneven in kinds]
+
+
+def test_a_cut_changes_logits_by_no_more_than_rounding_and_no_load(checkpoint):
+    whole, cut = (
+        served(loaded(checkpoint), checkpoint, switched=SECOND, is_cut=is_cut)
+        for is_cut in (False, True)
+    )
+    assert cut[1] == whole[1]
+    for ours, theirs in zip(cut[0], whole[0], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_captured_steps_in_two_micro_batches_are_the_eager_ones(checkpoint):
+    decode = [(([5, 9], [n]), ([7], [n + 1]), ([1, 2, 3], [n + 2])) for n in range(4)]
+    how = {"steps": [(), *STEPS, *decode], "switched": SECOND, "is_cut": True}
+    expected = served(loaded(checkpoint), checkpoint, **how)
+    graphs = DecodeGraphs(max_rows=8, capture=again)
+    captured = served(loaded(checkpoint, graphs=graphs), checkpoint, **how)
+    assert captured[1] == expected[1]
+    for ours, theirs in zip(captured[0], expected[0], strict=True):
+        assert torch.equal(ours, theirs)
+    # Graphs of two sizes each.
+    assert {len(rows) for rows, *_ in graphs._graphs} == {2}
 
 
 def test_steps_without_rows_or_with_too_many_are_not_captured(checkpoint):

@@ -17,9 +17,9 @@ slots for experts: slot = rank * slots_per_rank + place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,12 +27,22 @@ from torch import Tensor
 from equipoise_kernels.errors import AllToAllError, KernelInputError
 from equipoise_kernels.formats import require
 from equipoise_kernels.fp8.all_to_all.flags import GENERATION_MASK
-from equipoise_kernels.fp8.all_to_all.order import RowLayout
+from equipoise_kernels.fp8.all_to_all.order import Incoming, RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Rows
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
 # The number of exchanges that a buffer's memory keeps apart.
 MAX_OPEN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentRows:
+    """What one rank sends in an exchange; of two hops, in the one between nodes."""
+
+    rows: Sequence[int]
+    """Rows to each rank."""
+    outputs: Sequence[int]
+    """Outputs, or sums of them, back to each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,10 +57,31 @@ class ReceivedRows:
     """Where each slot's rows end, int32; DeepGEMM's prefix-sum layout."""
     state: Any
     """What the backend needs to send outputs back."""
+    sent: SentRows | None = None
+    """What this rank sends; None if the host does not know."""
+
+    @classmethod
+    def placed(
+        cls, words_AW: Tensor, incoming: Incoming, *, places_A: Tensor, state: Any, sent: SentRows
+    ) -> Self:
+        """Put rows in their places."""
+        words_NW = words_AW.new_empty(int(incoming.num_rows), words_AW.shape[1])
+        words_NW[places_A] = words_AW
+        return cls(
+            words_NW=words_NW,
+            rows_S=incoming.rows_S.to(words_AW.device),
+            ends_S=incoming.ends_S.to(words_AW.device),
+            state=state,
+            sent=sent,
+        )
 
 
 class Backend(Protocol):
-    """Exchanges rows. A `begin` method sends and never waits; the callable it returns receives."""
+    """Exchanges rows. A `begin` method sends; the callable it returns receives.
+
+    Over peers' memory, `begin` never waits. Over torch.distributed, it waits for what it must know
+    before it can send.
+    """
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
@@ -88,6 +119,8 @@ class DispatchOutput:
     """Where each slot's rows end among all N, int32 [slots]."""
     handle: EpHandle
     """Input of `combine`."""
+    sent: SentRows | None
+    """What this rank sends; None if the host does not know."""
 
 
 class EpBuffer:
@@ -200,9 +233,12 @@ class EpBuffer:
 
     def low_latency_dispatch(self, x: Rows, slots_TK: Tensor) -> DispatchOutput:
         """`dispatch` into [slots, num_ranks * max_tokens, D], each slot's rows first."""
-        shape = self._shape
-        layout = RowLayout(rows_per_slot=shape.num_ranks * shape.max_tokens)
-        return self.dispatch(x, slots_TK, layout=layout)
+        return self.dispatch(x, slots_TK, layout=self.low_latency_layout)
+
+    @property
+    def low_latency_layout(self) -> RowLayout:
+        """The layout of `low_latency_dispatch`."""
+        return RowLayout(rows_per_slot=self._shape.num_ranks * self._shape.max_tokens)
 
     def check(self) -> None:
         """Check the exchanges of replayed graphs; waits for the device.
@@ -230,6 +266,7 @@ class EpBuffer:
             rows_of_slot=arrived.rows_S,
             slot_ends=arrived.ends_S,
             handle=handle,
+            sent=arrived.sent,
         )
 
     def _guarded(self, call: Callable[[], Any]) -> Any:

@@ -7,6 +7,7 @@ rank by token. Equal inputs give equal orders, whatever arrives first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -114,10 +115,14 @@ class Incoming:
             num_rows=taken_S.sum(),
         )
 
-    def places(self) -> Tensor:
-        """Where each arriving row goes, by sending rank and slot: int64; waits for the device."""
-        counts_B = self.counts_RS.flatten()
-        begin_B = self.starts_RS.flatten()
+    def places(self, ranks: Sequence[int] | None = None) -> Tensor:
+        """Where each arriving row goes, by sending rank and slot: int64; waits for the device.
+
+        Sending ranks come in the order of `ranks`, ascending by default.
+        """
+        order = slice(None) if ranks is None else list(ranks)
+        counts_B = self.counts_RS[order].flatten()
+        begin_B = self.starts_RS[order].flatten()
         within = torch.arange(int(counts_B.sum()), device=counts_B.device)
         within -= (counts_B.cumsum(0) - counts_B).repeat_interleave(counts_B)
         return begin_B.repeat_interleave(counts_B) + within
