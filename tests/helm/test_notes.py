@@ -30,6 +30,12 @@ def test_it_says_where_the_policy_is():
     assert "in ConfigMap mine: edit it at any time" in notes("policy.existingConfigMap=mine")
 
 
+def test_alerts_without_a_monitor_say_which_labels_they_select():
+    rule = "metrics.prometheusRule.enabled=true"
+    assert "must add the labels namespace=moe and release=eq" in notes(rule)
+    assert "must add the labels" not in notes(rule, "metrics.podMonitor.enabled=true") + notes()
+
+
 def test_a_leader_worker_set_is_not_upgraded_rank_by_rank():
     text = notes("worker.kind=LeaderWorkerSet")
     assert "Upgrades replace all ranks at once" in text

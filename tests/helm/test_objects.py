@@ -373,6 +373,9 @@ CONTRADICTIONS = {
     "mutually exclusive: keep the policy in one place": {
         "policy": {"existingConfigMap": "mine", "defaults": {"interval": "9s"}}
     },
+    "metrics.prometheusRule.enabled needs metrics.enabled": {
+        "metrics": {"enabled": False, "prometheusRule": {"enabled": True}}
+    },
     "minReplicas must be at most maxReplicas": {
         "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
     },

@@ -52,6 +52,8 @@ WRONG = {
     "a name with a port": ({"tls": {"balancerName": "b:7070"}}, "/tls/balancerName"),
     "a duration of days": ({"tls": {"certManager": {"duration": "90d"}}}, "/tls/certManager"),
     "a collector without a scheme": ({"tracing": {"endpoint": "otel:4317"}}, "/tracing/endpoint"),
+    "a name that objects cannot have": ({"nameOverride": "Foo_Bar"}, "/nameOverride"),
+    "a prefix that ends in a dash": ({"fullnameOverride": "eq-"}, "/fullnameOverride"),
     "a pool without a name": ({"pool": ""}, "/pool"),
     "an unknown phase": ({"phase": "training"}, "/phase"),
     "two peers in a string": ({"peerPools": ["a,b"]}, "/peerPools/0"),

@@ -31,6 +31,11 @@
 {{- end -}}
 {{- include "equipoise.tlsChecks" . -}}
 {{- include "equipoise.routeChecks" .Values.gateway -}}
+{{- range $use := list "serviceMonitor" "podMonitor" "prometheusRule" "dashboard" "tls" -}}
+{{- if and (index $.Values.metrics $use).enabled (not $.Values.metrics.enabled) -}}
+{{- fail (printf "metrics.%s.enabled needs metrics.enabled" $use) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled -}}
 {{- fail "metrics.serviceMonitor and metrics.podMonitor together would scrape every process twice: enable one" -}}
 {{- end -}}
