@@ -4,14 +4,10 @@ import math
 import pytest
 from rich.console import Console
 
+from equipoise.cli.live.balance import sparkline, window_marks
 from equipoise.cli.live.pools import pools_view
 from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
-from equipoise.cli.live.view import (
-    pool_view,
-    sparkline,
-    status_line,
-    window_marks,
-)
+from equipoise.cli.live.view import pool_view, status_line
 from equipoise.settings.sizes import format_bytes
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -137,6 +133,24 @@ def test_trouble_comes_first_and_the_worst_ranks_fill_the_terminal():
     assert "ip-10" not in shown, "there is no room for nodes"
     assert "ip-10" in printed(pool_view(status), width=120)
     assert len(printed(pool_view(status)).splitlines()) > 320, "without a limit all are shown"
+
+
+def test_on_a_small_terminal_older_decisions_give_way_to_ranks():
+    status = a_pool()
+    del status.windows[:]
+    for number in range(128):
+        status.windows.add(window=number, balancedness=0.9, assignments=9, generation=7)
+    decisions = [pb.Decision(sequence=9 - age, reason="many words " * 12) for age in range(5)]
+    for height, number, ranks in ((60, 5, 4), (20, 2, 4), (14, 1, 1)):
+        picture = printed(
+            pool_view(status, decisions=decisions, fits=True), width=80, height=height
+        )
+        lines = [line.strip("│╭╮╰╯─ ") for line in picture.splitlines()]
+        assert len(lines) <= height
+        shown = [line.split()[1] for line in lines if line.startswith("decision")]
+        assert shown == ["9", "8", "7", "6", "5"][:number]
+        assert sum("worker-" in line for line in lines) == ranks
+        assert any(line.endswith("◆ traffic shifted  ↑ new layout") for line in lines)
 
 
 def test_rollout_decisions_switches_and_rejections_are_shown():

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise.balancer.service.status import pool_status
-from equipoise.cli.live.view import node_traffic_text
+from equipoise.cli.live.balance import node_traffic_text
 from tests.balancer.test_metrics import families_of
 from tests.support.scrapes import value_of
 from tests.support.scripted_worker import rows_of_a_step

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from equipoise.balancer.service.status import decision_to_proto, pool_status
+from equipoise.cli.live.balance import imbalance_text
 from equipoise.cli.live.decisions import decisions_table
-from equipoise.cli.live.view import imbalance_text
 from equipoise.planning.policy import Policy
 from equipoise.wire.messages import GroupLost
 from equipoise.wire.plain import as_json

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.cli.display import console, print_json
+from equipoise.cli.live.balance import experts_text, shared_expert
 from equipoise.cli.live.client import BalancerClient, connected
 from equipoise.cli.live.operations import operate
 from equipoise.cli.live.settings import (
@@ -20,7 +21,6 @@ from equipoise.cli.live.settings import (
     LayoutImportSettings,
     LayoutShowSettings,
 )
-from equipoise.cli.live.view import experts_text, shared_expert
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.placement import ExpertPlacement

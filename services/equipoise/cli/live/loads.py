@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from equipoise.cli.display import NO_DATA, console, print_json
+from equipoise.cli.live.balance import balance_text, shared_expert
 from equipoise.cli.live.client import BalancerRejectedError, connected
 from equipoise.cli.live.settings import LoadsSettings
-from equipoise.cli.live.view import balance_text, shared_expert
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer
 from equipoise.planning.topology import expert_name

@@ -6,8 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from equipoise.cli.live.balance import balance_text
 from equipoise.cli.live.handovers import handovers_text
-from equipoise.cli.live.view import balance_text, health_name, health_style
+from equipoise.cli.live.view import health_name, health_style
 from equipoise_api.v1 import status_pb2
 
 

@@ -3,7 +3,6 @@
 Text from messages is never interpreted as markup. Used by `equipoise status` and the demo.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -11,25 +10,23 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import NO_DATA, format_time
+from equipoise.cli.display import format_time
+from equipoise.cli.live.balance import balance_text, balance_view, experts_text, shared_expert
 from equipoise.cli.live.handovers import handovers_text
 from equipoise.cli.live.ranks import (
-    balance_style,
     format_duration,
     ranks_view,
     worst_first,
 )
-from equipoise.planning.topology import expert_text
 from equipoise.settings.sizes import format_bytes
-from equipoise_api.v1 import status_pb2, worker_link_pb2
+from equipoise_api.v1 import status_pb2
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_SPARK_LOW = 0.4  # balancedness of the lowest bar
-_NUM_WINDOWS = 64
 _NUM_SWITCHES = 3
 _NUM_TROUBLES = 5
 _NUM_NAMED = 8
 """Ranks that a line names one by one."""
+_FEW_RANKS = 4
+"""Ranks for which decisions make room on a small terminal."""
 _NUM_FRAME_LINES = 4
 """Lines of the frame, of a note below it, and of the cursor."""
 NUM_DECISIONS = 5
@@ -54,25 +51,18 @@ def pool_view(
     """The whole pool: what is wrong, what is being done and decided, balance, then ranks.
 
     `tokens_per_s` is by rank, from a `RateMeter`. `decisions` are the latest, newest first; the
-    default is the last one in the status. If it `fits`, the worst ranks take the lines that the
-    rest leaves of the terminal.
+    default is the last one in the status. If it `fits` the terminal, older decisions give way to a
+    few ranks, and the worst ranks take the lines that the rest leaves.
     """
-    parts: list[RenderableType] = []
-    if status.health_reason:
-        parts.append(Text(status.health_reason, style=health_style(status.health)))
-    parts += [
-        Text(line, style="yellow") for line in (hold_text(status), _policy_fault(status)) if line
-    ]
-    parts += [_troubles(status), _progress(status, decisions), balance_view(status)]
-    engines = sorted({_engine_text(rank) for rank in status.ranks if rank.engine})
-    parts += [Text(engine, style="dim") for engine in engines]
-    body = _AboveRanks(parts, status, tokens_per_s=tokens_per_s or {}, fits=fits)
+    latest = [status.last_decision] if status.HasField("last_decision") else []
+    shown = (decisions or latest)[:NUM_DECISIONS]
+    body = _Body(status, decisions=shown, tokens_per_s=tokens_per_s or {}, fits=fits)
     title = Text.assemble(
         ("pool ", "dim"),
         (status.pool, "bold"),
         "  ",
         (health_name(status.health), f"bold {health_style(status.health)}"),
-        (f"  {status.phase}" if status.phase else "", "dim"),
+        (f"  {status.phase} phase" if status.phase else "", "dim"),
     )
     experts = experts_text(status.model.num_experts, shared=shared_expert(status.model))
     subtitle = Text(
@@ -84,31 +74,50 @@ def pool_view(
     return Panel(body, title=title, subtitle=subtitle, title_align="left", subtitle_align="right")
 
 
-class _AboveRanks:
-    """Parts of a pool's picture, and below them the ranks for which there is room."""
+class _Body:
+    """A pool's picture. If it `fits`, the terminal's height limits the decisions and the ranks."""
 
     def __init__(
         self,
-        parts: Sequence[RenderableType],
         status: status_pb2.PoolStatus,
         *,
+        decisions: Sequence[status_pb2.Decision],
         tokens_per_s: Mapping[int, float],
         fits: bool,
     ) -> None:
-        self._parts = parts
         self._status = status
+        self._decisions = decisions
         self._tokens_per_s = tokens_per_s
         self._fits = fits
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = None
+        above, room = self._above(len(self._decisions)), None
         if self._fits:
-            above = console.render_lines(Group(*self._parts), options.update(height=None))
-            room = max(0, console.height - len(above) - _NUM_FRAME_LINES)
-        yield from self._parts
+            few = min(len(self._status.ranks), _FEW_RANKS) + 2  # Heading, and the others' number.
+            for number in range(len(self._decisions), -1, -1):
+                above = self._above(number)
+                lines = console.render_lines(Group(*above), options.update(height=None))
+                room = console.height - len(lines) - _NUM_FRAME_LINES
+                if room >= few or number == 1:
+                    break
+        yield from above
         yield ranks_view(
-            self._status, tokens_per_s=self._tokens_per_s, room=room, width=options.max_width
+            self._status,
+            tokens_per_s=self._tokens_per_s,
+            room=None if room is None else max(0, room),
+            width=options.max_width,
         )
+
+    def _above(self, num_decisions: int) -> list[RenderableType]:
+        """What stands above the ranks."""
+        status, parts = self._status, list[RenderableType]()
+        if status.health_reason:
+            parts.append(Text(status.health_reason, style=health_style(status.health)))
+        notes = filter(None, (hold_text(status), _policy_fault(status)))
+        parts += [Text(line, style="yellow") for line in notes]
+        parts += [_troubles(status), _progress(status, self._decisions[:num_decisions])]
+        engines = sorted({_engine_text(rank) for rank in status.ranks if rank.engine})
+        return [*parts, balance_view(status), *(Text(engine, style="dim") for engine in engines)]
 
 
 def status_line(status: status_pb2.PoolStatus) -> str:
@@ -156,98 +165,6 @@ def _policy_fault(status: status_pb2.PoolStatus) -> str:
     return f"policy {policy.hash} stays in force, the newest was rejected: {policy.rejection}"
 
 
-def balance_view(status: status_pb2.PoolStatus) -> RenderableType:
-    """Balancedness of recent windows, marked where traffic shifted or the layout changed."""
-    if not status.windows_closed:
-        return Text("no window has closed yet", style="dim")
-    windows = status.windows[-_NUM_WINDOWS:]
-    picture = sparkline([window.balancedness if window.assignments else None for window in windows])
-    facts = Text.assemble(
-        ("balancedness ", "dim"),
-        balance_text(status.balancedness),
-        (f"  worst layer {balance_text(status.balancedness_min_layer)}", "dim"),
-        (f"  window {status.windows_closed}: {status.window_assignments:,} assignments", "dim"),
-        (f" in {status.interval_s:g} s", "dim"),
-    )
-    views: list[RenderableType] = [facts, picture, window_marks(windows)]
-    if status.HasField("imbalance"):
-        views.append(Text(imbalance_text(status.imbalance)))
-    if status.HasField("node_traffic"):
-        views.append(Text(node_traffic_text(status.node_traffic), style="dim"))
-    if status.HasField("shares") and status.shares.uneven_layers:
-        views.append(Text(shares_text(status.shares, model=status.model), style="dim"))
-    return Group(*views)
-
-
-def imbalance_text(imbalance: status_pb2.ImbalanceStatus) -> str:
-    """What imbalance costs, measured or at most, and what that is based on."""
-    at_most = "" if imbalance.is_measured else "at most "
-    share = f"{imbalance.share:.0%}"
-    if imbalance.step_s:
-        error = f" ± {imbalance.error_s * 1e3:.2g}" if imbalance.error_s else ""
-        cost = f"{imbalance.cost_s * 1e3:.3g}{error} ms of {imbalance.step_s * 1e3:.3g} ms a step, "
-    else:
-        cost, share = "", f"{share} of a step"
-    return f"imbalance costs {at_most}{cost}{share} ({imbalance.reason})"
-
-
-def node_traffic_text(traffic: status_pb2.NodeTrafficStatus) -> str:
-    """How many rows travel between nodes, and what the other way would send."""
-    way, other, would = "one hop", "two hops", traffic.remote_nodes
-    if traffic.is_two_hop:
-        way, other, would = other, way, traffic.direct_rows
-    return (
-        f"between nodes, per token and layer: {traffic.sent_rows:.2f} rows by {way} ({other}: "
-        f"{would:.2f}), {traffic.sent_outputs:.2f} outputs; a token reaches {traffic.nodes:.2f} "
-        f"nodes, at most {traffic.most_nodes}"
-    )
-
-
-def shared_expert(model: worker_link_pb2.ModelShape) -> int | None:
-    """The number of the shared expert among the logical ones; None if it is not in slots."""
-    return model.num_experts - 1 if model.has_shared_expert else None
-
-
-def experts_text(num_experts: int, *, shared: int | None) -> str:
-    """How many experts a layer has in slots, such as "256 experts and the shared one"."""
-    return f"{num_experts} experts" if shared is None else f"{shared} experts and the shared one"
-
-
-def shares_text(shares: status_pb2.ShareStatus, *, model: worker_link_pb2.ModelShape) -> str:
-    """Planned and realised shares, for layouts with uneven shares."""
-    expert = expert_text(shares.expert, shared=shared_expert(model))
-    return (
-        f"uneven shares in {shares.uneven_layers} layers: {shares.misplaced:.1%} of replicated "
-        f"experts' assignments misplaced; worst: layer {shares.layer}, slot {shares.slot} served "
-        f"{shares.realised:.3f} of {expert}, planned {shares.planned:.3f}"
-    )
-
-
-def sparkline(values: Sequence[float | None]) -> Text:
-    """Balancedness values, oldest first, one coloured bar each; a dot stands for no traffic."""
-    line = Text()
-    for value in values:
-        if value is None:
-            line.append("·", style="dim")
-            continue
-        height = (min(max(value, _SPARK_LOW), 1.0) - _SPARK_LOW) / (1.0 - _SPARK_LOW)
-        line.append(_BLOCKS[round(height * (len(_BLOCKS) - 1))], style=balance_style(value))
-    return line
-
-
-def window_marks(windows: Sequence[status_pb2.WindowStatus]) -> Text:
-    """Events below the sparkline of the same windows: ◆ a traffic shift, ↑ a new layout."""
-    line = Text(style="dim")
-    for position, window in enumerate(windows):
-        switched = position and window.generation != windows[position - 1].generation
-        if window.shift_detected:
-            line.append("◆", style="magenta")
-        else:
-            line.append("↑" if switched else " ", style="cyan")
-    line.append("  ◆ traffic shifted  ↑ new layout")
-    return line
-
-
 def decision_text(decision: status_pb2.Decision) -> str:
     """A decision with its reason, as one line."""
     return f"decision {decision.sequence} {'yes' if decision.accepted else 'no'}: {decision.reason}"
@@ -256,13 +173,6 @@ def decision_text(decision: status_pb2.Decision) -> str:
 def health_name(health: status_pb2.PoolHealth.ValueType) -> str:
     """A health as one word, such as "serving"."""
     return status_pb2.PoolHealth.Name(health).removeprefix("POOL_HEALTH_").lower()
-
-
-def balance_text(balancedness: float, *, digits: int = 3) -> Text:
-    """A balancedness; `no data` if it is not a number, as without traffic."""
-    if math.isnan(balancedness):
-        return Text(NO_DATA, style="dim")
-    return Text(f"{balancedness:.{digits}f}", style=f"bold {balance_style(balancedness)}")
 
 
 def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
@@ -284,9 +194,10 @@ def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
             table.add_row(
                 "timeout",
                 Text(
-                    f"{timeout.reached} x {timeout.name}, {timeout.timeout_s:g} s: {timeout.latest}"
+                    f"{timeout.reached} x {timeout.name}, {timeout.timeout_s:g} s: "
+                    f"{timeout.latest}",
+                    style="yellow",
                 ),
-                style="yellow",
             )
     for rejection in status.rejections:
         table.add_row(
@@ -303,8 +214,7 @@ def _progress(
     table = _rows()
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_text(status.rollout, ranks=range(len(status.ranks))))
-    latest = [status.last_decision] if status.HasField("last_decision") else []
-    for decision in (decisions or latest)[:NUM_DECISIONS]:
+    for decision in decisions:
         table.add_row("decision", _decision_row(decision))
     for switch in status.switches[:_NUM_SWITCHES]:
         table.add_row("switch", _switch_text(switch))
@@ -331,7 +241,7 @@ def _rows() -> Table:
 def _decision_row(decision: status_pb2.Decision) -> Text:
     verdict = ("yes", "bold green") if decision.accepted else ("no", "bold")
     text = Text.assemble((f"{decision.sequence} ", "dim"), verdict, f"  {decision.reason}")
-    if decision.plan_ms:
+    if decision.plan_ms and decision.accepted:
         text.append(f"  (planned in {decision.plan_ms:.1f} ms)", style="dim")
     return text
 
