@@ -62,7 +62,7 @@ def _stderr_of(tls, callers, **environment):
         process.kill()
 
 
-def _handshake(tls=None):
+def _handshake(tls=None, *, name=None):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -70,7 +70,7 @@ def _handshake(tls=None):
         context.load_cert_chain(tls.tls_cert, tls.tls_key)
 
     def call(connection):
-        with suppress(OSError), context.wrap_socket(connection) as wrapped:
+        with suppress(OSError), context.wrap_socket(connection, server_hostname=name) as wrapped:
             wrapped.recv(1)
 
     return call
@@ -84,7 +84,9 @@ def _plain(connection):
 def test_failures_are_logged_by_cause_and_rarely(authority, tmp_path):
     expired = authority.issue("worker/old", expired=True)
     other = Authority(tmp_path / "theirs").issue("worker/other")
-    callers = [_handshake(expired), _handshake(other), _plain, *[_handshake()] * 5]
+    valid = authority.issue("admin/ann")
+    named = [_handshake(valid, name=f"name-{number}.example") for number in range(3)]
+    callers = [_handshake(expired), _handshake(other), _plain, *[_handshake()] * 5, *named]
     lines = _stderr_of(authority.issue("balancer"), callers)
     assert lines[0] == "words of native code"
     assert lines[-1] == "without an end of the line"
@@ -98,6 +100,11 @@ def test_failures_are_logged_by_cause_and_rarely(authority, tmp_path):
         *[
             f"it presented no certificate: set its tls_cert and tls_key ({number} so far)"
             for number in (1, 2, 4)
+        ],
+        *[
+            "it expects another name than this process's tls_cert has: set its name of this role "
+            f"({number} so far)"
+            for number in (1, 2)
         ],
     ]
 

@@ -21,11 +21,18 @@ _MAX_LINE = 65_536
 _END_S = 1.0
 """Time for the last lines. Only a child process that outlives its parent takes longer."""
 
-_FAILURE = re.compile(rb"[IWEF]\d{4} [\d:.]+ +\d+ [\w./-]+:\d+\] Handshake failed with [^:]*: (.*)")
+_FAILURE = re.compile(
+    rb"[IWEF]\d{4} [\d:.]+ +\d+ [\w./-]+:\d+\] "
+    rb"(?:Handshake failed with [^:]*: |(?=No match found for server name: ))(.*)"
+)
 _SERVERS = (
     ("NOT_RETURN_A_CERTIFICATE", "it presented no certificate: set its tls_cert and tls_key"),
     ("HTTP_REQUEST", "it uses HTTP without TLS: set its tls_ca, or another port"),
     ("WRONG_VERSION_NUMBER", "it uses plain text but this process uses TLS: set its tls_ca"),
+    (
+        "No match found for server name",
+        "it expects another name than this process's tls_cert has: set its name of this role",
+    ),
     ("UNKNOWN_CA", "it does not trust the authority of this process's tls_cert"),
 )
 """What only a server meets, or another remedy than a client's."""
