@@ -228,6 +228,16 @@ async def test_fewer_ranks_than_intended_and_long_names_are_shown(large):
         assert await page.value(f"{cells}[1].firstChild.title") == long
 
 
+@pytest.mark.parametrize(("ranks", "beside"), [(4, "ranks"), (16, "decisions")])
+async def test_other_events_stand_where_there_is_room(ranks, beside):
+    pool = pictured_pool(ranks=ranks, layers=2)
+    async with looking_at(PicturedFleet(pool)) as page:
+        await page.until(f"document.querySelectorAll('[data-part=ranks] tr').length === {ranks}")
+        left = "document.querySelector('.card.{}').getBoundingClientRect().left"
+        assert await page.value(left.format("events")) == await page.value(left.format(beside))
+        assert await page.value(left.format("ranks")) < await page.value(left.format("decisions"))
+
+
 async def test_every_column_of_ranks_fits_a_phone(large):
     async with looking_at(large, width=390) as page:
         await page.until("document.querySelectorAll('[data-part=ranks] tr').length === 320")

@@ -8,7 +8,7 @@ from equipoise.cli.live.balance import sparkline, window_marks
 from equipoise.cli.live.pools import pools_view
 from equipoise.cli.live.ranks import RateMeter, balance_style, format_duration, load_bar
 from equipoise.cli.live.view import pool_view, status_line
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise_api.v1 import status_pb2 as pb
 
 

@@ -7,7 +7,7 @@ import torch
 
 from equipoise.cli.display import print_json
 from equipoise.rank.errors import WorkerError
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise.worker.memory import capacity_bytes, rank_sizes
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.config import Fp8Config, ModelConfig, UnsupportedConfigError

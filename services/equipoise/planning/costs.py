@@ -7,6 +7,7 @@ from statistics import median
 from equipoise.planning.balance import Comparison
 from equipoise.planning.policy import Policy
 from equipoise.planning.step_cost import StepCost, StepWindow, unknown_cost
+from equipoise.settings.numbers import format_number
 
 MIN_WAVES = 3
 """Waves before their cost replaces the policy's."""
@@ -71,8 +72,9 @@ class StepForecast:
         """The forecast, as a clause of a verdict's reason."""
         saved_ms, error_ms = 1e3 * (self.current_s - self.proposed_s), 1e3 * self.error_s
         return (
-            f"it shortens a step of {1e3 * self.current_s:.3g} ms by {saved_ms:.3g} "
-            f"± {error_ms:.2g} ms, which raises throughput by {self.throughput_gain:.1%}"
+            f"it shortens a step of {format_number(1e3 * self.current_s)} ms by "
+            f"{format_number(saved_ms)} ± {format_number(error_ms, digits=2)} ms, which raises "
+            f"throughput by {self.throughput_gain:.1%}"
         )
 
 

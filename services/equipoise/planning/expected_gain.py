@@ -17,6 +17,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import assignments_per_layer
 from equipoise.planning.policy import Policy
 from equipoise.planning.step_cost import StepWindow
+from equipoise.settings.numbers import format_number
 
 _SAME_TRAFFIC = 0.05
 
@@ -135,8 +136,9 @@ def _step_facts(expected: StepForecast | None, steps: Sequence[StepWindow]) -> s
     traffic = fmean([one.mean_rank_load for one in steps]) / expected.mean_rank_load
     changed = "" if abs(traffic - 1) < _SAME_TRAFFIC else f" with {traffic:.2f} times the traffic"
     return (
-        f"; a step of {1e3 * expected.current_s:.3g} ms was expected to take "
-        f"{1e3 * expected.proposed_s:.3g} ms and took {1e3 * measured_s:.3g} ms{changed}"
+        f"; a step of {format_number(1e3 * expected.current_s)} ms was expected to take "
+        f"{format_number(1e3 * expected.proposed_s)} ms and took "
+        f"{format_number(1e3 * measured_s)} ms{changed}"
     )
 
 

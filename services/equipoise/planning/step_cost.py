@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.arrays import Load
+from equipoise.settings.numbers import format_number
 
 Array = npt.NDArray[np.float64]
 
@@ -128,7 +129,8 @@ class StepCost:
         """Why the cost is known or not."""
         cost, error = self.per_assignment_s * 1e6, self.per_assignment_error_s * 1e6
         known = "" if self.is_known else ", too uncertain: loads have varied too little"
-        return f"{self.num_windows} windows: {cost:.3g} ± {error:.2g} µs per assignment{known}"
+        measured = f"{format_number(cost)} ± {format_number(error, digits=2)}"
+        return f"{self.num_windows} windows: {measured} µs per assignment{known}"
 
     def step_s(self, *, max_rank_load: float, mean_rank_load: float) -> float:
         """Predict the duration of a step."""

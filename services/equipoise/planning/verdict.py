@@ -12,7 +12,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.load import Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes, format_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,8 @@ def judge(
             reason=f"{algorithm} plan returns the expert groups of {returned_layers} layers to "
             f"their nodes, as the policy asks: balancedness on the latest window goes from "
             f"{before:.3f} to {after:.3f}; it takes {cost.moves} moves of "
-            f"{format_bytes(cost.bytes)} in total, which cost {cost.lost_s:.3g} s of serving",
+            f"{format_bytes(cost.bytes)} in total, which cost {format_number(cost.lost_s)} s of "
+            "serving",
         )
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     return replace(
@@ -118,8 +119,8 @@ def judge(
         f"{after:.3f} (on the average load from {on_average.before:.3f} to "
         f"{on_average.after:.3f}): {_gain_text(cost, costs)}; it takes {cost.moves} "
         f"moves of {format_bytes(cost.bytes)} in total{shares}, which cost "
-        f"{cost.lost_s:.3g} s of serving and pay back after {cost.payback_s:.3g} s "
-        f"({costs.move_cost(policy).reason}); {shift.reason}",
+        f"{format_number(cost.lost_s)} s of serving and pay back after "
+        f"{format_number(cost.payback_s)} s ({costs.move_cost(policy).reason}); {shift.reason}",
     )
 
 
@@ -242,6 +243,7 @@ def _never_pays(cost: Verdict, policy: Policy) -> str | None:
         return None
     return (
         f"the plan costs more than it gains: {cost.moves} moves of {format_bytes(cost.bytes)} "
-        f"in total cost {cost.lost_s:.3g} s of serving ({cost.pull_s:.3g} s of fetching) and pay "
-        f"back after {cost.payback_s:.3g} s; the limit is {policy.payback_s:g} s"
+        f"in total cost {format_number(cost.lost_s)} s of serving "
+        f"({format_number(cost.pull_s)} s of fetching) and pay back after "
+        f"{format_number(cost.payback_s)} s; the limit is {policy.payback_s:g} s"
     )

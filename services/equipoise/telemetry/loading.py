@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise.telemetry.logs import LogFormat, about
 
 LINES_EVERY_S = 5.0

@@ -28,6 +28,7 @@ export const healthTone = (health) => ({ serving: "good", waiting: "fair" })[hea
 // A name that is too long loses its middle, because both ends matter.
 export const shortened = (name, most) => name.length > most ? `${name.slice(0, (most - 1) >> 1)}…${name.slice(-(most >> 1))}` : name;
 export const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
+export const ms = (s) => Number((1e3 * s).toPrecision(3)).toLocaleString("en");
 export const seconds = (s) => s < 1 ? `${(s * 1e3).toFixed(1)} ms` : s < 100 ? `${s.toFixed(2)} s` : `${Math.round(s).toLocaleString("en")} s`;
 
 export function bytes(size) {

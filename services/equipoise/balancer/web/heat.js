@@ -84,7 +84,7 @@ export class Heat {
     let labelled = -99;
     for (const column of ticks) {
       const at = BOX.left + (column + 0.5) * cell;
-      if (at - labelled < 26) continue;
+      if (at - labelled < 25) continue;
       context.fillText(Math.round(column * per), Math.max(at, BOX.left + 5), bottom + 13);
       labelled = at;
     }

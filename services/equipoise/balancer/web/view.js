@@ -1,7 +1,7 @@
 // One pool: its figures, balance, heat map, ranks, decisions and events.
 
 import { Balance } from "./balance.js";
-import { bytes, clock, count, healthTone, make, seconds, setText, shortened, tone } from "./elements.js";
+import { bytes, clock, count, healthTone, make, ms, seconds, setText, shortened, tone } from "./elements.js";
 import { Heat } from "./heat.js";
 
 // Columns of the table of ranks: [key, title, class, value to sort by, whether the largest come first].
@@ -14,6 +14,9 @@ const COLUMNS = [
   ["step", "step", "n", (rank) => rank.median_step_us, true],
   ["requests", "requests", "n", (rank) => rank.active_requests + rank.queued_requests, true],
 ];
+
+// Ranks beside which there is room for other events.
+const FEW = 12;
 
 export class View {
   constructor(name) {
@@ -132,6 +135,7 @@ export class View {
     const rows = this.inOrder(pool.ranks).map((rank) => this.row(rank));
     const none = make("tr", {}, make("td", { colspan: COLUMNS.length, class: "soft" }, "No worker has a rank yet: see why above."));
     this.part("ranks").replaceChildren(...(rows.length ? rows : [none]));
+    this.part("columns").classList.toggle("few", rows.length <= FEW);
   }
 
   row(rank) {
@@ -178,7 +182,6 @@ export class View {
 
 // What a decision weighed, as far as there was traffic and a plan.
 function factsOf(one) {
-  const ms = (s) => (1e3 * s).toPrecision(3);
   const steps = one.step_s_proposed && `${ms(one.step_s_current)} → ${ms(one.step_s_realised || one.step_s_proposed)} ms a step`;
   const facts = one.kind === "outcome" ? [
     `balancedness ${one.balancedness_proposed.toFixed(2)} expected, ${one.balancedness_realised.toFixed(2)} realised`,
@@ -212,7 +215,7 @@ function handoversOf({ held_prompts, held_tokens, handed_over_prompts, handed_ov
 }
 
 function costOf({ is_measured, share, cost_s, step_s, reason }) {
-  const steps = step_s ? ` · ${(1e3 * cost_s).toPrecision(3)} of ${(1e3 * step_s).toPrecision(3)} ms a step` : " of a step";
+  const steps = step_s ? ` · ${ms(cost_s)} of ${ms(step_s)} ms a step` : " of a step";
   return ["imbalance costs", `${is_measured ? "" : "≤ "}${(100 * share).toFixed(0)} %`, steps, "", reason];
 }
 

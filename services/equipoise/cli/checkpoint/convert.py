@@ -8,7 +8,7 @@ from rich.progress import DownloadColumn, TaskProgressColumn
 from equipoise.cli.checkpoint.settings import ConvertCheckpointSettings, WeightFormat
 from equipoise.cli.display import console, format_count, print_json, progress_bar
 from equipoise.settings.errors import InvalidSettingsError
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise_model.checkpoint import Checkpoint, CheckpointError
 from equipoise_model.checkpoint_convert import convert
 from equipoise_model.checkpoint_manifest import MANIFEST

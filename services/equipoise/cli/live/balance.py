@@ -9,6 +9,7 @@ from rich.text import Text
 from equipoise.cli.display import NO_DATA
 from equipoise.cli.live.ranks import balance_style
 from equipoise.planning.topology import expert_text
+from equipoise.settings.numbers import format_number
 from equipoise_api.v1 import status_pb2, worker_link_pb2
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -45,8 +46,11 @@ def imbalance_text(imbalance: status_pb2.ImbalanceStatus) -> str:
     at_most = "" if imbalance.is_measured else "at most "
     share = f"{imbalance.share:.0%}"
     if imbalance.step_s:
-        error = f" ± {imbalance.error_s * 1e3:.2g}" if imbalance.error_s else ""
-        cost = f"{imbalance.cost_s * 1e3:.3g}{error} ms of {imbalance.step_s * 1e3:.3g} ms a step, "
+        error = (
+            f" ± {format_number(imbalance.error_s * 1e3, digits=2)}" if imbalance.error_s else ""
+        )
+        step = format_number(imbalance.step_s * 1e3)
+        cost = f"{format_number(imbalance.cost_s * 1e3)}{error} ms of {step} ms a step, "
     else:
         cost, share = "", f"{share} of a step"
     return f"imbalance costs {at_most}{cost}{share} ({imbalance.reason})"

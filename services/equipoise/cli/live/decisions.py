@@ -17,7 +17,7 @@ from equipoise.cli.live.settings import (
     BalancerClientSettings,
     DecisionsSettings,
 )
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes, format_number
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -114,7 +114,7 @@ def _balance_change(one: pb.Decision) -> str:
 
 def _step_change(one: pb.Decision) -> str:
     values = (one.step_s_current, one.step_s_proposed, one.step_s_realised)
-    return _change(one, *(f"{1e3 * value:.3g} ms" for value in values))
+    return _change(one, *(f"{format_number(1e3 * value)} ms" for value in values))
 
 
 def _change(one: pb.Decision, current: str, proposed: str, realised: str) -> str:

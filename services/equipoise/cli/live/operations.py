@@ -18,7 +18,7 @@ from equipoise.cli.live.settings import (
     RebalanceSettings,
     RollbackSettings,
 )
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise.trust.tokens import BALANCER
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import admin_pb2 as pb

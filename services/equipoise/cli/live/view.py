@@ -18,7 +18,7 @@ from equipoise.cli.live.ranks import (
     ranks_view,
     worst_first,
 )
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise_api.v1 import status_pb2
 
 _NUM_SWITCHES = 3

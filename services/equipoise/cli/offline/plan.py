@@ -31,7 +31,7 @@ from equipoise.planning.shared_expert import plan_with_shared_ranks
 from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import Topology
 from equipoise.settings.errors import InvalidSettingsError
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 
 MAX_CURVE_POINTS = 200
 _SHOWN_CURVE_POINTS = 7

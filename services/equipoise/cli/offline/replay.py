@@ -16,7 +16,7 @@ from equipoise.cli.offline.settings import ReplaySettings
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import Topology
 from equipoise.settings.errors import InvalidSettingsError
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 
 NEVER = "never"
 """Name of the baseline, which never moves anything."""

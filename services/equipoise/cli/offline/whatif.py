@@ -19,7 +19,7 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.settings.errors import InvalidSettingsError
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 
 MAX_OPTIONS = 1000
 _GIB = 1024**3

@@ -23,7 +23,7 @@ from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.digest import digest
-from equipoise.settings.sizes import format_bytes
+from equipoise.settings.numbers import format_bytes
 from equipoise.wire.layouts import layout_from_proto, model_from_proto
 
 

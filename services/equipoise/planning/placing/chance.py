@@ -7,6 +7,7 @@ import numpy as np
 from equipoise.planning.arrays import Bools, Weights
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.shares import WHOLE
+from equipoise.settings.numbers import format_number
 
 
 def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> tuple[Bools, str]:
@@ -42,7 +43,8 @@ def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> t
     beyond = busy & (gain > (chance if mean_gain > mean_chance else single))
     words = (
         f"a new plan would lower the busiest rank by {mean_gain:.2%} of the mean load, and "
-        f"chance alone explains {mean_chance:.2%} with {samples:.3g} assignments per layer"
+        f"chance alone explains {mean_chance:.2%} with {format_number(samples)} assignments per "
+        "layer"
     )
     return beyond, words
 
