@@ -39,6 +39,9 @@ class SimInference:
 
     draining = ""
 
+    async def prepare(self) -> None:
+        pass
+
     def open(self, _engine: Any) -> None:
         pass
 
