@@ -37,10 +37,14 @@ from equipoise_kernels.fp8.attention.mla_merge import (
     merge_specialization,
     merge_splits,
 )
-from equipoise_kernels.fp8.attention.softmax import added, closed, product
+from equipoise_kernels.fp8.attention.softmax import LOG2_E, added, closed, product
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
+
+# Products of 64 heads fill a warp group. Those of a few take less time than reading latents.
+_WIDE_HEADS = 64
+_FEW_HEADS = 16
 
 _GROUP = constant(GROUP)
 
@@ -63,15 +67,19 @@ class MlaDecodeConfig:
 
 CONFIG_SPACE = tuple(
     MlaDecodeConfig(
-        heads=64,
+        heads=heads,
         tokens=tokens,
         tokens_per_split=tokens_per_split,
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    for tokens, num_warps in ((16, 8), (32, 8), (64, 8))
-    for tokens_per_split in (512, 2048, 8192)
-    for num_stages in (2, 3, 5)
+    for heads, tokens, num_warps, num_stages in (
+        *((_FEW_HEADS, 32, 4, stages) for stages in (3, 5)),
+        *((_FEW_HEADS, 64, 4, stages) for stages in (3,)),
+        (_WIDE_HEADS, 32, 8, 4),
+        (_WIDE_HEADS, 64, 8, 2),
+    )
+    for tokens_per_split in (256, 512, 1024, 2048, 8192)
 )
 
 
@@ -180,7 +188,8 @@ def mla_decode_triton(
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
         return
-    config = config or MLA_DECODE.config(rows=num_queries)
+    tile = _FEW_HEADS if num_heads <= _FEW_HEADS else _WIDE_HEADS
+    config = config or MLA_DECODE.config(rows=num_queries, shape=(tile,))
     per_split = tokens_per_split or config.tokens_per_split
     num_splits = -(-tables_BS.shape[1] * latents.block_tokens // per_split)
     partial = out
@@ -192,7 +201,7 @@ def mla_decode_triton(
             lse_BH=query_BHC.new_empty(num_queries * num_splits, num_heads, dtype=torch.float32),
         )
     compressed, scales, rotary = latents.parts
-    mla_decode_kernel[(num_queries, -(-num_heads // config.heads), num_splits)](
+    mla_decode_kernel[(-(-num_heads // config.heads), num_queries, num_splits)](
         query_BHC,
         compressed,
         scales,
@@ -209,15 +218,16 @@ def mla_decode_triton(
         query_BHC.stride(0),
         query_BHC.stride(1),
         compressed.stride(0),
-        compressed.stride(1),
         scales.stride(0),
-        scales.stride(1),
         rotary.stride(0),
-        rotary.stride(1),
+        TOKEN_STRIDE=compressed.stride(1),
+        SCALE_STRIDE=scales.stride(1),
+        ROTARY_STRIDE=rotary.stride(1),
         QUANTIZED=isinstance(latents, QuantizedLatents),
         RANK=latents.rank,
         ROTARY=latents.rotary,
         BLOCK_TOKENS=latents.block_tokens,
+        HAS_WIDE_PRODUCTS=config.heads >= _WIDE_HEADS,
         **configurations.options(config),
     )
     if num_splits > 1:
@@ -242,11 +252,11 @@ def mla_decode_kernel(
     query_stride: int,
     head_stride: int,
     block_stride: int,
-    token_stride: int,
     scale_block_stride: int,
-    scale_token_stride: int,
     rotary_block_stride: int,
-    rotary_token_stride: int,
+    TOKEN_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    ROTARY_STRIDE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -254,10 +264,11 @@ def mla_decode_kernel(
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    HAS_WIDE_PRODUCTS: tl.constexpr,
 ) -> None:
     """Each program computes some heads of one query over the positions of one split."""
-    query = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    query = tl.program_id(1).to(tl.int64)
+    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     has_head = heads < num_heads
     head_ptrs = query_ptr + query * query_stride + heads * head_stride
     q = _rows(head_ptrs, has_head, RANK)
@@ -266,30 +277,55 @@ def mla_decode_kernel(
     length = tl.load(lengths_ptr + query)
     start, capacity = tl.program_id(2) * tokens_per_split, table_size * BLOCK_TOKENS
     stop = tl.minimum(tl.minimum(start + tokens_per_split, length), capacity)
+    tables_ptr += query * table_size
+    scale *= LOG2_E
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, RANK], tl.float32)
+    is_lost = length > capacity
+    if BLOCK_TOKENS % TOKENS != 0:
+        is_lost |= tl.zeros([TOKENS], tl.int1)
     for first in tl.range(start, stop, TOKENS, num_stages=NUM_STAGES):
-        tokens = first + tl.arange(0, TOKENS)
-        is_seen = tokens < stop
-        table_ptrs = tables_ptr + query * table_size + tokens // BLOCK_TOKENS
-        block = tl.load(table_ptrs, mask=is_seen, other=0).to(tl.int64)
-        exists = (block >= 0) & (block < num_blocks)
+        offsets = tl.arange(0, TOKENS)
+        is_seen = first + offsets < stop
+        if BLOCK_TOKENS % TOKENS == 0:
+            block = tl.load(tables_ptr + first // BLOCK_TOKENS).to(tl.int64)
+            exists = (block >= 0) & (block < num_blocks)
+            is_lost |= exists == 0
+            first_place, places = first % BLOCK_TOKENS, offsets
+        else:
+            tokens = first + offsets
+            block = tl.load(tables_ptr + tokens // BLOCK_TOKENS, mask=is_seen, other=0).to(tl.int64)
+            exists = (block >= 0) & (block < num_blocks)
+            is_lost |= is_seen & (exists == 0)
+            first_place, places = 0, tokens % BLOCK_TOKENS
         is_read = is_seen & exists
-        place = (tokens % BLOCK_TOKENS).to(tl.int64)
-        starts = compressed_ptr + block * block_stride + place * token_stride
-        values = _rows(starts, is_read, RANK)
+        starts = compressed_ptr + block * block_stride + first_place * TOKEN_STRIDE
+        values = _rows(starts + places * TOKEN_STRIDE, is_read, RANK)
         if QUANTIZED:
-            starts = scales_ptr + block * scale_block_stride + place * scale_token_stride
-            values = _dequantized(values, _rows(starts, is_read, RANK // _GROUP))
-        starts = rotary_ptr + block * rotary_block_stride + place * rotary_token_stride
-        rotary = _rows(starts, is_read, ROTARY)
-
-        scores = product(q, tl.trans(values)) + product(q_rotary, tl.trans(rotary))
-        scores = tl.where(is_seen[None, :], scores * scale, float("-inf"))
-        scores = tl.where((is_seen & (exists == 0))[None, :], float("nan"), scores)
-        largest, total, acc = added(largest, total, acc, scores, values)
-    total = tl.where(length > capacity, float("nan"), total)
+            starts = scales_ptr + block * scale_block_stride + first_place * SCALE_STRIDE
+            scales = _rows(starts + places * SCALE_STRIDE, is_read, RANK // _GROUP)
+            values = _dequantized(values, scales)
+        starts = rotary_ptr + block * rotary_block_stride + first_place * ROTARY_STRIDE
+        rotary = _rows(starts + places * ROTARY_STRIDE, is_read, ROTARY)
+        keys, rotary_keys = tl.trans(values), tl.trans(rotary)
+        if not HAS_WIDE_PRODUCTS:
+            scores = product(q, keys) * scale + product(q_rotary, rotary_keys) * scale
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            largest, total, acc = added(largest, total, acc, scores, values)
+        # Both conditions hold in every step. Under the first, Triton starts the next step's copies
+        # before this step's products; under the second, it does not see that a product follows the
+        # scores, and has each warp group compute half of them, rather than both compute all.
+        elif first < stop:
+            if first < capacity:
+                scores = product(q, keys) * scale + product(q_rotary, rotary_keys) * scale
+            else:
+                scores = tl.zeros([HEADS, TOKENS], tl.float32)
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            largest, total, acc = added(largest, total, acc, scores, values)
+    if BLOCK_TOKENS % TOKENS != 0:
+        is_lost = tl.max(is_lost.to(tl.int32), axis=0) > 0
+    total = tl.where(is_lost, float("nan"), total)
     divisor, lse = closed(largest, total)
     row = (query * tl.num_programs(2) + tl.program_id(2)) * num_heads + heads
     out_ptrs = out_ptr + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
@@ -318,7 +354,6 @@ def specializations(
     config: MlaDecodeConfig, *, rank: int, rotary: int, block_tokens: int
 ) -> list[Specialization]:
     """Specialisations of a configuration: both kinds of latents, several splits, the merge."""
-    scale_strides = " scale_block_stride scale_token_stride"
     decode = [
         Specialization(
             kernel=mla_decode_kernel,
@@ -332,16 +367,20 @@ def specializations(
                 "out_ptr lse_ptr": "*fp32",
                 "scale": "fp32",
             },
-            multiples_of_16="tokens_per_split query_stride head_stride block_stride token_stride "
-            "rotary_block_stride rotary_token_stride" + ("" if quantized else scale_strides),
+            multiples_of_16="tokens_per_split query_stride head_stride block_stride "
+            "rotary_block_stride scale_block_stride",
             options=configurations.options(config)
             | {
+                "TOKEN_STRIDE": rank if quantized else rank + rotary,
+                "SCALE_STRIDE": rank // GROUP if quantized else rank + rotary,
+                "ROTARY_STRIDE": rotary if quantized else rank + rotary,
                 "QUANTIZED": quantized,
                 "RANK": rank,
                 "ROTARY": rotary,
                 "BLOCK_TOKENS": block_tokens,
+                "HAS_WIDE_PRODUCTS": config.heads >= _WIDE_HEADS,
             },
-            has_wide_products=True,
+            has_wide_products=config.heads >= _WIDE_HEADS,
         )
         for quantized in (False, True)
     ]

@@ -1,8 +1,9 @@
-"""Merges a query's splits into one result, in the order of positions: the end of `mla_decode`.
+"""Merges a query's splits into one result: the end of `mla_decode`.
 
 Contract: all queries have the same number of splits, with float32 results [B * splits, H, R] and
 logarithms of their sums [B * splits, H], minus infinity for a split that saw nothing. The merged
-result weights splits by the exponentials of these, first to last; it has the outputs' dtype.
+result weights splits by the exponentials of these; it has the outputs' dtype. The order in which
+splits are added is fixed, and empty ones at the end do not change it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from equipoise_kernels.fp8.attention.softmax import closed
+from equipoise_kernels.fp8.attention.softmax import LOG2_E, closed
 from equipoise_kernels.fp8.jit import jit, tl
 from equipoise_kernels.fp8.specialization import Specialization
 
 _NUM_WARPS = 4
+_COLUMNS = 128
+_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +34,8 @@ class AttentionOutput:
 def merge_splits(partial: AttentionOutput, *, out: AttentionOutput) -> None:
     """Launch the kernel; merge the results of splits [B * splits] into those of queries [B]."""
     num_queries, num_heads, rank = out.out_BHR.shape
-    mla_merge_kernel[(num_queries, num_heads)](
+    columns = min(rank, _COLUMNS)
+    mla_merge_kernel[(num_queries, num_heads, rank // columns)](
         partial.out_BHR,
         partial.lse_BH,
         out.out_BHR,
@@ -39,6 +43,8 @@ def merge_splits(partial: AttentionOutput, *, out: AttentionOutput) -> None:
         len(partial.out_BHR) // num_queries,
         num_heads,
         RANK=rank,
+        COLUMNS=columns,
+        SPLITS=_SPLITS,
         num_warps=_NUM_WARPS,
     )
 
@@ -52,29 +58,40 @@ def mla_merge_kernel(
     num_splits: int,
     num_heads: int,
     RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
-    """Each program merges one head of one query, first split to last."""
+    """Each program merges some columns of one head of one query, SPLITS splits at a time."""
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    ranks = tl.arange(0, RANK)
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([RANK], tl.float32)
-    for split in range(num_splits):
-        row = (query * num_splits + split) * num_heads + head
-        lse = tl.load(partial_lse_ptr + row)
-        # An empty split has weight 0; minus infinity less itself would be NaN.
-        if lse != float("-inf"):
-            larger = tl.maximum(largest, lse)
-            fading, weight = tl.exp(largest - larger), tl.exp(lse - larger)
-            total = total * fading + weight
-            acc = acc * fading + weight * tl.load(partial_ptr + row * RANK + ranks)
-            largest = larger
-    divisor, lse = closed(largest, total)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    splits = tl.arange(0, SPLITS)
+    first_rows = (query * num_splits + splits) * num_heads + head
+    largest = tl.full([SPLITS], float("-inf"), tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        lse_ptrs = partial_lse_ptr + first_rows + first * num_heads
+        lse = tl.load(lse_ptrs, mask=first + splits < num_splits, other=float("-inf"))
+        largest = tl.maximum(largest, lse)
+    highest = tl.max(largest, axis=0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([SPLITS], tl.float32)
+    acc = tl.zeros([SPLITS, COLUMNS], tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        rows = first_rows + first * num_heads
+        has_split = first + splits < num_splits
+        lse = tl.load(partial_lse_ptr + rows, mask=has_split, other=float("-inf"))
+        # An empty split has weight 0, and its results were not written.
+        is_empty = lse == float("-inf")
+        weights = tl.where(is_empty, 0.0, tl.exp2((lse - highest) * LOG2_E))
+        part_ptrs = partial_ptr + rows[:, None] * RANK + columns[None, :]
+        parts = tl.load(part_ptrs, mask=(is_empty == 0)[:, None], other=0.0)
+        total += weights
+        acc += weights[:, None] * parts
+    divisor, lse = closed(highest * LOG2_E, tl.sum(total, axis=0))
+    result = (tl.sum(acc, axis=0) / divisor).to(out_ptr.dtype.element_ty)
     out_row = query * num_heads + head
-    result = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row * RANK + ranks, result)
-    tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
+    tl.store(out_ptr + out_row * RANK + columns, result)
+    tl.store(lse_ptr + out_row, lse, mask=tl.program_id(2) == 0)
 
 
 def merge_specialization(rank: int) -> Specialization:
@@ -83,5 +100,5 @@ def merge_specialization(rank: int) -> Specialization:
         kernel=mla_merge_kernel,
         name=f"mla_merge rank={rank}",
         types={"partial_ptr partial_lse_ptr lse_ptr": "*fp32", "out_ptr": "*bf16"},
-        options={"RANK": rank, "num_warps": _NUM_WARPS},
+        options={"RANK": rank, "COLUMNS": min(rank, _COLUMNS), "SPLITS": _SPLITS, "num_warps": _NUM_WARPS},
     )

@@ -33,7 +33,7 @@ from torch import Tensor
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import require
 from equipoise_kernels.fp8 import configurations
-from equipoise_kernels.fp8.attention.softmax import added, closed, product
+from equipoise_kernels.fp8.attention.softmax import LOG2_E, added, closed, product
 from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
@@ -254,11 +254,12 @@ def mla_prefill_kernel(
     sums = tokens * tl.num_programs(1) + head
     out_ptrs = out_ptr + sums[:, None] * VALUE + tl.arange(0, VALUE)[None, :]
     continues = is_query & (key_position > 0) & (num_seen > 0)
-    largest = tl.load(lse_ptr + sums, mask=continues, other=float("-inf"))
+    largest = tl.load(lse_ptr + sums, mask=continues, other=float("-inf")) * LOG2_E
     total = tl.where(largest == float("-inf"), 0.0, 1.0)
     acc = tl.load(out_ptrs, mask=continues[:, None], other=0.0)
 
     first_key = tl.load(segment_ptr + 3).to(tl.int64)
+    scale *= LOG2_E
     keys_ptr += head * key_head_stride
     for start in tl.range(0, num_seen, KEYS, num_stages=NUM_STAGES):
         keys = start + tl.arange(0, KEYS)

@@ -1,8 +1,17 @@
-"""Softmax in kernels over positions that arrive step by step (arXiv 1805.02867)."""
+"""Softmax in kernels over positions that arrive step by step (arXiv 1805.02867).
+
+Scores are in units of log 2, because the hardware raises 2 to a power: their scale has a factor of
+`LOG2_E`. Logarithms of sums are natural.
+"""
 
 from __future__ import annotations
 
-from equipoise_kernels.fp8.jit import jit, tl
+import math
+
+from equipoise_kernels.fp8.jit import constant, jit, tl
+
+LOG2_E = constant(math.log2(math.e))
+_LN_2 = constant(math.log(2.0))
 
 
 @jit
@@ -11,8 +20,8 @@ def added(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Update the largest score, the sum of weights and that of values with more positions."""
     larger = tl.maximum(largest, tl.max(scores, axis=1))
-    weights = tl.exp(scores - larger[:, None])
-    fading = tl.exp(largest - larger)
+    weights = tl.exp2(scores - larger[:, None])
+    fading = tl.exp2(largest - larger)
     total = total * fading + tl.sum(weights, axis=1)
     return larger, total, acc * fading[:, None] + product(weights.to(values.dtype), values)
 
@@ -25,10 +34,10 @@ def product(left: tl.tensor, right: tl.tensor) -> tl.tensor:
 
 @jit
 def closed(largest: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the divisor of summed values, and the logarithm of a sum with a largest score.
+    """Return the divisor of summed values, and the natural logarithm of a sum with a largest score.
 
     1 and minus infinity for an empty sum.
     """
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
-    return divisor, tl.where(is_empty, float("-inf"), largest + tl.log(divisor))
+    return divisor, tl.where(is_empty, float("-inf"), largest * _LN_2 + tl.log(divisor))
