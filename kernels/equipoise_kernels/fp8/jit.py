@@ -11,7 +11,10 @@ its own with `constant`.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 try:
     import triton
@@ -48,7 +51,52 @@ def jit(function: Any) -> Any:
     if triton is None:
         return function
     varying = [name for name in inspect.signature(function).parameters if name in VARYING]
-    return triton.jit(function, do_not_specialize=varying)
+    if is_interpreting():
+        return triton.jit(function, do_not_specialize=varying)
+    return _kernel_class()(function, do_not_specialize=varying)
+
+
+@cache
+def _kernel_class() -> Any:
+    """`triton.JITFunction` with a short way to launch what is compiled already.
+
+    Triton binds, specialises and checks all arguments of every launch, which takes longer than most
+    kernels of a decode step. This kernel finds the compiled one by the classes of its arguments.
+    """
+
+    class Kernel(triton.JITFunction):  # type: ignore[misc]  # untyped
+        def __init__(self, function: Any, **options: Any) -> None:
+            super().__init__(function, **options)
+            self._is_varying = [param.do_not_specialize for param in self.params]
+            self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            classes = tuple(map(_class_of, args, self._is_varying))
+            key = classes, tuple(options.items())
+            known = self._known.get(key)
+            if known is None or warmup:
+                compiled = super().run(*args, grid=grid, warmup=warmup, **options)
+                if not warmup:
+                    constants = tuple(options[name] for name in self.arg_names[len(args) :])
+                    self._known[key] = compiled, constants
+                return compiled
+            compiled, constants = known
+            compiled[(*grid, 1, 1)](*args, *constants)
+            return compiled
+
+    return Kernel
+
+
+def _class_of(argument: Any, is_varying: bool) -> Any:
+    """All that Triton's specialisation of an argument may depend on."""
+    if isinstance(argument, int):
+        fits = -(1 << 31) <= argument < 1 << 31
+        return (type(argument), fits) if is_varying else (argument == 1, argument % 16 == 0, fits)
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0, argument.get_device()
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, tuple(argument.block_shape)
+    return type(argument)
 
 
 def constant(value: Any) -> Any:

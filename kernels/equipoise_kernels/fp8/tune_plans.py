@@ -137,11 +137,12 @@ def _row_order(rows: int, shape: TuningShape, generator: torch.Generator) -> Lau
 
 def _permute(rows: int, shape: TuningShape, generator: torch.Generator) -> Launches:
     order = row_order_of(rows, generator)
-    copies = num_copies(rows * shape[0])
-    inputs = [spread_normal((rows, shape[0] // 2), generator) for _ in range(copies)]
-    out = inputs[0].new_empty(len(order.pair_of_row_M), shape[0] // 2).view(torch.int32)
+    inputs = [spread_rows((rows, shape[0]), generator) for _ in range(num_copies(rows * shape[0]))]
+    out = empty_rows((len(order.pair_of_row_M), shape[0]), device=generator.device)
+    outs = out.codes.view(torch.int32), out.scales
     return _each(
-        inputs, lambda x, config: permute_triton(x.view(torch.int32), order, out=out, config=config)
+        [(x.codes.view(torch.int32), x.scales) for x in inputs],
+        lambda parts, config: permute_triton(parts, order, outs=outs, config=config),
     )
 
 

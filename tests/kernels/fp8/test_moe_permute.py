@@ -100,7 +100,7 @@ def test_rows_of_every_dtype_go_to_their_places_and_nowhere_else(
 ):
     x = torch.randn(5, 40, generator=generator).to(dtype)
     out = guarded((len(order.pair_of_row_M), 40), dtype)
-    permute_triton(x.view(torch.int32), order, out=out.view.view(torch.int32), config=CONFIG)
+    permute_triton((x.view(torch.int32),), order, outs=(out.view.view(torch.int32),), config=CONFIG)
     wanted = guarded(out.view.shape, dtype)
     permute(x, order, out=wanted.view)
     assert out.guard_is_intact()
@@ -117,9 +117,11 @@ def test_quantised_rows_take_their_scales_along(layout, order, generator, interp
     out = empty_rows((len(order.pair_of_row_M), 256), device="cpu", layout=layout)
     permute(x, order, out=out)
     kernel = empty_rows((len(order.pair_of_row_M), 256), device="cpu", layout=layout)
-    permute_triton(x.scales, order, out=kernel.scales, config=CONFIG)
+    parts, outs = ((rows.codes.view(torch.int32), rows.scales) for rows in (x, kernel))
+    permute_triton(parts, order, outs=outs, config=CONFIG)
     own = order.pair_of_row_M >= 0
     assert torch.equal(kernel.scales[own], out.scales[own])
+    assert torch.equal(kernel.codes[own].float(), out.codes[own].float())
     rows = order.pair_of_row_M[own].to(torch.int64) // 2
     assert torch.equal(out.dequantized()[own], x.dequantized()[rows])
 
@@ -148,7 +150,7 @@ def test_permute_and_combine_accept_no_rows(interpreted):
     order = order_rows(torch.empty(0, 2, dtype=torch.int64), num_slots=3)
     assert order.slot_ends_S.tolist() == [0, 0, 0]
     out = permute(torch.empty(0, 8), order)
-    permute_triton(torch.empty(0, 8), order, out=out)
+    permute_triton((torch.empty(0, 8),), order, outs=(out,))
     combine_triton(out, order, torch.empty(0, 2), out=torch.empty(0, 8))
     assert combine(out, order, torch.empty(0, 2)).shape == (0, 8)
 

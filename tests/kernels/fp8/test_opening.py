@@ -102,9 +102,21 @@ def test_a_library_that_loses_rows_is_passed_over(opened, monkeypatch):
 
 
 def test_ranks_on_several_machines_do_not_reach_each_others_memory(opened, monkeypatch):
-    monkeypatch.setattr(opening, "_told", lambda word, group: [word, f"{word} of another"])
+    def told(word, *, group):
+        return [word, f"{word} of another"] if word == opening._machine() else [word]
+
+    monkeypatch.setattr(opening, "_told", told)
     chosen = opened("triton", "reference")
     assert chosen.passed_over == {"triton": "the ranks are on 2 machines"}
+
+
+def test_a_group_whose_library_cannot_carry_rows_is_an_error_before_any_step(opened, monkeypatch):
+    def refused(*_arguments, **_options):
+        raise RuntimeError("Duplicate GPU detected")
+
+    monkeypatch.setattr(CollectiveBackend, "begin_dispatch", refused)
+    with pytest.raises(KernelsUnavailableError, match=r"reference, because.*Duplicate GPU"):
+        opened("reference")
 
 
 def test_a_named_backend_that_does_not_work_for_all_ranks_is_an_error(opened):

@@ -352,7 +352,7 @@ def test_moves(num_rows, num_slots, top_k, generator, interpreted):
     order = order_rows(slots, num_slots=num_slots, alignment=4)
     x = torch.randn(num_rows, 96, generator=generator)
     moved = torch.zeros(len(order.pair_of_row_M), 96)
-    permute_reference(x, order, out=moved)
+    permute_reference((x,), order, outs=(moved,))
     weights = torch.rand(num_rows, top_k, generator=generator)
     seen = [torch.empty(num_rows, 96) for _ in range(2)]
     combine_triton(moved, order, weights, out=seen[0])

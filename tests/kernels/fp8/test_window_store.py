@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 from equipoise_kernels.fp8.all_to_all import window
 from equipoise_kernels.fp8.all_to_all.payload import Payload
@@ -71,12 +72,17 @@ def test_every_group_gets_a_name_and_a_store_of_its_own(tmp_path):
             rank=0, num_ranks=1, slots_per_rank=1, top_k=1, dim=128, max_tokens=1,
             payload=Payload.FP8,
         )  # fmt: skip
-        groups = [window.rendezvous_group(shape, group=dist.group.WORLD) for _ in range(2)]
-        assert len({name for name, _ in groups}) == 2
-        for name, store in groups:
-            store.set("CUDASymmetricMemory/9/0", name)
-        for name, store in groups:
-            assert store.get("CUDASymmetricMemory/9/0") == name.encode()
+        names = []
+        for _ in range(2):
+            with window.rendezvous_group(shape, group=dist.group.WORLD) as name:
+                store = _resolve_process_group(name).get_group_store()
+                store.set("CUDASymmetricMemory/9/0", name)
+                assert store.get("CUDASymmetricMemory/9/0") == name.encode()
+                assert store.get("CUDASymmetricMemory/9/0") == name.encode()
+            names.append(name)
+            with pytest.raises(RuntimeError):
+                _resolve_process_group(name)
+        assert len(set(names)) == 2
     finally:
         dist.destroy_process_group()
     assert torch.distributed.is_available()

@@ -42,7 +42,10 @@ def found(tmp_path_factory):
 
 
 def test_the_kernels_step_as_the_twins_do(found):
-    assert max(found["from_twins"]) < 5e-3
+    # Rounding moves codes next to an edge by a sixteenth: rows with equal routes agree to 3e-2, and
+    # few routes differ. A product with a column of zeros is 7e-2 away, and loses half of them.
+    assert max(found["from_twins"]) < 3e-2
+    assert len(found["from_twins"]) >= 0.7 * found["num_rows"]
 
 
 def test_captured_steps_are_the_eager_ones_to_the_last_bit_across_switches(found):

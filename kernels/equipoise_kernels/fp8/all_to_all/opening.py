@@ -121,7 +121,10 @@ def _opened(
     """A buffer whose backend has carried rows there and back; raises on all ranks or none."""
     if name == selection.REFERENCE:
         collective = CollectiveBackend(shape, group=group, timeout_s=timeout_s)
-        return EpBuffer(shape, collective, device=device)
+        buffer = EpBuffer(shape, collective, device=device)
+        # Finds what the group's library cannot do here, such as NCCL with ranks on one GPU.
+        _by_all(lambda: _try_out(buffer, shape, is_low_latency=False, device=device), group=group)
+        return buffer
     if name == _PEER:
         machines = set(_told(_machine(), group=group))
         if len(machines) > 1:

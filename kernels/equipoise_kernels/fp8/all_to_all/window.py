@@ -15,6 +15,8 @@ from __future__ import annotations
 import mmap
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, _SymmetricMemory
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 from torch.distributed import distributed_c10d
 
 from equipoise_kernels.fp8.all_to_all.payload import WORD_BYTES
@@ -121,28 +128,35 @@ def symmetric_window(
         RuntimeError: torch cannot map the ranks' memory into each other.
     """
     num_bytes = WindowMap.of_shape(shape).num_bytes
-    # The functions of torch.distributed._symmetric_memory take only names of process groups.
     local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-    name, store = rendezvous_group(shape, group=group)
-    handle = _SymmetricMemory.rendezvous(local, name)
+    with rendezvous_group(shape, group=group) as name:
+        handle = _SymmetricMemory.rendezvous(local, name)
     local.zero_()
     # No rank may send before all flags are zero; the caller makes all ranks wait for that.
     torch.cuda.current_stream(device).synchronize()
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return PeerWindow(local=local, addresses=addresses, owner=(handle, store))
+    return PeerWindow(local=local, addresses=addresses, owner=handle)
 
 
-def rendezvous_group(shape: EpShape, *, group: dist.ProcessGroup) -> tuple[str, RendezvousStore]:
-    """Register ranks for one rendezvous under a new name, the same on all of them.
+@contextmanager
+def rendezvous_group(shape: EpShape, *, group: dist.ProcessGroup) -> Iterator[str]:
+    """Register a group of the same ranks for one rendezvous, under a new name that they share.
 
-    The caller keeps the store alive until the rendezvous is over.
+    Torch takes a rendezvous's ranks and store from what is registered under the name: from
+    `set_group_info` in some releases, and from a process group in others.
     """
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, group=group, group_src=0)
-    shared = PrefixStore(names[0], distributed_c10d._get_process_group_store(group))  # noqa: SLF001
+    (name,) = names
+    shared = PrefixStore(name, distributed_c10d._get_process_group_store(group))  # noqa: SLF001
     store = RendezvousStore(shared)
-    _SymmetricMemory.set_group_info(names[0], shape.rank, shape.num_ranks, store)
-    return names[0], store
+    _SymmetricMemory.set_group_info(name, shape.rank, shape.num_ranks, store)
+    registered = dist.ProcessGroup(store, shape.rank, shape.num_ranks)
+    _register_process_group(name, registered)
+    try:
+        yield name
+    finally:
+        _unregister_process_group(name)
 
 
 def _parts(everything_RB: Tensor, *, owner: Any) -> list[PeerWindow]:

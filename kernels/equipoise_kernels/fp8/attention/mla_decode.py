@@ -23,6 +23,7 @@ for FP8); the twin does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -286,27 +287,18 @@ def mla_decode_kernel(
     if BLOCK_TOKENS % TOKENS != 0:
         is_lost |= tl.zeros([TOKENS], tl.int1)
     for first in tl.range(start, stop, TOKENS, num_stages=NUM_STAGES):
-        offsets = tl.arange(0, TOKENS)
-        is_seen = first + offsets < stop
-        if BLOCK_TOKENS % TOKENS == 0:
-            block = tl.load(tables_ptr + first // BLOCK_TOKENS).to(tl.int64)
-            exists = (block >= 0) & (block < num_blocks)
-            is_lost |= exists == 0
-            first_place, places = first % BLOCK_TOKENS, offsets
-        else:
-            tokens = first + offsets
-            block = tl.load(tables_ptr + tokens // BLOCK_TOKENS, mask=is_seen, other=0).to(tl.int64)
-            exists = (block >= 0) & (block < num_blocks)
-            is_lost |= is_seen & (exists == 0)
-            first_place, places = 0, tokens % BLOCK_TOKENS
+        is_seen = first + tl.arange(0, TOKENS) < stop
+        block, place, places = _positions(tables_ptr, first, is_seen, TOKENS, BLOCK_TOKENS)
+        exists = (block >= 0) & (block < num_blocks)
         is_read = is_seen & exists
-        starts = compressed_ptr + block * block_stride + first_place * TOKEN_STRIDE
+        is_lost |= (exists == 0) if BLOCK_TOKENS % TOKENS == 0 else is_seen & (exists == 0)
+        starts = compressed_ptr + block * block_stride + place * TOKEN_STRIDE
         values = _rows(starts + places * TOKEN_STRIDE, is_read, RANK)
         if QUANTIZED:
-            starts = scales_ptr + block * scale_block_stride + first_place * SCALE_STRIDE
+            starts = scales_ptr + block * scale_block_stride + place * SCALE_STRIDE
             scales = _rows(starts + places * SCALE_STRIDE, is_read, RANK // _GROUP)
             values = _dequantized(values, scales)
-        starts = rotary_ptr + block * rotary_block_stride + first_place * ROTARY_STRIDE
+        starts = rotary_ptr + block * rotary_block_stride + place * ROTARY_STRIDE
         rotary = _rows(starts + places * ROTARY_STRIDE, is_read, ROTARY)
         keys, rotary_keys = tl.trans(values), tl.trans(rotary)
         if not HAS_WIDE_PRODUCTS:
@@ -334,6 +326,29 @@ def mla_decode_kernel(
     is_read = (stop > start) | (tl.num_programs(2) == 1)
     tl.store(out_ptrs, result, mask=has_head[:, None] & is_read)
     tl.store(lse_ptr + row, lse, mask=has_head)
+
+
+@jit
+def _positions(
+    tables_ptr: tl.tensor,
+    first: tl.tensor,
+    is_seen: tl.tensor,
+    TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> Any:
+    """Blocks of a step's positions, int64, and the positions' places in them as two summands.
+
+    The block and the first place are scalars if a block holds whole steps.
+    """
+    offsets = tl.arange(0, TOKENS)
+    if BLOCK_TOKENS % TOKENS == 0:
+        block = tl.load(tables_ptr + first // BLOCK_TOKENS)
+        place, places = first % BLOCK_TOKENS, offsets
+    else:
+        tokens = first + offsets
+        block = tl.load(tables_ptr + tokens // BLOCK_TOKENS, mask=is_seen, other=0)
+        place, places = 0, tokens % BLOCK_TOKENS
+    return block.to(tl.int64), place, places
 
 
 @jit

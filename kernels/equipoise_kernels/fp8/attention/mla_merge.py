@@ -100,5 +100,10 @@ def merge_specialization(rank: int) -> Specialization:
         kernel=mla_merge_kernel,
         name=f"mla_merge rank={rank}",
         types={"partial_ptr partial_lse_ptr lse_ptr": "*fp32", "out_ptr": "*bf16"},
-        options={"RANK": rank, "COLUMNS": min(rank, _COLUMNS), "SPLITS": _SPLITS, "num_warps": _NUM_WARPS},
+        options={
+            "RANK": rank,
+            "COLUMNS": min(rank, _COLUMNS),
+            "SPLITS": _SPLITS,
+            "num_warps": _NUM_WARPS,
+        },
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise_kernels.formats import QuantizedRows, QuantizedWeight, ScaleFormat, empty_rows
+from equipoise_kernels.formats import QuantizedWeight, ScaleFormat, empty_rows
 from equipoise_kernels.fp8.bench.bench import Bench
 from equipoise_kernels.fp8.bench.checks import backend_faults, repeat_faults, result_faults
 from equipoise_kernels.fp8.bench.moe_inputs import route_inputs
@@ -112,12 +112,12 @@ class _DecodeLayer:
         """Run the layer with one backend of every operation."""
         self._route(backend)
         GROUP_QUANT.backends[backend](self._x_TD, scale_format=ScaleFormat.FP32, out=self._sent)
-        move = PERMUTE.backends[backend]
-        came = QuantizedRows(
-            codes=self._came.codes.flatten(0, 1), scales=self._came.scales.flatten(0, 1)
+        came = self._came.codes.flatten(0, 1), self._came.scales.flatten(0, 1)
+        PERMUTE.backends[backend](
+            (self._sent.codes.view(torch.int32), self._sent.scales),
+            self._order,
+            outs=(came[0].view(torch.int32), came[1]),
         )
-        move(self._sent.codes.view(torch.int32), self._order, out=came.codes.view(torch.int32))
-        move(self._sent.scales, self._order, out=came.scales)
         multiply: Callable[..., None] = GROUPED_GEMM.backends[backend]
         multiply(
             self._came, self._gate_up, self._slots, schedule=self._schedule, out=self._hidden_SMH

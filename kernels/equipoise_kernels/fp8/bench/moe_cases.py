@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from equipoise_kernels.formats import empty_rows
+from equipoise_kernels.formats import QuantizedRows, empty_rows
 from equipoise_kernels.fp8.bench.bench import Bench, fp8_bytes, num_copies
 from equipoise_kernels.fp8.bench.checks import backend_faults, result_faults
 from equipoise_kernels.fp8.bench.moe_inputs import RULE, route_inputs, row_order_of
 from equipoise_kernels.fp8.bench.report import Sample
 from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.moe.permute import (
+    Parts,
     combine_reference,
     combine_triton,
     permute_reference,
@@ -91,10 +92,7 @@ def _permute(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:
 
     def move(index: int) -> TimedCall:
         def call() -> None:
-            source, target = inputs[index], outs[index]
-            codes = source.codes.view(torch.int32)
-            permute_triton(codes, order, out=target.codes.view(torch.int32))
-            permute_triton(source.scales, order, out=target.scales)
+            permute_triton(_parts(inputs[index]), order, outs=_parts(outs[index]))
 
         return call
 
@@ -102,8 +100,7 @@ def _permute(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:
     timing = bench.timer.interleaved({"permute": calls})["permute"]
     wanted = empty_rows(shape, device=bench.device)
     wanted.codes.view(torch.uint8).fill_(0xFF)
-    permute_reference(inputs[-1].codes.view(torch.int32), order, out=wanted.codes.view(torch.int32))
-    permute_reference(inputs[-1].scales, order, out=wanted.scales)
+    permute_reference(_parts(inputs[-1]), order, outs=_parts(wanted))
     own = order.pair_of_row_M >= 0
     right = torch.equal(outs[-1].codes.view(torch.uint8), wanted.codes.view(torch.uint8))
     right = right and torch.equal(outs[-1].scales[own], wanted.scales[own])
@@ -113,6 +110,10 @@ def _permute(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:
     # Counts every row as read once and written once per choice; padding does not count.
     num_bytes = fp8_bytes(inputs[0].codes, inputs[0].scales) + int(own.sum()) * row_bytes
     return _moved(bench, "permute", f"{num_rows} x {dim}", num_bytes, timing.median_us, faults)
+
+
+def _parts(rows: QuantizedRows) -> Parts:
+    return rows.codes.view(torch.int32), rows.scales
 
 
 def _combine(bench: Bench, order: RowOrder, num_rows: int, dim: int) -> Sample:

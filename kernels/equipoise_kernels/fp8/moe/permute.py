@@ -20,12 +20,15 @@ from torch import Tensor
 from equipoise_kernels.errors import KernelInputError
 from equipoise_kernels.formats import QuantizedRows, empty_rows, require
 from equipoise_kernels.fp8 import configurations
-from equipoise_kernels.fp8.jit import jit, tl
+from equipoise_kernels.fp8.jit import jit, next_power_of_two, tl
 from equipoise_kernels.fp8.moe.row_order import RowOrder
 from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 _WORD_BYTES = 4
+
+Parts = tuple[Tensor, ...]
+"""Rows as 4-byte words [T, W], and their scales [T, G] if they are quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +78,11 @@ def permute(
             like=source,
         )
         require("order", order.pair_of_row_M, like=source)
-    run = PERMUTE.on(sources[0].device)
-    run(_words("x", sources[0]), order, out=_words("out", targets[0]))
-    for source, target in zip(sources[1:], targets[1:], strict=True):
-        run(source, order, out=target)
+    PERMUTE.on(sources[0].device)(
+        (_words("x", sources[0]), *sources[1:]),
+        order,
+        outs=(_words("out", targets[0]), *targets[1:]),
+    )
     return out
 
 
@@ -114,11 +118,12 @@ def combine(
     return out
 
 
-def permute_reference(x_TW: Tensor, order: RowOrder, *, out: Tensor) -> None:
+def permute_reference(parts: Parts, order: RowOrder, *, outs: Parts) -> None:
     """The torch twin."""
     places_N = (order.pair_of_row_M >= 0).nonzero().squeeze(1)
     rows_N = order.pair_of_row_M[places_N].to(torch.int64) // order.place_of_pair_TK.shape[1]
-    out[places_N] = x_TW[rows_N]
+    for part, out in zip(parts, outs, strict=True):
+        out[places_N] = part[rows_N]
 
 
 def combine_reference(rows_MD: Tensor, order: RowOrder, weights_TK: Tensor, *, out: Tensor) -> None:
@@ -134,21 +139,30 @@ def combine_reference(rows_MD: Tensor, order: RowOrder, weights_TK: Tensor, *, o
 
 
 def permute_triton(
-    x_TW: Tensor, order: RowOrder, *, out: Tensor, config: PermuteConfig | None = None
+    parts: Parts, order: RowOrder, *, outs: Parts, config: PermuteConfig | None = None
 ) -> None:
     """Launch the kernel, with the committed configuration of this device by default."""
-    num_rows, num_columns = out.shape
-    if num_rows == 0 or num_columns == 0:
+    num_rows, num_words = parts[0].shape
+    if num_rows == 0 or num_words == 0:
         return
     config = config or PERMUTE.config(rows=num_rows)
-    permute_kernel[(num_rows,)](
-        x_TW,
-        order.pair_of_row_M,
-        out,
-        order.place_of_pair_TK.shape[1],
-        num_columns,
-        *x_TW.stride(),
-        *out.stride(),
+    words, scales = parts[0], parts[-1]
+    out_words, out_scales = outs[0], outs[-1]
+    has_scales = len(parts) > 1
+    permute_kernel[(num_rows, -(-num_words // config.columns))](
+        words,
+        scales,
+        order.place_of_pair_TK,
+        out_words,
+        out_scales,
+        num_words,
+        scales.shape[1],
+        words.stride(0),
+        *scales.stride(),
+        out_words.stride(0),
+        *out_scales.stride(),
+        TOP_K=order.place_of_pair_TK.shape[1],
+        SCALES=next_power_of_two(scales.shape[1]) if has_scales else 0,
         **configurations.options(config),
     )
 
@@ -181,27 +195,45 @@ def combine_triton(
 
 @jit
 def permute_kernel(
-    x_ptr: tl.tensor,
-    pairs_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    places_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    top_k: int,
-    num_columns: int,
-    x_row_stride: int,
-    x_column_stride: int,
-    out_row_stride: int,
-    out_column_stride: int,
+    out_scales_ptr: tl.tensor,
+    num_words: int,
+    num_scales: int,
+    row_stride: int,
+    scale_row_stride: int,
+    scale_column_stride: int,
+    out_stride: int,
+    out_scale_row_stride: int,
+    out_scale_column_stride: int,
+    TOP_K: tl.constexpr,
+    SCALES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program copies one row of the buffer."""
+    """Each program reads some words of one row, and writes them to all its places.
+
+    The first one of a row copies its scales too, if there are any.
+    """
     row = tl.program_id(0).to(tl.int64)
-    pair = tl.load(pairs_ptr + row).to(tl.int64)
-    x_ptr += pair // top_k * x_row_stride
-    out_ptr += row * out_row_stride
-    for first in range(0, num_columns, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        mask = (columns < num_columns) & (pair >= 0)
-        words = tl.load(x_ptr + columns * x_column_stride, mask=mask)
-        tl.store(out_ptr + columns * out_column_stride, words, mask=mask)
+    places_ptr += row * TOP_K
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < num_words
+    words = tl.load(words_ptr + row * row_stride + columns, mask=inside)
+    for choice in tl.static_range(TOP_K):
+        place = tl.load(places_ptr + choice).to(tl.int64)
+        tl.store(out_ptr + place * out_stride + columns, words, mask=inside & (place >= 0))
+    if SCALES > 0:
+        groups = tl.arange(0, SCALES)
+        has_group = (groups < num_scales) & (tl.program_id(1) == 0)
+        scale_ptrs = scales_ptr + row * scale_row_stride + groups * scale_column_stride
+        scales = tl.load(scale_ptrs, mask=has_group)
+        for choice in tl.static_range(TOP_K):
+            place = tl.load(places_ptr + choice).to(tl.int64)
+            out_ptrs = out_scales_ptr + place * out_scale_row_stride
+            out_ptrs += groups * out_scale_column_stride
+            tl.store(out_ptrs, scales, mask=has_group & (place >= 0))
 
 
 @jit
@@ -230,25 +262,23 @@ def combine_kernel(
     tl.store(out_ptr + row * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def permute_specializations(config: PermuteConfig) -> list[Specialization]:
-    """Specialisations of a configuration: codes as words, and scales by columns."""
+def permute_specializations(
+    config: PermuteConfig, *, top_k: int, groups: int
+) -> list[Specialization]:
+    """Specialisations of a configuration: rows with scales, row-major."""
     return [
         Specialization(
             kernel=permute_kernel,
-            name=f"permute {config} {name}",
-            types={"x_ptr out_ptr": kind, "pairs_ptr": "*i32"},
-            multiples_of_16=multiples,
-            options=configurations.options(config) | constants,
-        )
-        # Triton specialises a stride of 1 as a constant.
-        for name, kind, multiples, constants in (
-            (
-                "words",
-                "*i32",
-                "x_row_stride out_row_stride",
-                {"x_column_stride": 1, "out_column_stride": 1},
-            ),
-            ("scales", "*fp32", "", {}),
+            name=f"permute {config} top_k={top_k}",
+            types={
+                "words_ptr out_ptr places_ptr": "*i32",
+                "scales_ptr out_scales_ptr": "*fp32",
+            },
+            multiples_of_16="num_words row_stride out_stride",
+            options=configurations.options(config)
+            # Triton specialises a stride of 1 as a constant.
+            | {"scale_column_stride": 1, "out_scale_column_stride": 1}
+            | {"TOP_K": top_k, "SCALES": next_power_of_two(groups)},
         )
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from equipoise_kernels.formats import GROUP
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.peer_operation import ALL_TO_ALL
@@ -48,6 +49,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     "rms_norm_quant": {"dim": _HIDDEN},
     "route": {"rule": _RULE, "max_replicas": _MAX_REPLICAS},
     "row_order": {"num_slots": _GROUPS},
+    "permute": {"top_k": _RULE.top_k, "groups": _HIDDEN // GROUP},
     "combine": {"top_k": _RULE.top_k},
     "latent_write": _LATENTS,
     "mla_decode": _LATENTS,
