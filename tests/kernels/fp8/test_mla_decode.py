@@ -18,7 +18,13 @@ from tests.support.guarded_tensors import guarded
 
 RANK, ROTARY, BLOCK, NUM_BLOCKS = 128, 16, 16, 12
 SCALE = 0.11
-CONFIG = MlaDecodeConfig(heads=16, tokens=16, tokens_per_split=64, num_warps=4, num_stages=1)
+# Steps of one block, and steps of two with heads enough for a warp group.
+CONFIG, WIDE = (
+    MlaDecodeConfig(
+        heads=heads, tokens=tokens, tokens_per_split=64, num_warps=num_warps, num_stages=1
+    )
+    for heads, tokens, num_warps in ((16, 16, 4), (64, 32, 8))
+)
 
 
 def latents(kind, generator):
@@ -73,15 +79,18 @@ TABLES = torch.tensor([[7, 2, NUM_BLOCKS - 1, 900], [0, 3, 9, 4]], dtype=torch.i
 LENGTHS = torch.tensor([19, 64], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("tokens_per_split", [64, 32, 16])
+@pytest.mark.parametrize(
+    ("config", "tokens_per_split"),
+    [(CONFIG, 64), (CONFIG, 32), (CONFIG, 16), (WIDE, 64), (WIDE, 32)],
+)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn])
-def test_kernel_and_reference_match_float64(kind, tokens_per_split, generator, interpreted):
+def test_kernel_and_reference_match_float64(kind, config, tokens_per_split, generator, interpreted):
     cache, query = latents(kind, generator), queries(2, 3, generator)
     wanted, sums = exact(query, cache, TABLES, LENGTHS)
     twin = attended(mla_decode_reference, query, cache, TABLES, LENGTHS)
     kernel = attended(
         mla_decode_triton, query, cache, TABLES, LENGTHS,
-        tokens_per_split=tokens_per_split, config=CONFIG,
+        tokens_per_split=tokens_per_split, config=config,
     )  # fmt: skip
     for out in (twin, kernel):
         for got, right in zip(out.out_BHR, wanted, strict=True):
@@ -151,9 +160,9 @@ def test_a_query_that_sees_nothing_gets_zeros(tokens_per_split, generator, inter
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
-@pytest.mark.parametrize("tokens_per_split", [64, 32])
+@pytest.mark.parametrize(("config", "tokens_per_split"), [(CONFIG, 64), (CONFIG, 32), (WIDE, 64)])
 def test_tables_and_lengths_that_lie_make_nan_of_their_own_query_only(
-    tokens_per_split, generator, interpreted
+    config, tokens_per_split, generator, interpreted
 ):
     cache, query = latents(torch.bfloat16, generator), queries(4, 1, generator)
     tables = torch.tensor(
@@ -162,7 +171,7 @@ def test_tables_and_lengths_that_lie_make_nan_of_their_own_query_only(
     lengths = torch.tensor([20, 33, 65, 64], dtype=torch.int32)
     for run, options in (
         (mla_decode_reference, {}),
-        (mla_decode_triton, {"config": CONFIG, "tokens_per_split": tokens_per_split}),
+        (mla_decode_triton, {"config": config, "tokens_per_split": tokens_per_split}),
     ):
         out = attended(run, query, cache, tables, lengths, **options)
         assert out.out_BHR[:3].isnan().all()

@@ -128,6 +128,8 @@ def symmetric_window(
         RuntimeError: torch cannot map the ranks' memory into each other.
     """
     num_bytes = WindowMap.of_shape(shape).num_bytes
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
     local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     with rendezvous_group(shape, group=group) as name:
         handle = _SymmetricMemory.rendezvous(local, name)
