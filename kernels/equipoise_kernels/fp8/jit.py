@@ -91,7 +91,8 @@ def _class_of(argument: Any, is_varying: bool) -> Any:
     """All that Triton's specialisation of an argument may depend on."""
     if isinstance(argument, int):
         fits = -(1 << 31) <= argument < 1 << 31
-        return (type(argument), fits) if is_varying else (argument == 1, argument % 16 == 0, fits)
+        kind = type(argument)  # booleans are integers too
+        return (kind, fits) if is_varying else (kind, fits, argument == 1, argument % 16 == 0)
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0, argument.get_device()
     if isinstance(argument, TensorDescriptor):
