@@ -33,21 +33,18 @@ from equipoise_kernels.formats import GROUP, require
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.attention import libraries
 from equipoise_kernels.fp8.attention.latents import Latents, QuantizedLatents
+from equipoise_kernels.fp8.attention.mla_decode_kernel import mla_decode_kernel
 from equipoise_kernels.fp8.attention.mla_merge import (
     AttentionOutput,
     merge_specialization,
     merge_splits,
 )
-from equipoise_kernels.fp8.attention.softmax import LOG2_E, added, closed, product
-from equipoise_kernels.fp8.jit import constant, jit, tl
 from equipoise_kernels.fp8.operation import KernelOperation
 from equipoise_kernels.fp8.specialization import Specialization
 
 # Products of 64 heads fill a warp group. Those of a few take less time than reading latents.
 _WIDE_HEADS = 64
 _FEW_HEADS = 16
-
-_GROUP = constant(GROUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,136 +230,6 @@ def mla_decode_triton(
     )
     if num_splits > 1:
         merge_splits(partial, out=out)
-
-
-@jit
-def mla_decode_kernel(
-    query_ptr: tl.tensor,
-    compressed_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    rotary_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    scale: float,
-    num_blocks: int,
-    num_heads: int,
-    table_size: int,
-    tokens_per_split: int,
-    query_stride: int,
-    head_stride: int,
-    block_stride: int,
-    scale_block_stride: int,
-    rotary_block_stride: int,
-    TOKEN_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    ROTARY_STRIDE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    RANK: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    HAS_WIDE_PRODUCTS: tl.constexpr,
-) -> None:
-    """Each program computes some heads of one query over the positions of one split."""
-    query = tl.program_id(1).to(tl.int64)
-    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    has_head = heads < num_heads
-    head_ptrs = query_ptr + query * query_stride + heads * head_stride
-    q = _rows(head_ptrs, has_head, RANK)
-    q_rotary = _rows(head_ptrs + RANK, has_head, ROTARY)
-
-    length = tl.load(lengths_ptr + query)
-    start, capacity = tl.program_id(2) * tokens_per_split, table_size * BLOCK_TOKENS
-    stop = tl.minimum(tl.minimum(start + tokens_per_split, length), capacity)
-    tables_ptr += query * table_size
-    scale *= LOG2_E
-    largest = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, RANK], tl.float32)
-    is_lost = length > capacity
-    if BLOCK_TOKENS % TOKENS != 0:
-        is_lost |= tl.zeros([TOKENS], tl.int1)
-    for first in tl.range(start, stop, TOKENS, num_stages=NUM_STAGES):
-        is_seen = first + tl.arange(0, TOKENS) < stop
-        block, place, places = _positions(tables_ptr, first, is_seen, TOKENS, BLOCK_TOKENS)
-        exists = (block >= 0) & (block < num_blocks)
-        is_read = is_seen & exists
-        is_lost |= (exists == 0) if BLOCK_TOKENS % TOKENS == 0 else is_seen & (exists == 0)
-        starts = compressed_ptr + block * block_stride + place * TOKEN_STRIDE
-        values = _rows(starts + places * TOKEN_STRIDE, is_read, RANK)
-        if QUANTIZED:
-            starts = scales_ptr + block * scale_block_stride + place * SCALE_STRIDE
-            scales = _rows(starts + places * SCALE_STRIDE, is_read, RANK // _GROUP)
-            values = _dequantized(values, scales)
-        starts = rotary_ptr + block * rotary_block_stride + place * ROTARY_STRIDE
-        rotary = _rows(starts + places * ROTARY_STRIDE, is_read, ROTARY)
-        keys, rotary_keys = tl.trans(values), tl.trans(rotary)
-        if not HAS_WIDE_PRODUCTS:
-            scores = product(q, keys) * scale + product(q_rotary, rotary_keys) * scale
-            scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            largest, total, acc = added(largest, total, acc, scores, values)
-        # Both conditions hold in every step. Under the first, Triton starts the next step's copies
-        # before this step's products; under the second, it does not see that a product follows the
-        # scores, and has each warp group compute half of them, rather than both compute all.
-        elif first < stop:
-            if first < capacity:
-                scores = product(q, keys) * scale + product(q_rotary, rotary_keys) * scale
-            else:
-                scores = tl.zeros([HEADS, TOKENS], tl.float32)
-            scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            largest, total, acc = added(largest, total, acc, scores, values)
-    if BLOCK_TOKENS % TOKENS != 0:
-        is_lost = tl.max(is_lost.to(tl.int32), axis=0) > 0
-    total = tl.where(is_lost, float("nan"), total)
-    divisor, lse = closed(largest, total)
-    row = (query * tl.num_programs(2) + tl.program_id(2)) * num_heads + heads
-    out_ptrs = out_ptr + row[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    result = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-    # The merge does not read what an empty split would write; in graphs most splits are empty.
-    is_read = (stop > start) | (tl.num_programs(2) == 1)
-    tl.store(out_ptrs, result, mask=has_head[:, None] & is_read)
-    tl.store(lse_ptr + row, lse, mask=has_head)
-
-
-@jit
-def _positions(
-    tables_ptr: tl.tensor,
-    first: tl.tensor,
-    is_seen: tl.tensor,
-    TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> Any:
-    """Blocks of a step's positions, int64, and the positions' places in them as two summands.
-
-    The block and the first place are scalars if a block holds whole steps.
-    """
-    offsets = tl.arange(0, TOKENS)
-    if BLOCK_TOKENS % TOKENS == 0:
-        block = tl.load(tables_ptr + first // BLOCK_TOKENS)
-        place, places = first % BLOCK_TOKENS, offsets
-    else:
-        tokens = first + offsets
-        block = tl.load(tables_ptr + tokens // BLOCK_TOKENS, mask=is_seen, other=0)
-        place, places = 0, tokens % BLOCK_TOKENS
-    return block.to(tl.int64), place, places
-
-
-@jit
-def _rows(starts: tl.tensor, is_read: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Load rows [rows, WIDTH] at pointers [rows]; zeros where `is_read` is false."""
-    ptrs = starts[:, None] + tl.arange(0, WIDTH)[None, :]
-    return tl.load(ptrs, mask=is_read[:, None], other=0.0)
-
-
-@jit
-def _dequantized(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """Multiply codes [tokens, R] by their scales [tokens, R / 128], in bfloat16."""
-    grouped = tl.reshape(codes.to(tl.float32), [codes.shape[0], scales.shape[1], _GROUP])
-    return tl.reshape(grouped * scales[:, :, None], codes.shape).to(tl.bfloat16)
 
 
 def specializations(

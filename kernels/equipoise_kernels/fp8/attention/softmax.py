@@ -18,18 +18,26 @@ _LN_2 = constant(math.log(2.0))
 def added(
     largest: tl.tensor, total: tl.tensor, acc: tl.tensor, scores: tl.tensor, values: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Update the largest score, the sum of weights and that of values with more positions."""
+    """Update the largest score, the sum of weights and that of values with a step's positions.
+
+    With `total` [rows, positions of a step], the caller adds up each row at the end. That saves an
+    exchange in every step where several warps share a row.
+    """
     larger = tl.maximum(largest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - larger[:, None])
     fading = tl.exp2(largest - larger)
-    total = total * fading + tl.sum(weights, axis=1)
-    return larger, total, acc * fading[:, None] + product(weights.to(values.dtype), values)
+    if len(total.shape) == 2:
+        total = total * fading[:, None] + weights
+    else:
+        total = total * fading + tl.sum(weights, axis=1)
+    acc = product(weights.to(values.dtype), values, acc * fading[:, None])
+    return larger, total, acc
 
 
 @jit
-def product(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+def product(left: tl.tensor, right: tl.tensor, acc: tl.tensor = None) -> tl.tensor:
     """Multiply in full float32, without TF32; a mixed pair in the right operand's dtype."""
-    return tl.dot(left.to(right.dtype), right, input_precision="ieee")
+    return tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
 
 
 @jit
