@@ -34,8 +34,12 @@ class Specialization:
     """How it synchronises with other devices: "release", "acquire", or empty if it does not."""
     fuses_products: bool = True
     """Whether a multiplication may be fused into an addition, unlike in torch."""
+    is_product: bool = False
+    """Whether it multiplies matrices, step by step."""
     has_wide_products: bool = False
     """Whether it multiplies 16-bit matrices with warp groups."""
+    max_stack_share: float = 0.0
+    """Share of a step's instructions that may use the stack, for values that every step needs."""
 
     def __post_init__(self) -> None:
         arguments = list(self.kernel.arg_names)

@@ -25,10 +25,13 @@ from equipoise_kernels.fp8.testing.gates import violations
 _TIMEOUT_S = 550
 pytestmark = pytest.mark.timeout(600)
 
-# Too few rows without a swap, more sums than registers, more programs than fit, and no prefetch.
+# Too few rows without a swap, more sums than registers, more programs than fit, no prefetch; and
+# attention whose products wait for the copies of their own step.
 BAD_CONFIGS = """
 import json
 from dataclasses import replace
+from equipoise_kernels.fp8.attention import mla_decode
+from equipoise_kernels.fp8.attention.mla_decode import MlaDecodeConfig
 from equipoise_kernels.fp8.gemm.dense import GemmConfig, specializations
 from equipoise_kernels.fp8.testing.codegen import compile_for_hopper
 from equipoise_kernels.fp8.testing.gates import violations
@@ -38,6 +41,10 @@ for change in ({"block_m": 16}, {"block_m": 128, "ctas_per_sm": 1}, {"ctas_per_s
                {"num_stages": 2}):
     what = specializations(replace(good, **change))[0]
     print(json.dumps(violations(what, compile_for_hopper(what))))
+config = MlaDecodeConfig(heads=64, tokens=64, tokens_per_split=512, num_warps=8, num_stages=2)
+what = mla_decode.specializations(config, rank=512, rotary=64, block_tokens=64)[0]
+what = replace(what, options=what.options | {"HAS_WIDE_PRODUCTS": False})
+print(json.dumps(violations(what, compile_for_hopper(what))))
 """
 
 
@@ -75,12 +82,13 @@ def test_a_committed_kernel_passes_every_gate(name, compiled):
 
 
 def test_the_gates_catch_violations_in_compiled_code():
-    _, (small, spilling, crowded, waiting) = compiled_by("-c", BAD_CONFIGS)
+    _, (small, spilling, crowded, waiting, late) = compiled_by("-c", BAD_CONFIGS)
     assert any("QGMMA" in violation for violation in small)
     assert any("spills" in violation for violation in spilling)
     assert crowded == [crowded[0]]
     assert "4 are claimed" in crowded[0]
     assert any("in flight" in violation for violation in waiting)
+    assert any("0 copies in flight" in violation for violation in late)
 
 
 @pytest.mark.parametrize(("operation", "config"), committed_configs())
@@ -105,6 +113,21 @@ cp.async.commit_group;
 @%p1 bra $L__BB0_3;
 ld.global.b32 %r9, [ %rd9 ];
 """
+# As in attention: a step waits for its copies, and starts the next ones before it multiplies.
+EARLY_LOOP = """
+$L__BB0_3:
+cp.async.wait_group 0;
+bar.sync 0;
+cp.async.cg.shared.global [ %r2 ], [ %rd3 ];
+cp.async.commit_group;
+wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%r1}, %rd1, %rd2;
+wgmma.wait_group.sync.aligned 0;
+wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1}, %rd1, %rd2;
+@%p1 bra $L__BB0_3;
+"""
+LATE_LOOP = EARLY_LOOP.replace("cp.async.commit_group;\n", "").replace(
+    "@%p1", "cp.async.commit_group;\n@%p1"
+)
 GOOD = Code(
     num_registers=168,
     num_threads=128,
@@ -188,11 +211,28 @@ def test_a_product_that_is_fused_into_a_sum_against_its_description_is_noticed(p
     assert any("fused" in violation for violation in found) is is_fused
 
 
+@pytest.fixture
+def attention():
+    """A kernel that multiplies 16-bit matrices by warp groups, and may use the stack a little."""
+    return next(what for what in committed_specializations() if what.max_stack_share > 0)
+
+
 @pytest.mark.parametrize(
-    ("instructions", "named"), [({}, "HGMMA"), ({"HGMMA": 8, "HMMA": 1}, "old path")]
+    ("change", "named"),
+    [
+        ({}, None),
+        ({"instructions": {}}, "HGMMA"),
+        ({"instructions": {"HGMMA": 8, "HMMA": 1}}, "old path"),
+        ({"stack_bytes": 40, "step": {"HGMMA": 8, "FMUL": 190, "LDL": 2}}, None),
+        ({"stack_bytes": 40, "step": {"HGMMA": 8, "FMUL": 82, "LDL": 8, "STL": 2}}, "10 uses"),
+        ({"stack_bytes": 40, "step": {}}, "spills: 40 bytes"),
+        ({"ptx": LATE_LOOP}, "0 copies in flight"),
+        ({"ptx": ""}, "no loop"),
+    ],
 )
-def test_a_16_bit_product_goes_by_warp_groups(instructions, named):
-    what = next(what for what in committed_specializations() if what.has_wide_products)
-    assert violations(what, replace(GOOD, instructions={"HGMMA": 8})) == []
-    (found,) = violations(what, replace(GOOD, instructions=instructions))
-    assert named in found
+def test_attention_is_checked_for_what_a_step_waits_for(change, named, attention):
+    what = replace(attention, has_wide_products=True, ctas_per_sm=1)
+    found = violations(
+        what, replace(GOOD, **{"instructions": {"HGMMA": 8}, "ptx": EARLY_LOOP} | change)
+    )
+    assert found == [] if named is None else any(named in violation for violation in found)

@@ -147,7 +147,7 @@ def rendezvous_group(shape: EpShape, *, group: dist.ProcessGroup) -> Iterator[st
     Torch takes a rendezvous's ranks and store from what is registered under the name: from
     `set_group_info` in some releases, and from a process group in others.
     """
-    names = [uuid.uuid4().hex]
+    names: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, group=group, group_src=0)
     (name,) = names
     shared = PrefixStore(name, distributed_c10d._get_process_group_store(group))  # noqa: SLF001

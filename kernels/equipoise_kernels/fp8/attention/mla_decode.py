@@ -23,7 +23,6 @@ for FP8); the twin does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +44,8 @@ from equipoise_kernels.fp8.specialization import Specialization
 # Products of 64 heads fill a warp group. Those of a few take less time than reading latents.
 _WIDE_HEADS = 64
 _FEW_HEADS = 16
+# Its sums take half of all registers: addresses that every step adds to may be on the stack.
+_MAX_STACK_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,10 @@ def specializations(
                 "BLOCK_TOKENS": block_tokens,
                 "HAS_WIDE_PRODUCTS": config.heads >= _WIDE_HEADS,
             },
+            # FP8 latents of a few heads wait for their scales, which Triton does not prefetch.
+            is_product=config.heads >= _WIDE_HEADS or not quantized,
             has_wide_products=config.heads >= _WIDE_HEADS,
+            max_stack_share=_MAX_STACK_SHARE,
         )
         for quantized in (False, True)
     ]

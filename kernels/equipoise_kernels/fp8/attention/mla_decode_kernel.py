@@ -97,8 +97,7 @@ def mla_decode_kernel(
             # follows, and has each warp group compute half of the scores, rather than both all.
             if not HAS_WIDE_PRODUCTS:
                 scores = product(q_rotary, rotary_keys, product(q, keys)) * scale
-                if IS_REST:
-                    scores = _masked(scores, stop - first)
+                scores = _masked(scores, stop - first if IS_REST else None)
                 largest, total, acc = added(largest, total, acc, scores, values)
             elif first < end:
                 if first < capacity:
@@ -108,8 +107,7 @@ def mla_decode_kernel(
                 if num_blocks > 0:
                     scores = product(q_rotary, rotary_keys, scores)
                 scores *= scale
-                if IS_REST:
-                    scores = _masked(scores, stop - first)
+                scores = _masked(scores, stop - first if IS_REST else None)
                 largest, total, acc = added(largest, total, acc, scores, values)
     if BLOCK_TOKENS % TOKENS != 0:
         is_lost = tl.max(is_lost.to(tl.int32), axis=0) > 0
@@ -148,9 +146,11 @@ def _query(head_ptrs: tl.tensor, has_head: tl.tensor, WIDTH: tl.constexpr) -> tl
 
 @jit
 def _masked(scores: tl.tensor, limit: tl.tensor) -> tl.tensor:
-    """Scores of a step of which only the first `limit` positions count."""
-    is_seen = tl.arange(0, scores.shape[1]) < limit
-    return tl.where(is_seen[None, :], scores, float("-inf"))
+    """Scores of a step of which only the first `limit` positions count, or all."""
+    if limit is not None:
+        is_seen = tl.arange(0, scores.shape[1]) < limit
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+    return scores
 
 
 @jit

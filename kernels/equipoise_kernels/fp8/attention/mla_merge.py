@@ -2,8 +2,8 @@
 
 Contract: all queries have the same number of splits, with float32 results [B * splits, H, R] and
 logarithms of their sums [B * splits, H], minus infinity for a split that saw nothing. The merged
-result weights splits by the exponentials of these; it has the outputs' dtype. The order in which
-splits are added is fixed, and empty ones at the end do not change it.
+result weights splits by the exponentials of these; it has the outputs' dtype. Splits are added in
+the order of positions, so that empty ones at the end change nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from equipoise_kernels.fp8.attention.softmax import LOG2_E, closed
 from equipoise_kernels.fp8.jit import jit, tl
 from equipoise_kernels.fp8.specialization import Specialization
 
-_NUM_WARPS = 4
+# A warp reads four columns a thread; programs this small hide one another's waits.
+_NUM_WARPS = 1
 _COLUMNS = 128
-_SPLITS = 32
+_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,30 +66,32 @@ def mla_merge_kernel(
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first_row = query * num_splits * num_heads + head
     splits = tl.arange(0, SPLITS)
-    first_rows = (query * num_splits + splits) * num_heads + head
     largest = tl.full([SPLITS], float("-inf"), tl.float32)
     for first in range(0, num_splits, SPLITS):
-        lse_ptrs = partial_lse_ptr + first_rows + first * num_heads
+        lse_ptrs = partial_lse_ptr + first_row + (first + splits) * num_heads
         lse = tl.load(lse_ptrs, mask=first + splits < num_splits, other=float("-inf"))
         largest = tl.maximum(largest, lse)
     highest = tl.max(largest, axis=0)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([SPLITS], tl.float32)
-    acc = tl.zeros([SPLITS, COLUMNS], tl.float32)
+    total = 0.0
+    acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, num_splits, SPLITS):
-        rows = first_rows + first * num_heads
-        has_split = first + splits < num_splits
-        lse = tl.load(partial_lse_ptr + rows, mask=has_split, other=float("-inf"))
-        # An empty split has weight 0, and its results were not written.
-        is_empty = lse == float("-inf")
-        weights = tl.where(is_empty, 0.0, tl.exp2((lse - highest) * LOG2_E))
-        part_ptrs = partial_ptr + rows[:, None] * RANK + columns[None, :]
-        parts = tl.load(part_ptrs, mask=(is_empty == 0)[:, None], other=0.0)
-        total += weights
-        acc += weights[:, None] * parts
-    divisor, lse = closed(highest * LOG2_E, tl.sum(total, axis=0))
-    result = (tl.sum(acc, axis=0) / divisor).to(out_ptr.dtype.element_ty)
+        # Loads that do not depend on each other, added in order.
+        for place in tl.static_range(SPLITS):
+            row = first_row + (first + place) * num_heads
+            lse = tl.load(
+                partial_lse_ptr + row, mask=first + place < num_splits, other=float("-inf")
+            )
+            weight = tl.exp2((lse - highest) * LOG2_E)
+            # An empty split has weight 0, and its results were not written.
+            is_written = lse != float("-inf")
+            part = tl.load(partial_ptr + row * RANK + columns, mask=is_written, other=0.0)
+            total += weight
+            acc += weight * part
+    divisor, lse = closed(highest * LOG2_E, total)
+    result = (acc / divisor).to(out_ptr.dtype.element_ty)
     out_row = query * num_heads + head
     tl.store(out_ptr + out_row * RANK + columns, result)
     tl.store(lse_ptr + out_row, lse, mask=tl.program_id(2) == 0)

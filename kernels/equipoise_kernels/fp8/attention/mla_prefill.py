@@ -304,6 +304,7 @@ def specializations(
             "key_stride key_head_stride key_rotary_stride",
             options=configurations.options(config)
             | {"PLAIN": plain, "ROTARY": rotary, "VALUE": value},
+            is_product=True,
             has_wide_products=True,
         )
     ]

@@ -301,6 +301,7 @@ def specializations(config: GemmConfig) -> list[Specialization]:
             multiples_of_16="num_columns a_stride out_stride part_stride",
             options=configurations.options(config),
             ctas_per_sm=config.ctas_per_sm,
+            is_product=True,
             min_accumulators=config.block_m * config.block_n // (32 * config.num_warps),
         )
     ]

@@ -329,6 +329,7 @@ def specializations(config: GroupedGemmConfig, *, num_groups: int) -> list[Speci
             options=configurations.options(config)
             | {"SCHEDULE": schedule.number, "PADDED_GROUPS": next_power_of_two(num_groups)},
             ctas_per_sm=config.ctas_per_sm,
+            is_product=True,
             min_accumulators=config.block_m * config.block_n // (32 * config.num_warps),
         )
         for schedule in (ContiguousRows, PrefixSumRows, MaskedRows)

@@ -10,7 +10,9 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,12 +33,22 @@ SYSTEM_BYTES_PER_CTA = 1024
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _DUMP_TIMEOUT_S = 300
-# An address as a comment, an optional predicate, and the name up to its first dot.
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", re.MULTILINE)
-
+# An address as a comment, an optional predicate, and the instruction.
+_INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)([^;]*);", re.MULTILINE
+)
+_ADDRESS = re.compile(r"\b0x([0-9a-f]+)")
+# Products of the tensor cores: of warp groups, and on the older path.
+WIDE_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
+OLD_PRODUCTS = ("HMMA", "IMMA", "QMMA", "DMMA")
+STACK_USES = ("LDL", "STL")
 
 _LABEL = re.compile(r"^\s*(\$\w+):")
 _JUMP = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_COPY = re.compile(
+    r"cp\.async\.wait_group\s+(?P<wait>\d+)|(?P<commit>cp\.async\.commit_group)"
+    r"|(?P<product>wgmma\.mma_async|mma\.sync)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +60,25 @@ class ProductLoop:
     copies: int
     """Groups of asynchronous copies that a step starts."""
     copies_in_flight: int
-    """Groups that may still be under way while a step multiplies."""
+    """The fewest groups under way at any product of a step."""
 
     @classmethod
     def of_ptx(cls, body: str) -> Self:
-        """Read the body of a loop."""
-        waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", body)
+        """Follow the body of a loop, once to fill the pipeline and once to see what is in it."""
+        copies = body.count("cp.async.commit_group")
+        under_way, at_products = 0, []
+        for turn in range(2):
+            for found in _COPY.finditer(body):
+                if found["wait"]:
+                    under_way = min(under_way, int(found["wait"]))
+                elif found["commit"]:
+                    under_way += 1
+                elif turn == 1:
+                    at_products.append(under_way)
         return cls(
             awaited_loads=len(re.findall(r"\bld\.global\b", body)),
-            copies=body.count("cp.async.commit_group"),
-            copies_in_flight=min(map(int, waits), default=0),
+            copies=copies,
+            copies_in_flight=min(at_products, default=0),
         )
 
 
@@ -73,8 +94,10 @@ class Code:
     """Shared memory per program."""
     stack_bytes: int
     """Stack per thread; more than 0 means spills."""
-    instructions: dict[str, int]
+    instructions: Mapping[str, int]
     """Occurrences of each SASS instruction, by its name up to the first dot."""
+    step: Mapping[str, int] = field(default_factory=dict)
+    """The same of the innermost loop of products, if there is one."""
     ptx: str
     """The PTX text."""
 
@@ -89,15 +112,13 @@ class Code:
 
     @property
     def product_loop(self) -> ProductLoop | None:
-        """The innermost loop with warp-group products, or None."""
+        """The innermost loop of products, or None."""
         lines = self.ptx.splitlines()
         labels = {found[1]: n for n, line in enumerate(lines) if (found := _LABEL.match(line))}
         jumps = ((n, found[1]) for n, line in enumerate(lines) if (found := _JUMP.search(line)))
-        loops = [lines[labels[to] : n] for n, to in jumps if labels.get(to, n) < n]
-        bodies = [body for body in loops if any("wgmma.mma_async" in line for line in body)]
-        if not bodies:
-            return None
-        return ProductLoop.of_ptx(min(("\n".join(body) for body in bodies), key=len))
+        loops = ("\n".join(lines[labels[to] : n]) for n, to in jumps if labels.get(to, n) < n)
+        bodies = [body for body in loops if any(f["product"] for f in _COPY.finditer(body))]
+        return ProductLoop.of_ptx(min(bodies, key=len)) if bodies else None
 
     def count(self, *names: str) -> int:
         """Occurrences of instructions with these names."""
@@ -113,9 +134,7 @@ def compile_for_hopper(what: Specialization) -> Code:
     compiled = triton.compile(_source(what), target=HOPPER, options=_options(what))
     dump = _dump(compiled.asm["cubin"])
     figures = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", dump)}
-    instructions: dict[str, int] = {}
-    for name in _INSTRUCTION.findall(dump):
-        instructions[name] = instructions.get(name, 0) + 1
+    instructions = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(dump)]
     ptx = compiled.asm["ptx"]
     num_warps = getattr(compiled.metadata, "num_warps", what.options["num_warps"])
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", ptx)
@@ -124,9 +143,24 @@ def compile_for_hopper(what: Specialization) -> Code:
         num_threads=int(threads.group(1)) if threads else 32 * num_warps,
         shared_bytes=compiled.metadata.shared,
         stack_bytes=figures["STACK"],
-        instructions=instructions,
+        instructions=Counter(name for _, name, _ in instructions),
+        step=_step_of_products(instructions),
         ptx=ptx,
     )
+
+
+def _step_of_products(instructions: Sequence[tuple[int, str, str]]) -> Mapping[str, int]:
+    """Count instructions, (address, name, operands), of the shortest loop of products."""
+    products = {*WIDE_PRODUCTS, *OLD_PRODUCTS}
+    steps = []
+    for end, name, rest in instructions:
+        target = _ADDRESS.search(rest) if name == "BRA" else None
+        if target is not None and int(target[1], 16) < end:
+            start = int(target[1], 16)
+            step = Counter(name for at, name, _ in instructions if start <= at <= end)
+            if products & {*step}:
+                steps.append(step)
+    return min(steps, key=Counter.total, default={})
 
 
 def _source(what: Specialization) -> Any:

@@ -41,7 +41,7 @@ _RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normal
 _MAX_REPLICAS = 8
 
 
-_LATENTS = {"rank": 512, "rotary": 64, "block_tokens": 16}
+_LATENTS = {"rank": 512, "rotary": 64, "block_tokens": 64}
 # Specialisations that need sizes get those of DeepSeek-V3 with 32 slots per rank.
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "all_to_all": {"shape": _EIGHT_RANKS},

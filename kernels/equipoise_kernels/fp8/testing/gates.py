@@ -14,11 +14,15 @@ import sys
 from dataclasses import asdict
 
 from equipoise_kernels.fp8.specialization import Specialization
-from equipoise_kernels.fp8.testing.codegen import SHARED_BYTES_PER_CTA, Code, compile_for_hopper
+from equipoise_kernels.fp8.testing.codegen import (
+    OLD_PRODUCTS,
+    SHARED_BYTES_PER_CTA,
+    STACK_USES,
+    Code,
+    compile_for_hopper,
+)
 from equipoise_kernels.fp8.testing.committed import committed_specializations
 
-# Products on the older tensor-core path, without asynchronous warp groups.
-_OLD_PRODUCTS = ("HMMA", "IMMA", "QMMA", "DMMA")
 # The assembler itself expands these into fused products, even with fusion disabled.
 _EXACT = re.compile(r"\b(?:div|sqrt|rcp)\.rn\.f32\b")
 _FUSED = re.compile(r"\bfma\.rn\.f32\b")
@@ -30,9 +34,7 @@ _ATOMIC = re.compile(
 
 def violations(what: Specialization, code: Code) -> list[str]:
     """Return the violations of a compiled kernel as messages."""
-    found = []
-    if code.stack_bytes > 0 or code.count("LDL", "STL") > 0:
-        found.append(f"spills: {code.stack_bytes} bytes of stack, {code.count('LDL', 'STL')} uses")
+    found = _violations_of_stack(what, code)
     if code.shared_bytes > SHARED_BYTES_PER_CTA:
         found.append(f"needs {code.shared_bytes} bytes of shared memory, a program can have 227 KB")
     if code.ctas_per_sm < what.ctas_per_sm:
@@ -48,23 +50,37 @@ def violations(what: Specialization, code: Code) -> list[str]:
         found.append(f"has {fused} products fused into sums, unlike torch")
     if what.has_wide_products:
         found += _violations_of_wide_product(code)
-    if what.min_accumulators > 0 or what.has_wide_products:
+    if what.is_product:
         found += _violations_of_prefetch(code)
     return found
+
+
+def _violations_of_stack(what: Specialization, code: Code) -> list[str]:
+    """Violations of the rule that registers suffice, or nearly, for a step of products."""
+    uses = code.count(*STACK_USES)
+    if what.max_stack_share > 0 and code.step:
+        in_step = sum(code.step.get(name, 0) for name in STACK_USES)
+        share = in_step / sum(code.step.values())
+        if share <= what.max_stack_share:
+            return []
+        return [f"spills: {in_step} uses of the stack in a step, {share:.1%} of its instructions"]
+    if code.stack_bytes > 0 or uses > 0:
+        return [f"spills: {code.stack_bytes} bytes of stack, {uses} uses"]
+    return []
 
 
 def _violations_of_prefetch(code: Code) -> list[str]:
     """Violations of the rule that a product waits for no memory but the previous steps' copies."""
     loop = code.product_loop
     if loop is None:
-        return ["has no loop of warp-group products"]
+        return ["has no loop of products"]
     found = []
     if loop.awaited_loads > 0:
         found.append(f"waits for {loop.awaited_loads} loads before every product: prefetch them")
     if loop.copies_in_flight < max(loop.copies, 1):
         found.append(
             f"has {loop.copies_in_flight} copies in flight during a product, fewer than the "
-            f"{loop.copies} of one step: it takes more stages"
+            f"{loop.copies} of one step: start them earlier, or take more stages"
         )
     return found
 
@@ -95,8 +111,8 @@ def _violations_of_wide_product(code: Code) -> list[str]:
     found = []
     if code.count("HGMMA") == 0:
         found.append("has no 16-bit warp-group product (HGMMA): the tile is too small")
-    if code.count(*_OLD_PRODUCTS) > 0:
-        found.append(f"has {code.count(*_OLD_PRODUCTS)} products on the old path")
+    if code.count(*OLD_PRODUCTS) > 0:
+        found.append(f"has {code.count(*OLD_PRODUCTS)} products on the old path")
     return found
 
 
@@ -104,8 +120,8 @@ def _violations_of_product(what: Specialization, code: Code) -> list[str]:
     found = []
     if code.count("QGMMA") == 0:
         found.append("has no FP8 warp-group product (QGMMA): the tile is too small")
-    if code.count(*_OLD_PRODUCTS) > 0:
-        found.append(f"has {code.count(*_OLD_PRODUCTS)} products on the old path")
+    if code.count(*OLD_PRODUCTS) > 0:
+        found.append(f"has {code.count(*OLD_PRODUCTS)} products on the old path")
     if code.count("UTMALDG") == 0 or "cp.async.bulk.tensor" not in code.ptx:
         found.append("does not load weights by TMA")
     if code.count("FFMA") < what.min_accumulators:
@@ -128,6 +144,8 @@ def main() -> int:
             "shared_bytes": code.shared_bytes,
             "ctas_per_sm": code.ctas_per_sm,
             "qgmma": code.count("QGMMA"),
+            "step": sum(code.step.values()),
+            "stack_uses_in_step": sum(code.step.get(name, 0) for name in STACK_USES),
             "loop": None if code.product_loop is None else asdict(code.product_loop),
         }
         line = {"name": what.name, "violations": found, **figures}
