@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from equipoise.planning.units import NUM_EXPERTS, UNITS, Unit, UnitName
-from equipoise_model.latent_cache import BLOCK_TOKENS, blocks_for
+from equipoise_model.latent_cache import KERNEL_BLOCK_TOKENS, blocks_for
 from equipoise_model.memory import GIB, RankSizes, plan_memory
 from equipoise_model.presets import DEEPSEEK_V3
 
@@ -84,8 +84,8 @@ def _needed_bytes(unit: Unit, release: _Release) -> int:
         num_ranks=unit.num_ranks,
         slots_per_rank=unit.slots_per_rank,
         spare_slots=SPARE_SLOTS,
-        num_blocks=1 + blocks_for(release.cache_tokens),
-        block_tokens=BLOCK_TOKENS,
+        num_blocks=blocks_for(release.cache_tokens, block_tokens=KERNEL_BLOCK_TOKENS),
+        block_tokens=KERNEL_BLOCK_TOKENS,
         fp8_latents=False,
         context_length=CONTEXT,
         max_requests=release.max_requests,

@@ -18,8 +18,6 @@ from equipoise_kernels.fp8 import selection
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.attention.libraries import (
-    FLASH_MLA,
-    FLASH_MLA_BLOCK,
     LatentShape,
     misfit,
 )
@@ -32,7 +30,7 @@ from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.fp8.slot_exchange import SlotExchange, exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
 from equipoise_model.fp8.warm_up import warm_up
-from equipoise_model.latent_cache import BLOCK_TOKENS, LatentCache
+from equipoise_model.latent_cache import BLOCK_TOKENS, KERNEL_BLOCK_TOKENS, LatentCache
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
 
@@ -80,7 +78,7 @@ class Operations:
 
         `auto` is FP8 on a GPU if the checkpoint is, and never falls back to BF16 there; elsewhere
         it is bf16, which is computed in `device.compute_dtype`. `latents` is `bf16` (the model's
-        compute dtype) or `fp8`. With `block_tokens` 0, the best attention backend decides.
+        compute dtype) or `fp8`. With `block_tokens` 0, blocks suit what attends.
 
         Raises:
             OperationsError: a choice does not exist or is not available here.
@@ -98,10 +96,9 @@ class Operations:
                 f"kv_lora_rank is {config.kv_lora_rank}, not a multiple of {GROUP}"
             )
         if fp8 is not None and not _always_twins(device):
+            block_tokens = block_tokens or KERNEL_BLOCK_TOKENS
             try:
-                block_tokens = _fit_attention(
-                    config, block_tokens=block_tokens, quantized=latents == FP8
-                )
+                _fit_attention(config, block_tokens=block_tokens, quantized=latents == FP8)
             except KernelsUnavailableError as error:
                 raise OperationsError(str(error)) from error
         return cls(
@@ -369,25 +366,17 @@ def _missing_kernels(device: torch.device) -> str | None:
     )
 
 
-def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -> int:
-    """Positions per block, after excluding backends that cannot attend to the model's latents."""
-
-    def reason(backend: str, tokens: int) -> str | None:
-        shape = LatentShape(
-            rank=config.kv_lora_rank,
-            rotary=config.qk_rope_head_dim,
-            block_tokens=tokens,
-            quantized=quantized,
-        )
-        return misfit(backend, shape)
-
+def _fit_attention(config: ModelConfig, *, block_tokens: int, quantized: bool) -> None:
+    """Exclude backends that cannot attend to the model's latents."""
+    shape = LatentShape(
+        rank=config.kv_lora_rank,
+        rotary=config.qk_rope_head_dim,
+        block_tokens=block_tokens,
+        quantized=quantized,
+    )
     possible = selection.own().possible[_ATTENTION]
-    if not block_tokens:
-        takes_over = FLASH_MLA in possible and reason(FLASH_MLA, FLASH_MLA_BLOCK) is None
-        block_tokens = FLASH_MLA_BLOCK if takes_over else BLOCK_TOKENS
-    reasons = {f"{_ATTENTION}={name}": reason(name, block_tokens) for name in possible}
+    reasons = {f"{_ATTENTION}={name}": misfit(name, shape) for name in possible}
     selection.exclude({what: why for what, why in reasons.items() if why})
-    return block_tokens
 
 
 def _always_twins(device: torch.device) -> bool:

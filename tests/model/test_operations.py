@@ -165,7 +165,7 @@ def test_ranks_that_sum_on_nodes_form_no_group_with_others(monkeypatch):
         plain.agree([plain.announcement, summing.announcement])
 
 
-def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatch):
+def test_blocks_are_as_large_as_kernels_read_them_where_they_attend(monkeypatch):
     deepseek = dataclasses.replace(NARROW, kv_lora_rank=512, qk_rope_head_dim=64)
     monkeypatch.setattr("equipoise_model.operations._always_twins", lambda device: False)
 
@@ -179,11 +179,11 @@ def test_blocks_are_as_large_as_flash_mla_takes_them_where_it_attends(monkeypatc
 
     assert chosen() == (64, "flash_mla")
     assert chosen("auto,mla_decode=flash_mla") == (64, "flash_mla")
-    assert chosen(missing=("flash_mla",)) == (16, "triton")
-    assert chosen(latents="fp8") == (16, "triton")
+    assert chosen(missing=("flash_mla",)) == (64, "triton")
+    assert chosen(latents="fp8") == (64, "triton")
     assert "no latents in FP8" in selection.current().obstacles["mla_decode=flash_mla"]
-    assert chosen(config=NARROW) == (16, "triton")
+    assert chosen(config=NARROW) == (64, "triton")
     assert chosen(block_tokens=32) == (32, "triton")
-    assert chosen("auto,mla_decode=flashinfer") == (16, "flashinfer")
+    assert chosen("auto,mla_decode=flashinfer") == (64, "flashinfer")
     with pytest.raises(OperationsError, match="it takes blocks of 64 positions, not 16"):
         chosen("auto,mla_decode=flash_mla", block_tokens=16)

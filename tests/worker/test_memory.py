@@ -73,6 +73,16 @@ def test_explain_lists_every_term_and_says_whether_they_fit(v3, capsys):
     assert run(v3(latents="fp8", cache_tokens=400_000)) == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [({}, 64), ({"block_tokens": 16}, 16), ({"weights": "bf16", "batch_invariant": True}, 16)],
+)
+def test_explain_counts_blocks_as_a_worker_would_have_them(v3, changes, positions, capsys):
+    # One more, which stays zero.
+    run(v3(cache_tokens=65_536, **changes))
+    assert f"{65_536 + positions} tokens x" in capsys.readouterr().out
+
+
 def test_explain_prints_json(v3, capsys):
     assert run(v3(json=True)) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ from equipoise.worker.memory import capacity_bytes, rank_sizes
 from equipoise.worker.settings import WorkerSettings
 from equipoise_model.config import Fp8Config, ModelConfig, UnsupportedConfigError
 from equipoise_model.device import AUTO, DeviceError, choose_device
-from equipoise_model.latent_cache import BLOCK_TOKENS
+from equipoise_model.latent_cache import BLOCK_TOKENS, KERNEL_BLOCK_TOKENS
 from equipoise_model.memory import GIB, MemoryPlan, Term, plan_memory
 from equipoise_model.operations import OperationsError, fp8_obstacle, wants_fp8
 
@@ -49,11 +49,12 @@ def _plan(settings: WorkerSettings) -> MemoryPlan:
     reason = fp8_obstacle(config, batch_invariant=settings.batch_invariant)
     if is_fp8 and reason:
         raise WorkerError(f"weights: FP8 is not available: {reason}")
+    default = KERNEL_BLOCK_TOKENS if is_fp8 and on_gpu else BLOCK_TOKENS
     sizes = rank_sizes(
         settings,
         is_fp8=is_fp8,
         on_gpu=on_gpu,
-        block_tokens=settings.block_tokens or BLOCK_TOKENS,
+        block_tokens=settings.block_tokens or default,
     )
     fp8 = (config.quantization_config or Fp8Config()) if is_fp8 else None
     return plan_memory(replace(config, quantization_config=fp8), sizes)

@@ -17,7 +17,7 @@ from equipoise_kernels.fp8.bench.timing import TimedCall
 HEADS = 128
 RANK = 512
 ROTARY = 64
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 64
 # Width of the scores before the up-projection was absorbed: 128 + 64.
 _SCALE = 192**-0.5
 
