@@ -2,8 +2,8 @@
 
 Owns the JSON files under `tuned/`: one per device, Triton version and operation, written by `make
 tune` and committed. Serving never tunes: a launch is a pure function of its sizes and these files,
-so every rank runs the same code. A device or version without files uses those of the H200 with
-Triton 3.6: any configuration gives correct results.
+so every rank runs the same code. A version of Triton without files uses those of one next to it, and a
+device without files those of the H100: any configuration gives correct results.
 
 A file is a list of entries, tried in order:
 
@@ -25,8 +25,7 @@ import torch
 
 from equipoise_kernels.fp8.jit import triton_version
 
-DEFAULT_DEVICE = "nvidia_h200"
-DEFAULT_TRITON = "3.6"
+DEFAULT_DEVICE = "nvidia_h100_80gb_hbm3"
 
 _FOLDER = Path(__file__).parent / "tuned"
 _NO_OPTIONS = ("ctas_per_sm", "tokens_per_split")
@@ -116,14 +115,35 @@ def write(path: Path, entries: Sequence[Entry], *, origin: Mapping[str, str]) ->
 
 
 def device_name(device: int = 0) -> str:
-    """A CUDA device's name as in the files' paths: "nvidia_h200", also the default without CUDA."""
+    """A CUDA device's name as in the files' paths: "nvidia_h200"; the default's without CUDA."""
     if not torch.cuda.is_available():
         return DEFAULT_DEVICE
     return torch.cuda.get_device_name(device).lower().replace(" ", "_")
 
 
+def nearest(operation: str, *, device: str, triton: str | None) -> Path:
+    """The committed file for a device and a version of Triton, or what is nearest to them.
+
+    That is the last version before, or else the first after; the default device's, if the device
+    has none; and the last of all without Triton.
+    """
+    own, default = (
+        sorted(_FOLDER.glob(f"{name}/triton_*/{operation}.json"), key=_version)
+        for name in (device, DEFAULT_DEVICE)
+    )
+    paths = own or default
+    before = [path for path in paths if triton is None or _version(path) <= _numbers(triton)]
+    return before[-1] if before else paths[0]
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    return _numbers(path.parent.name.removeprefix("triton_"))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
 @cache
 def _entries_here(operation: str) -> tuple[Entry, ...]:
-    own = path_of(operation, device=device_name(), triton=triton_version() or DEFAULT_TRITON)
-    default = path_of(operation, device=DEFAULT_DEVICE, triton=DEFAULT_TRITON)
-    return read(own if own.exists() else default)
+    return read(nearest(operation, device=device_name(), triton=triton_version()))

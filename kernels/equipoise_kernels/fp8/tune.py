@@ -21,12 +21,16 @@ import torch
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.bench.__main__ import NO_DEVICE, versions, why_not_here
+from equipoise_kernels.fp8.bench.report import NOISE
 from equipoise_kernels.fp8.bench.timing import GraphTimer, TimedCall, Timer
 from equipoise_kernels.fp8.configurations import Entry
 from equipoise_kernels.fp8.jit import triton_version
 from equipoise_kernels.fp8.self_test import start_process
 from equipoise_kernels.fp8.testing.committed import TUNABLES, specializations
 from equipoise_kernels.fp8.tune_plans import PLANS, TuningPlan, TuningShape
+
+# Candidates whose times differ by less are equally fast.
+_EQUAL = 0.01
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,14 +100,16 @@ def best_entries(
 ) -> list[Entry]:
     """The entries of one bucket, from each candidate's times on each shape.
 
-    The default has the smallest product of times, so that every shape has the same weight.
+    The default has the smallest product of times, so that every shape has the same weight. A shape
+    has its own entry if that gains more than two runs of one configuration differ, and of equally
+    fast candidates the first, so that few kernels are compiled.
     """
     logs = torch.tensor(list(times_us.values()), dtype=torch.float64).log().sum(dim=0)
     default = int(logs.argmin())
     shapes_of: dict[int, list[TuningShape]] = {}
     for shape, row in times_us.items():
-        best = min(range(len(row)), key=row.__getitem__)
-        if row[best] < row[default]:
+        best = next(n for n, time_us in enumerate(row) if time_us <= min(row) * (1 + _EQUAL))
+        if row[best] < row[default] * (1 - NOISE):
             shapes_of.setdefault(best, []).append(shape)
     special = [
         Entry(max_rows=max_rows, shapes=tuple(shapes), config=asdict(candidates[best]))

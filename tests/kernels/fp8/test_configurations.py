@@ -35,7 +35,7 @@ def test_weights_with_few_columns_split_k():
     def chosen(shape):
         return configurations.choose("gemm", GemmConfig, rows=1, shape=shape)
 
-    assert chosen((576, 7168)).split_k > chosen((7168, 2048)).split_k > 1
+    assert chosen((576, 7168)).split_k > chosen((7168, 16384)).split_k > 1
     assert chosen((24576, 1536)).split_k == 1
 
 
@@ -59,6 +59,26 @@ def test_a_file_whose_last_entry_does_not_fit_every_launch_is_a_fault(tmp_path, 
     configurations.write(tmp_path / "x.json", [last], origin={})
     with pytest.raises(AssertionError, match="every launch"):
         configurations.read(tmp_path / "x.json")
+
+
+def test_files_of_the_same_device_come_first_and_then_versions_next_to_this_one(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(configurations, "_FOLDER", tmp_path)
+    default = configurations.DEFAULT_DEVICE
+    for device, triton in (("h200", "3.9"), ("h200", "3.10"), (default, "3.6"), (default, "3.7")):
+        path = configurations.path_of("gemm", device=device, triton=triton)
+        configurations.write(path, [Entry(config={})], origin={})
+
+    def found(device, triton):
+        path = configurations.nearest("gemm", device=device, triton=triton)
+        return f"{path.parent.parent.name} {path.parent.name}"
+
+    assert found("h200", "3.9") == "h200 triton_3.9"
+    assert found("h200", "3.11") == found("h200", None) == "h200 triton_3.10"
+    assert found("h200", "3.7") == "h200 triton_3.9"
+    assert found("h20", "3.8") == f"{default} triton_3.7"
+    assert found("h20", "3.5") == f"{default} triton_3.6"
 
 
 def test_every_committed_file_records_its_origin():

@@ -19,6 +19,15 @@ def test_shapes_with_a_better_configuration_of_their_own_come_before_the_best_fo
     assert default.config["num_stages"] == FAST.num_stages
 
 
+def test_times_that_are_the_same_but_for_noise_add_no_entry_and_no_kernel():
+    times = {(1, 1): [1.0, 0.98], (2, 2): [1.0, 1.5]}
+    (default,) = tune.best_entries(times, [FAST, SLOW], max_rows=None)
+    assert default.config["num_stages"] == FAST.num_stages
+    times = {(1, 1): [2.0, 1.005, 1.0], (2, 2): [1.0, 3.0, 3.0]}
+    special, _ = tune.best_entries(times, [FAST, SLOW, CONFIG_SPACE[2]], max_rows=None)
+    assert special.config["num_stages"] == SLOW.num_stages
+
+
 def test_a_configuration_that_does_not_run_is_never_chosen(generator):
     class Timer:
         def interleaved(self, candidates):

@@ -78,7 +78,7 @@ CONFIG_SPACE = tuple(
         (_WIDE_HEADS, 32, 8, 4),
         (_WIDE_HEADS, 64, 8, 2),
     )
-    for tokens_per_split in (256, 512, 1024, 2048, 8192)
+    for tokens_per_split in (256, 512, 1024, 2048, 4096, 8192)
 )
 
 

@@ -43,8 +43,8 @@ class PermuteConfig:
 
 CONFIG_SPACE = tuple(
     PermuteConfig(columns=columns, num_warps=num_warps)
-    for columns in (512, 1024, 2048)
-    for num_warps in (2, 4, 8)
+    for columns in (256, 512, 1024, 2048)
+    for num_warps in (1, 2, 4, 8)
 )
 
 
