@@ -2,8 +2,8 @@
 
 Owns the JSON files under `tuned/`: one per device, Triton version and operation, written by `make
 tune` and committed. Serving never tunes: a launch is a pure function of its sizes and these files,
-so every rank runs the same code. A version of Triton without files uses those of one next to it, and a
-device without files those of the H100: any configuration gives correct results.
+so every rank runs the same code. A version of Triton without files uses those of one next to it,
+and a device without files those of the H100: any configuration gives correct results.
 
 A file is a list of entries, tried in order:
 
