@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.rank.engine import EngineProgress
+from equipoise.worker.blocks import BlockPool
 from equipoise.worker.engine import Engine
-from equipoise.worker.scheduler import SchedulerCounts
+from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import PrefillWork
 
 STEP_S = (0.4, 0.7)
@@ -133,16 +134,15 @@ class SimEngine(Engine):
         return ()
 
 
-class SimScheduler:
-    """No requests: traffic is a load, of prompts that never end."""
-
-    blocks = SimpleNamespace(num_blocks=8, block_tokens=16, num_used=6)
-    num_queued = 0
-    max_requests = 4
+class SimScheduler(Scheduler):
+    """The real one without requests: traffic is a load, of prompts that never end."""
 
     def __init__(self, world: Any) -> None:
+        blocks = BlockPool(num_blocks=8, block_tokens=16)
+        for _ in range(6):
+            blocks.take()
+        super().__init__(blocks=blocks, max_requests=4, max_queued=0, max_step_tokens=TOKENS)
         self._world = world
-        self.counts = SchedulerCounts()
 
     @property
     def num_active(self) -> int:
@@ -151,16 +151,16 @@ class SimScheduler:
     def prefill_work(self) -> PrefillWork:
         return PrefillWork(tokens=1000 if self._world.has_traffic else 0, pairs=0)
 
-    def run(self, plan: Any, *, epoch: int) -> None:
-        """Count the tokens of a step."""
-        self.counts.processed += plan.num_tokens
-        self._world.tokens_of_epoch[epoch] += plan.num_tokens
-
     def plan(self, *, now: float) -> Any:
         if self._world.has_traffic:
             return _PLAN
         self._world.effects.add("idle")
         return _NO_PLAN
+
+    def run(self, plan: Any, *, epoch: int) -> None:
+        """Count the tokens of a step."""
+        self.counts.processed += plan.num_tokens
+        self._world.tokens_of_epoch[epoch] += plan.num_tokens
 
 
 _PLAN, _NO_PLAN = (SimpleNamespace(num_tokens=tokens, chunks=()) for tokens in (TOKENS, 0))

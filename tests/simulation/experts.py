@@ -136,6 +136,7 @@ class SimExperts:
     """Counts assignments as the dispatch would."""
 
     waited_s = 0.0
+    spread = None
 
     def __init__(self, joined: Any, core: Any, *, phase: Phase) -> None:
         self._core, self._rank = core, joined.join_epoch.rank
