@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise_kernels.fp8.bench import __main__ as command
-from equipoise_kernels.fp8.bench.case import CaseInput, CaseOutput, run_case
+from equipoise_kernels.fp8.bench.case import CaseInput, CaseOutput, CaseRunner
 from equipoise_kernels.fp8.bench.clocks import parsed_clocks
 from equipoise_kernels.fp8.bench.report import GATES, Sample
 from equipoise_kernels.fp8.bench.tables import NOTHING, table
@@ -79,14 +79,15 @@ def test_gates_without_time_are_named_and_a_machine_that_cannot_be_measured_fail
 
 HANGS = """
 import subprocess, sys, time
+sys.stdin.read()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open(sys.argv[1] + "/../../child", "w").write(str(child.pid))
+open("CHILD", "w").write(str(child.pid))
 time.sleep(60)
 """
 WRITES = """
 import json, sys
-case = json.load(open(sys.argv[1]))
-json.dump({"fault": "", "machine": {"copy_tb_s": case["seed"]}}, open(sys.argv[2], "w"))
+case = json.load(sys.stdin)
+json.dump({"fault": "", "machine": {"copy_tb_s": case["seed"]}}, open(sys.argv[1], "w"))
 """
 
 
@@ -99,8 +100,9 @@ def _runs(stat):
 
 def test_a_case_is_ended_at_its_bound_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    hangs = HANGS.replace('sys.argv[1] + "/../../child"', repr(str(tmp_path / "child")))
-    ended = run_case(CaseInput(within_s=5.0), command=(sys.executable, "-c", hangs))
+    hangs = HANGS.replace("CHILD", str(tmp_path / "child"))
+    with CaseRunner((sys.executable, "-c", hangs)) as run_one:
+        ended = run_one(CaseInput(within_s=5.0))
     assert ended.fault == "was ended after 5 s"
     child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     until_s = time.monotonic() + 30.0
@@ -111,10 +113,11 @@ def test_a_case_is_ended_at_its_bound_with_all_that_it_started(tmp_path, monkeyp
 
 
 def test_a_cases_process_gives_its_output_or_the_reason_why_not():
-    command_line = (sys.executable, "-c", WRITES)
-    assert run_case(CaseInput(seed=7), command=command_line).machine == {"copy_tb_s": 7}
-    fails = (sys.executable, "-c", "raise SystemExit('no memory')")
-    assert run_case(CaseInput(), command=fails).fault == "ended with status 1: no memory"
+    with CaseRunner((sys.executable, "-c", WRITES)) as run_one:
+        assert run_one(CaseInput(seed=7)).machine == {"copy_tb_s": 7}
+        assert run_one(CaseInput(seed=8)).machine == {"copy_tb_s": 8}
+    with CaseRunner((sys.executable, "-c", "raise SystemExit('no memory')")) as run_one:
+        assert run_one(CaseInput()).fault == "ended with status 1: no memory"
 
 
 def test_clocks_are_read_with_the_reasons_of_a_slow_one():

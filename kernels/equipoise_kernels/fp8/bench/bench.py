@@ -61,11 +61,18 @@ def measured_machine(timer: Timer, device: torch.device) -> Machine:
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     square = torch.randn(_SQUARE, _SQUARE, device=device).bfloat16()
+    words, target_words = source.view(torch.int32), target.view(torch.int32)
     times = timer.interleaved(
-        {"copy": [lambda: target.copy_(source)], "bf16": [lambda: square @ square]}
+        {
+            "copy": [lambda: target.copy_(source)],
+            # A kernel that reads and writes: on some cards it is faster than the driver's copy.
+            "kernel": [lambda: torch.bitwise_not(words, out=target_words)],
+            "bf16": [lambda: square @ square],
+        }
     )
+    fastest_us = min(times["copy"].median_us, times["kernel"].median_us)
     return Machine(
-        copy_tb_s=2 * _COPY_BYTES / times["copy"].median_us / 1e6,
+        copy_tb_s=2 * _COPY_BYTES / fastest_us / 1e6,
         bf16_tflops=2 * _SQUARE**3 / times["bf16"].median_us / 1e6,
     )
 

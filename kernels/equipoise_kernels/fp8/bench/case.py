@@ -1,8 +1,8 @@
 """One case of the benchmark, in a process of its own: a case that hangs or fails ends no other.
 
-    python -m equipoise_kernels.fp8.bench.case INPUT OUTPUT
+    python -m equipoise_kernels.fp8.bench.case OUTPUT
 
-Both are files: a `CaseInput` and a `CaseOutput` as JSON.
+It reads a `CaseInput` as JSON from standard input, and writes a `CaseOutput` to the file OUTPUT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -96,39 +96,67 @@ class CaseOutput:
     """Why there is no result; empty if there is one."""
 
 
-def run_case(case: CaseInput, *, command: Sequence[str] = ()) -> CaseOutput:
-    """Run a case in a process of its own, and end it and its children at its bound."""
-    command = command or (sys.executable, "-m", _MODULE)
-    with tempfile.TemporaryDirectory(prefix="equipoise-") as folder:
-        source, target = Path(folder) / "input.json", Path(folder) / "output.json"
-        source.write_text(json.dumps(asdict(case)))
-        process = subprocess.Popen(
-            [*command, str(source), str(target)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+class CaseRunner:
+    """Runs each case in a process of its own, and ends it and its children at its bound.
+
+    The next case's process starts while one runs, and waits for its input: importing torch takes
+    seconds. It touches no GPU before its input is there.
+    """
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        self._command = command or (sys.executable, "-m", _MODULE)
+        self._folder = tempfile.TemporaryDirectory(prefix="equipoise-")
+        self._number = 0
+        self._process = self._started()
+
+    def __enter__(self) -> Self:
+        """Nothing is left to do: the first process has started."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process that waits, and remove the outputs."""
+        _end(self._process)
+        self._folder.cleanup()
+
+    def __call__(self, case: CaseInput) -> CaseOutput:
+        """Run a case; whatever happens to its process becomes a fault."""
+        process, target = self._process, self._target()
+        self._number += 1
+        self._process = self._started()
         try:
-            _, errors = process.communicate(timeout=case.within_s)
+            _, errors = process.communicate(json.dumps(asdict(case)), timeout=case.within_s)
         except subprocess.TimeoutExpired:
             return CaseOutput(fault=f"was ended after {case.within_s:.0f} s")
         finally:
             _end(process)
         if target.exists():
             return CaseOutput(**json.loads(target.read_text()))
+        sys.stderr.write(errors)
         words = (errors.strip().splitlines() or ["without a message"])[-1]
         return CaseOutput(fault=f"ended with status {process.returncode}: {words}")
 
+    def _started(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._command, str(self._target())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _target(self) -> Path:
+        return Path(self._folder.name) / f"output_{self._number}.json"
+
 
 def main() -> None:
-    """Run the case that the input names."""
-    case = CaseInput(**json.loads(Path(sys.argv[1]).read_text()))
+    """Run the case that standard input names."""
+    case = CaseInput(**json.loads(sys.stdin.read()))
     output = measured(case) if case.gates else prepared()
     # Complete or absent, even if the process is ended at this moment.
-    part = Path(sys.argv[2] + ".part")
+    part = Path(sys.argv[1] + ".part")
     part.write_text(json.dumps(asdict(output)))
-    part.replace(sys.argv[2])
+    part.replace(sys.argv[1])
 
 
 def prepared() -> CaseOutput:
@@ -159,7 +187,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     """End a process and what it started, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    with contextlib.suppress(BrokenPipeError):  # It read no input.
+        process.communicate()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _EXCHANGES = 10_000
 _FEWEST = 500
 _TIMEOUT_S = 10.0
 # Starting Python, forming the group, and compiling with an empty cache.
-_STARTING_S = 60.0
+_STARTING_S = 30.0
 _ROOM = Path(__file__).parents[3]
 # Torch maps windows of the same device into each other only if this is set.
 _ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}

@@ -164,7 +164,7 @@ class Machine:
     """The GPU's own figures, measured in the same run."""
 
     copy_tb_s: float
-    """Bytes read and written by a large copy, TB/s."""
+    """Bytes read and written by the driver's copy or a kernel's, whichever is faster, TB/s."""
     bf16_tflops: float
     """Of an 8192^3 product."""
 
