@@ -115,7 +115,9 @@ def test_from_a_current_layout_a_plan_is_incremental_unless_asked_otherwise(code
     assert made["balancedness"] >= scratch["balancedness"] - 0.002
     assert made["moves"] < scratch["moves"]
     local = planned(*english, "--locality", "0.3")
-    assert local["algorithm"] == "local"
+    assert local["algorithm"] == "incremental"
+    assert local["off_node_share"] < made["off_node_share"]
+    assert planned(*english, "--locality", "0.3", "--algorithm", "local")["algorithm"] == "local"
 
 
 def test_max_moves_is_respected_and_the_curve_shows_the_gain(code_layout):

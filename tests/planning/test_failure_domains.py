@@ -9,6 +9,7 @@ from equipoise.planning.balance import balancedness, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import moves_into
+from equipoise.planning.placing import incremental
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm, Weighting
 from equipoise.planning.topology import ModelShape, Topology
@@ -134,6 +135,72 @@ def test_replicas_lie_on_different_nodes_where_that_costs_little():
         on_node = np.stack([np.bincount(half, minlength=64) for half in layer.reshape(2, -1)])
         assert (on_node.max(axis=0) <= -(-on_node.sum(axis=0) // 2)).all()
     assert made.balancedness > 0.995
+
+
+def replicas_on_one_node(table, *, num_nodes):
+    """Experts with several replicas, and those of them of which all are on one node."""
+    replicated = together = 0
+    for layer in table:
+        on_node = np.stack([np.bincount(part, minlength=64) for part in np.split(layer, num_nodes)])
+        several = on_node.sum(axis=0) > 1
+        replicated += several.sum()
+        together += ((on_node > 0).sum(axis=0)[several] == 1).sum()
+    return replicated, together
+
+
+def drifting_layouts(num_nodes, *, seed):
+    """Layouts of a pool whose incremental plans follow changing traffic."""
+    model = ModelShape(num_layers=3, num_experts=64, num_groups=1, expert_bytes=1)
+    nodes = tuple(f"n{rank * num_nodes // 8}" for rank in range(8))
+    topology = Topology(node_of_rank=nodes, slots_per_rank=12)
+    rng = np.random.default_rng(seed)
+    load = rng.lognormal(sigma=0.8, size=(3, 64))
+    layout = None
+    for generation in range(1, 7):
+        made = plan(
+            load * rng.lognormal(sigma=0.5, size=load.shape),
+            model=model,
+            topology=topology,
+            current=layout,
+            algorithm=Algorithm.INCREMENTAL,
+            target_balancedness=0.98,
+        )
+        assert made.balancedness >= 0.98
+        layout = Layout(
+            generation=generation,
+            num_experts=64,
+            num_ranks=8,
+            expert_of_slot=made.expert_of_slot,
+        )
+        yield layout, made.moves
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_incremental_plans_too_keep_replicas_on_different_nodes(num_nodes):
+    counts = [
+        replicas_on_one_node(layout.expert_of_slot, num_nodes=num_nodes)
+        for seed in range(3)
+        for layout, _ in drifting_layouts(num_nodes, seed=seed)
+    ]
+    assert all(replicated > 50 for replicated, _ in counts)
+    assert sum(together for _, together in counts) <= 0.06 * sum(each for each, _ in counts)
+
+
+def test_that_costs_hardly_any_moves(monkeypatch):
+    def totals(cost):
+        monkeypatch.setattr(incremental, "COST_OF_JOINING", cost)
+        made = [list(drifting_layouts(num_nodes, seed=seed))[1:] for num_nodes in (2, 4)
+                for seed in range(3)]  # fmt: skip
+        together = sum(
+            replicas_on_one_node(layouts[-1][0].expert_of_slot, num_nodes=num_nodes)[1]
+            for num_nodes, layouts in zip((2, 2, 2, 4, 4, 4), made, strict=True)
+        )
+        return sum(moves for layouts in made for _, moves in layouts), together
+
+    moves, together = totals(incremental.COST_OF_JOINING)
+    moves_without, together_without = totals(0.0)
+    assert moves <= 1.1 * moves_without
+    assert together <= 0.3 * together_without
 
 
 @pytest.mark.parametrize("weighted", list(Weighting))

@@ -165,7 +165,7 @@ def test_between_equal_gains_the_move_with_a_source_on_its_node_is_made(hot_slot
     start[hot_slot] = 0
     space = SearchSpace(
         np.arange(0, 9, 2), np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]),
-        np.zeros(7, dtype=np.int64), 1.0, 0.0,
+        np.zeros(7, dtype=np.int64), 1.0, 0.0, 0.0,
     )  # fmt: skip
     path = relieve(start, np.array([4.0, 1, 1, 1, 1, 1, 1]), space, 3.1, np.inf)
     np.testing.assert_array_equal(path.steps[0], [near_slot, 0, -1, -1])

@@ -107,3 +107,86 @@ def test_a_local_plan_returns_load_to_its_nodes_also_at_a_loss():
     drifted = load * np.random.default_rng(6).lognormal(sigma=0.02, size=load.shape)
     again = plan(drifted, current=held, **chosen)
     assert again.returned_layers == 0
+
+
+def improved(load, current, *, locality, **limits):
+    return plan(
+        load,
+        model=MODEL,
+        topology=TOPOLOGY,
+        current=current,
+        algorithm=Algorithm.INCREMENTAL,
+        locality=locality,
+        **limits,
+    )
+
+
+def layout_of(made, generation=1):
+    return Layout(
+        generation=generation, num_experts=64, num_ranks=16, expert_of_slot=made.expert_of_slot
+    )
+
+
+@pytest.mark.parametrize("locality", [0.0, 0.1, 0.25])
+@given(st.integers(0, 1000), st.sampled_from([None, 0.9]), st.sampled_from([None, 20]))
+@settings(max_examples=10, deadline=None)
+def test_an_incremental_plan_keeps_groups_on_their_nodes_if_asked(
+    locality, seed, target, max_moves
+):
+    load = skewed_load(seed)
+    first = plan(load, model=MODEL, topology=TOPOLOGY, locality=locality)
+    current = layout_of(first)
+    drifted = load * np.random.default_rng(seed + 1).lognormal(sigma=0.5, size=load.shape)
+    made = improved(
+        drifted,
+        current,
+        locality=locality,
+        target_balancedness=target,
+        max_moves=max_moves,
+    )
+    before = problem(drifted)
+    held = before.off_node_share_of_layer(current.expert_of_slot)
+    after = before.off_node_share_of_layer(made.expert_of_slot)
+    # What has left its node already, because traffic changed, may stay away.
+    assert (after <= np.maximum(held, locality * 0.75) + 1e-6).all()
+    assert made.balancedness >= before.balancedness_of_layer(current.expert_of_slot).mean() - 1e-9
+    if locality == 0.0:
+        assert before.is_hierarchical(made.expert_of_slot).all()
+    table = current.expert_of_slot.copy()
+    for step in made.steps:
+        table[step.layer, step.slots] = step.experts
+        current.with_placement(table, generation=2)
+    np.testing.assert_array_equal(table, made.expert_of_slot)
+
+
+def test_it_moves_less_than_a_plan_from_scratch_and_balances_as_well():
+    load = skewed_load(8)
+    current = layout_of(plan(load, model=MODEL, topology=TOPOLOGY, locality=0.25))
+    drifted = load * np.random.default_rng(9).lognormal(sigma=0.3, size=load.shape)
+    fresh = plan(drifted, model=MODEL, topology=TOPOLOGY, current=current, locality=0.25)
+    made = improved(drifted, current, locality=0.25)
+    assert made.moves < fresh.moves
+    assert made.balancedness > fresh.balancedness - 0.01
+    anywhere = improved(drifted, current, locality=None)
+    assert anywhere.off_node_share > made.off_node_share
+
+
+def test_layers_that_spread_groups_return_them_whatever_it_costs_and_then_stay():
+    load = skewed_load(5)
+    free = plan(load, model=MODEL, topology=TOPOLOGY, algorithm=Algorithm.GLOBAL)
+    current = layout_of(free)
+    made = improved(load, current, locality=0.1, target_balancedness=0.9)
+    assert made.returned_layers == 4
+    assert made.off_node_share <= 0.075 + 1e-9
+    assert made.balancedness < free.balancedness
+    assert "expert groups of 4 layers return to their nodes" in made.reason
+    again = improved(load, layout_of(made), locality=0.1, target_balancedness=0.5)
+    assert (again.returned_layers, again.moves) == (0, 0)
+
+
+def test_an_incremental_plan_says_why_groups_have_no_nodes():
+    model = ModelShape(num_layers=4, num_experts=64, num_groups=1, expert_bytes=1)
+    chosen = {"model": model, "topology": TOPOLOGY, "algorithm": Algorithm.INCREMENTAL}
+    made = plan(skewed_load(4), locality=0.2, **chosen)
+    assert "not hierarchical: 1 groups do not divide evenly over 4 nodes" in made.reason
+    assert made.balancedness == plan(skewed_load(4), **chosen).balancedness

@@ -13,7 +13,7 @@ from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.chance import gains_beyond_chance
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
 from equipoise.planning.placing.incremental import MoveStep, improve
-from equipoise.planning.placing.locality import place_locally
+from equipoise.planning.placing.locality import Homes, place_locally, strays
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.weigh import Placed, mixed, weigh
 from equipoise.planning.policy import Algorithm, Weighting
@@ -26,11 +26,6 @@ LEAST_LAYER_GAIN = 0.002
 LOCALITY = 0.25
 """Locality of `local` unless the caller sets it: on recorded loads of a 256-expert model on 4 nodes
 it is enough for a balancedness of 0.97 or more."""
-
-
-LOCALITY_SLACK = 1.25
-"""Multiple of the load that `local` lets leave its node at which a layer is placed again: plans use
-all of what is allowed, and loads fluctuate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +57,7 @@ class Plan:
     having. Empty if the plan has shares, which fit the whole plan only."""
     returned_layers: int = 0
     """Layers whose expert groups return to their nodes, whatever balance that costs: `hierarchical`
-    and `local` ask for it."""
+    and a locality ask for it."""
     curve: tuple[tuple[int, float], ...] = ()
     """(moves, balancedness) of an incremental plan: the most that any number of moves buys with
     even splits."""
@@ -74,7 +69,7 @@ class _Task:
 
     problem: Problem
     samples: float | None
-    locality: float
+    locality: float | None
     max_moves: int | None
     target: float | None
 
@@ -98,8 +93,8 @@ def plan(
     A layer keeps its current placement unless it gains something, so a layer without load never
     moves and no plan is worse than the current layout. (Beside layers with uneven shares, even
     splits are rounded to whole shares too: n replicas may then cost n / 32768 of balancedness.)
-    `hierarchical` and `local` also change layers that spread expert groups over more nodes than
-    they allow, even at a loss.
+    `hierarchical`, and any plan with a locality, also change layers that spread expert groups over
+    more nodes than allowed, even at a loss.
 
     Args:
         load: [layers, experts] in any unit.
@@ -108,7 +103,8 @@ def plan(
         current: the layout in use; None for a pool that holds nothing yet.
         algorithm: `auto` makes a hierarchical and a global plan and keeps the more balanced one,
             hierarchical on a tie; with a locality it is `local`, with a limit `incremental`.
-        locality: a dial from 0 (hierarchical) to 1 (global), for `local`; see `place_locally`.
+        locality: a dial from 0 (hierarchical) to 1 (global), see `place_locally`: for `local`, and
+            for `incremental`, which otherwise takes no account of groups and nodes.
         max_moves: the most moves, for `incremental`.
         target_balancedness: the balancedness at which `incremental` stops.
         exclude_ranks: ranks that get no experts; those that only they held go to the others.
@@ -129,21 +125,26 @@ def plan(
     if algorithm is Algorithm.AUTO and (is_limited or locality is not None):
         algorithm = Algorithm.INCREMENTAL if is_limited else Algorithm.LOCAL
     assert algorithm is Algorithm.INCREMENTAL or not is_limited, "only incremental has limits"
-    assert algorithm is Algorithm.LOCAL or locality is None, "only local has a locality"
+    assert locality is None or algorithm in {Algorithm.LOCAL, Algorithm.INCREMENTAL}
     problem = Problem.of(
         load, model=model, topology=topology, current=current, ranks=ranks, weighted=weighted
     )
     task = _Task(
         problem=problem,
         samples=samples,
-        locality=LOCALITY if locality is None else locality,
+        locality=LOCALITY if locality is None and algorithm is Algorithm.LOCAL else locality,
         max_moves=max_moves,
         target=target_balancedness,
     )
     obstacle = None
-    if algorithm not in {Algorithm.INCREMENTAL, Algorithm.GLOBAL}:
-        obstacle = problem.obstacle_to_hierarchy()
-    made = _METHODS[algorithm if obstacle is None else Algorithm.GLOBAL](task)
+    if algorithm is Algorithm.INCREMENTAL:
+        if locality is not None and locality < 1.0:
+            obstacle = problem.obstacle_to_hierarchy()
+        if locality == 1.0 or obstacle is not None:
+            task = replace(task, locality=None)
+    elif algorithm is not Algorithm.GLOBAL and (obstacle := problem.obstacle_to_hierarchy()):
+        algorithm = Algorithm.GLOBAL
+    made = _METHODS[algorithm](task)
     reason = made.reason if obstacle is None else f"{made.reason}; not hierarchical: {obstacle}"
     return replace(made, ranks=ranks, reason=reason)
 
@@ -161,6 +162,7 @@ def _plan_hierarchically(task: _Task) -> Plan:
 
 
 def _plan_locally(task: _Task) -> Plan:
+    assert task.locality is not None
     table = place_locally(task.problem, locality=task.locality)
     made = _adopted(task, table, Algorithm.LOCAL)
     at_home = 1.0 - made.off_node_share
@@ -175,22 +177,31 @@ def _plan_incrementally(task: _Task) -> Plan:
     problem, target, max_moves = task.problem, task.target, task.max_moves
     held = Placed(problem.held, problem.held_shares)
     before = balancedness(problem.rank_loads(*held))
-    if target is not None and before >= target and problem.is_valid.all():
+    returns = np.zeros_like(problem.is_busy)
+    if task.locality is not None:
+        # At even splits, as steps are made: new shares alone never make a layer stray.
+        returns = strays(problem, held.table, None, locality=task.locality)
+    may_stay = problem.is_valid.all() and not returns.any()
+    if target is not None and before >= target and may_stay:
         made = summary(problem, held, Algorithm.INCREMENTAL)
         return replace(
             made, reason=f"nothing to move: {before:.3f} has reached the target of {target:.3f}"
         )
     kept = _kept(problem, samples=task.samples)
     standing = problem.balancedness_of_layer(*kept)
-    if target is not None and problem.is_valid.all():
+    if target is not None and may_stay:
         made = summary(problem, kept, Algorithm.INCREMENTAL)
         if made.balancedness >= target:
             return replace(
                 made,
                 reason=f"incremental: {made.balancedness:.3f} after {before:.3f} by shares alone",
             )
-    fresh = place_globally(problem)
-    fresh_shared = weigh(problem, fresh, may_chain=True)
+    fresh, homes = place_globally(problem), None
+    if task.locality is not None:
+        fresh = place_locally(problem, locality=task.locality)
+        start = np.where(returns[:, None], fresh, problem.held)
+        homes = Homes.of_table(problem, start, locality=task.locality)
+    fresh_shared = weigh(problem, fresh, may_chain=homes is None)
     layers, comparison = _worth_changing(problem, kept, fresh_shared, samples=task.samples)
     better = improve(
         problem,
@@ -200,6 +211,8 @@ def _plan_incrementally(task: _Task) -> Plan:
         least_gain=LEAST_LAYER_GAIN,
         target=target,
         max_moves=max_moves,
+        homes=homes,
+        returns=returns,
     )
     moved = (better.table != problem.held).any(axis=1)
     placed = mixed(problem, moved, kept, weigh(problem, better.table, may_chain=False))
@@ -211,8 +224,11 @@ def _plan_incrementally(task: _Task) -> Plan:
     reason = f"incremental: {made.balancedness:.3f} after {before:.3f} by {made.moves} moves"
     if target is not None and made.balancedness < target:
         reason += f"; the target of {target:.3f} is out of reach"
+    if returns.any():
+        reason += f"; expert groups of {returns.sum()} layers return to their nodes"
     return replace(
         made,
+        returned_layers=int(returns.sum()),
         steps=better.steps if placed.shares is None else (),
         curve=better.curve,
         reason=reason + _shares_text(problem, placed) + comparison,
@@ -245,7 +261,11 @@ def _adopted(task: _Task, table: ExpertTable, algorithm: Algorithm) -> Plan:
     kept = _kept(problem, samples=task.samples)
     fresh = weigh(problem, table, may_chain=algorithm is Algorithm.GLOBAL)
     changes, comparison = _worth_changing(problem, kept, fresh, samples=task.samples)
-    returns = _strays(task, kept, algorithm) & ~_strays(task, fresh, algorithm)
+    returns = np.zeros_like(problem.is_busy)
+    if algorithm is not Algorithm.GLOBAL:
+        locality = 0.0 if task.locality is None else task.locality
+        before, after = (strays(problem, *one, locality=locality) for one in (kept, fresh))
+        returns = before & ~after
     placed = mixed(problem, changes | returns, kept, fresh)
     made = summary(problem, placed, algorithm)
     changed = int((placed.table != problem.held).any(axis=1).sum())
@@ -257,18 +277,6 @@ def _adopted(task: _Task, table: ExpertTable, algorithm: Algorithm) -> Plan:
         returned_layers=int(returns.sum()),
         reason=reason + _shares_text(problem, placed) + comparison,
     )
-
-
-def _strays(task: _Task, placed: Placed, algorithm: Algorithm) -> Bools:
-    """Find layers that serve more load off its group's node than the algorithm allows, [layers]."""
-    problem = task.problem
-    locality = task.locality if algorithm is Algorithm.LOCAL else 0.0
-    if algorithm is Algorithm.GLOBAL or locality == 1.0:
-        return np.zeros_like(problem.is_busy)
-    if locality == 0.0:
-        return ~problem.is_hierarchical(placed.table)
-    allowed = locality * (1.0 - 1.0 / problem.num_nodes)
-    return problem.off_node_share_of_layer(*placed) > LOCALITY_SLACK * allowed
 
 
 def _kept(problem: Problem, *, samples: float | None) -> Placed:

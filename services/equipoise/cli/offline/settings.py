@@ -145,8 +145,9 @@ class PlanSettings:
     moves; else it plans hierarchically and globally and keeps the more balanced plan."""
 
     locality: Annotated[float | None, Range(0, 1)] = None
-    """How freely redundant slots may host experts of other nodes. 0 is hierarchical: each expert
-    group stays on one node. 1 is global. Between them, most load stays on its group's node."""
+    """How freely slots may host experts of other nodes. 0 is hierarchical: each expert group stays
+    on one node. 1 is global. Between them, most load stays on its group's node. With --current, the
+    plan is incremental and returns groups that are spread further."""
 
     max_moves: Annotated[int | None, Range(0)] = None
     """Maximum number of slots that may change. The plan picks the moves that gain most."""
@@ -184,8 +185,9 @@ class PlanSettings:
         if self.unit is not None:
             object.__setattr__(self, "pool", _pool_of(self.unit, self.pool))
             object.__setattr__(self, "source", _source_of(UNITS[self.unit], self.source))
-        is_open = self.algorithm is Algorithm.AUTO and self.locality is None
-        if is_open and self.unit is not None and not self._is_limited:
+        is_open = self.algorithm is Algorithm.AUTO
+        is_free = self.locality is None and not self._is_limited
+        if is_open and is_free and self.unit is not None:
             object.__setattr__(self, "algorithm", UNITS[self.unit].algorithm)
         elif is_open and self.pool.current is not None and self.shared_ranks is None:
             object.__setattr__(self, "algorithm", Algorithm.INCREMENTAL)
@@ -193,12 +195,10 @@ class PlanSettings:
         self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
             raise InvalidSettingsError("--max-moves and --target-balancedness cannot be combined")
-        if self.locality is not None and (
-            is_limited or self.algorithm not in {Algorithm.AUTO, Algorithm.LOCAL}
-        ):
+        with_locality = {Algorithm.AUTO, Algorithm.LOCAL, Algorithm.INCREMENTAL}
+        if self.locality is not None and self.algorithm not in with_locality:
             raise InvalidSettingsError(
-                "--locality works with --algorithm local only, without --max-moves and "
-                "--target-balancedness"
+                "--locality works with --algorithm local and incremental only"
             )
         if self.weighted and self.out is not None and self.format is not Format.EQUIPOISE:
             raise InvalidSettingsError(

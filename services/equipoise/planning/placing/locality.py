@@ -5,9 +5,12 @@ takes the steps that relieve the busiest ranks most for the least load leaving i
 slots host experts of other nodes, and a few experts change nodes altogether.
 """
 
+from dataclasses import dataclass
+from typing import Self
+
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable, Indices, Slots, Weights
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, ShareTable, Slots, Weights
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
 from equipoise.planning.placing.problem import Problem
@@ -24,6 +27,47 @@ EVEN_ENOUGH = 1.001
 COST_OF_MOVE = 0.01
 """Cost of a changed slot, relative to the mean rank load leaving its home. Small: locality comes
 first, and between equally local ways the one with fewer changes is taken."""
+
+
+SLACK = 1.25
+"""Multiple of the load that may leave its node at which a layer strays: plans use all of what is
+allowed, and loads fluctuate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Homes:
+    """Which node serves each expert, and how much load may be served elsewhere."""
+
+    of_expert: Indices
+    """Home node of each expert, that of its group; int64 [layers, experts]."""
+    may_leave: Weights
+    """Load that may be served off its home node, [layers]."""
+
+    @classmethod
+    def of_table(cls, problem: Problem, table: ExpertTable, *, locality: float) -> Self:
+        """Give each group the node that serves most of it under a placement.
+
+        `locality` is as in `place_locally`. What has left already may stay away.
+        """
+        node_of_group = problem.load_of_group_on_node(table).argmax(axis=2)
+        size = problem.model.num_experts // problem.model.num_groups
+        allowed = np.maximum(
+            locality * (1.0 - 1.0 / problem.num_nodes), problem.off_node_share_of_layer(table)
+        )
+        may_leave = allowed * problem.load.sum(axis=1) * (1.0 + 1e-9)
+        return cls(of_expert=np.repeat(node_of_group, size, axis=1), may_leave=may_leave)
+
+
+def strays(
+    problem: Problem, table: ExpertTable, shares: ShareTable | None, *, locality: float
+) -> Bools:
+    """Find layers that serve more load off its group's node than a locality allows, [layers]."""
+    if locality == 1.0:
+        return np.zeros_like(problem.is_busy)
+    if locality == 0.0:
+        return ~problem.is_hierarchical(table)
+    allowed = locality * (1.0 - 1.0 / problem.num_nodes)
+    return problem.off_node_share_of_layer(table, shares) > SLACK * allowed
 
 
 def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
@@ -66,6 +110,7 @@ def _best_within(
         home_of_expert,
         COST_OF_MOVE,
         1.0,
+        0.0,
     )
     best, busiest = start, np.inf
     for threshold in THRESHOLDS:

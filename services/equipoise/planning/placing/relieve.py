@@ -83,6 +83,7 @@ def _start(start: Slots, load: Weights, space: SearchSpace) -> SearchState:
         start.copy(),
         np.zeros(len(start)),
         np.zeros((num_experts, num_ranks), dtype=np.int16),
+        np.zeros((num_experts, space.node_of_rank.max() + 1), dtype=np.int16),
         np.zeros((num_experts, space.node_of_rank.max() + 1), dtype=np.bool_),
         space,
         ExpertTotals(
@@ -114,6 +115,7 @@ def _start(start: Slots, load: Weights, space: SearchSpace) -> SearchState:
         expert, rank = start[slot], space.rank_of_slot[slot]
         layer.is_near[expert, space.node_of_rank[rank]] = True
         layer.num_held[expert, rank] += 1
+        layer.num_on_node[expert, space.node_of_rank[rank]] += 1
     _split(layer, np.arange(num_experts))
     _weigh(layer, np.arange(num_experts), 0)
     return layer
@@ -123,13 +125,17 @@ def _start(start: Slots, load: Weights, space: SearchSpace) -> SearchState:
 def _take(layer: SearchState, step: Indices, now: int) -> None:
     """Apply one or two changes and update all totals."""
     slots, num_held, rank_of_slot = layer.slots, layer.num_held, layer.space.rank_of_slot
+    num_on_node, node_of_rank = layer.num_on_node, layer.space.node_of_rank
     concerned = np.array([slots[step[0]], step[1]])
     for half in range(0, 4, 2):
         slot = step[half]
         if slot >= 0:
-            num_held[slots[slot], rank_of_slot[slot]] -= 1
+            rank = rank_of_slot[slot]
+            num_held[slots[slot], rank] -= 1
+            num_on_node[slots[slot], node_of_rank[rank]] -= 1
             slots[slot] = step[half + 1]
-            num_held[slots[slot], rank_of_slot[slot]] += 1
+            num_held[slots[slot], rank] += 1
+            num_on_node[slots[slot], node_of_rank[rank]] += 1
     _split(layer, concerned)
     _weigh(layer, concerned, now)
 
@@ -205,7 +211,8 @@ def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
     least, move = 1e-9 * threshold, layer.space.cost_of_move
     per_leaving = layer.space.cost_of_leaving / threshold
     share, num_off_home = layer.experts.share, layer.experts.num_off_home
-    home_of_expert = layer.space.home_of_expert
+    home_of_expert, num_on_node = layer.space.home_of_expert, layer.num_on_node
+    joining = layer.space.cost_of_joining
     best, chosen_slot, chosen = 0.0, -1, -1
     for slot in range(len(slots)):
         spared, rank = slots[slot], rank_of_slot[slot]
@@ -228,6 +235,7 @@ def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
             if removed <= needed or num_held[expert, rank]:
                 continue
             cost = move * _price(start[slot], spared, expert, is_near[expert, node])
+            cost += joining if num_on_node[expert, node] > 0 else 0.0
             if per_leaving > 0.0:
                 num_left = num_off_home[spared] - int(home_of_expert[spared] != node)
                 num_then = num_off_home[expert] + int(home_of_expert[expert] != node)
@@ -336,7 +344,9 @@ def _best_swap(
                     leaving += (share - moved) * _leaving(home_of_expert[two], there, here)
                     cost = _price(start[mine], one, two, is_near[two, here])
                     cost += _price(start[theirs], two, one, is_near[one, there])
-                    cost = max(cost * move + leaving * per_leaving, move / 4)
+                    cost = cost * move + leaving * per_leaving
+                    cost += _joining(layer, one, here, there) + _joining(layer, two, there, here)
+                    cost = max(cost, move / 4)
                     if removed > best * cost and not num_held[two, busy]:
                         best, own, other = removed / cost, mine, theirs
                         owns[place], others[place] = mine, theirs
@@ -350,6 +360,13 @@ def _price(start: int, now: int, then: int, is_near: bool) -> float:
     """Change in moves if a slot takes another expert: -1, 0, 1, or slightly above from afar."""
     moves = (0.0 if then == start else 1.0) - (0.0 if now == start else 1.0)
     return moves if is_near or then == start else moves + (FROM_AFAR - 1.0)
+
+
+@part
+def _joining(layer: SearchState, expert: int, here: int, there: int) -> float:
+    """Cost of a replica that goes to another node, if that has one of its expert already."""
+    joins = here != there and layer.num_on_node[expert, there] > 0
+    return layer.space.cost_of_joining if joins else 0.0
 
 
 @part

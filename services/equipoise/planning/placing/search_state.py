@@ -30,6 +30,9 @@ class SearchSpace(NamedTuple):
     another node."""
     cost_of_leaving: float
     """Cost per mean rank load that a step takes off its home node."""
+    cost_of_joining: float
+    """Cost of a replica that comes to a node with another replica of its expert: one failure may
+    then take both."""
 
 
 class SearchPath(NamedTuple):
@@ -99,6 +102,8 @@ class SearchState(NamedTuple):
     share_of_slot: Weights
     num_held: Counts
     """Replicas of each expert on each rank, [experts, ranks]."""
+    num_on_node: Counts
+    """Replicas of each expert on each node, [experts, nodes]."""
     is_near: Bools
     """Whether a rank of each node held each expert at the start, [experts, nodes]."""
     space: SearchSpace
