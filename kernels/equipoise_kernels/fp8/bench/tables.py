@@ -17,27 +17,41 @@ NOTHING = "No run on a GPU is recorded yet."
 
 
 def table(folder: Path) -> str:
-    """Return Markdown: a row per gate, a column per report with the mean and the bar it reached."""
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    reports = [report for report in reports if "gates" in report]
-    if not reports:
+    """Return Markdown: a row per gate, with the mean and the bar that it reached on each machine.
+
+    Runs of a day on machines of a kind with the same versions share a column; the first that ran a
+    gate has the word.
+    """
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text())
+        if "gates" in report:
+            head = f"{report['device']}, {report['date'][:10]}, {_versions(report['versions'])}"
+            runs.setdefault(head, []).append(report)
+    if not runs:
         return NOTHING
-    heads = [f"{r['device']}, {r['date'][:10]}, {_versions(r['versions'])}" for r in reports]
     lines = [
-        "| " + " | ".join(["gate", "metric", "must", "target", *heads]) + " |",
-        "|---" * (4 + len(reports)) + "|",
+        "| " + " | ".join(["gate", "metric", "must", "target", *runs]) + " |",
+        "|---" * (4 + len(runs)) + "|",
     ]
-    lines += [_line(gate, reports) for gate in GATES.values()]
+    lines += [_line(gate, list(runs.values())) for gate in GATES.values()]
     return "\n".join(lines)
 
 
-def _line(gate: Gate, reports: Sequence[Mapping[str, Any]]) -> str:
-    cells = [gate.name, gate.metric, f"{gate.must:g}", f"{gate.target:g}" if gate.target else "-"]
+def _line(gate: Gate, runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    target = "-" if gate.target is None else f"{gate.target:g}"
+    cells = [_cell(gate, reports) for reports in runs]
+    return "| " + " | ".join([gate.name, gate.metric, f"{gate.must:g}", target, *cells]) + " |"
+
+
+def _cell(gate: Gate, reports: Sequence[Mapping[str, Any]]) -> str:
+    """The gate's mean in the first report that ran it."""
     for report in reports:
         (found,) = [one for one in report["gates"] if one["name"] == gate.name]
-        mean = "-" if found["mean"] is None else f"{found['mean']:.3g}"
-        cells.append(f"{mean} ({found['verdict']})" if report["void_because"] is None else "void")
-    return "| " + " | ".join(cells) + " |"
+        if found["mean"] is not None:
+            mean, is_valid = found["mean"], report["void_because"] is None
+            return f"{mean:.3g} ({found['verdict']})" if is_valid else "void"
+    return "- (not run)"
 
 
 def _versions(versions: Mapping[str, str | None]) -> str:
