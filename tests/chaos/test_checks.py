@@ -5,10 +5,10 @@ import time
 from dataclasses import replace
 
 import pytest
+from prometheus_client import Metric
 
 from equipoise.cli.demo.traffic import Prompt
-from equipoise_api.v1 import status_pb2 as pb
-from tests.support.chaos.arena import unused
+from tests.support.chaos.arena import in_use
 from tests.support.chaos.checks import CHECKS, NEXT_TOKEN_BOUND_S, violations
 from tests.support.chaos.clients import Clients
 from tests.support.chaos.history import Answer, History, StepSeen
@@ -76,11 +76,22 @@ def test_a_client_that_waited_too_long_was_not_served_in_time():
     assert [violation.what for violation in violations(history)] == ["a wait beyond its bound"]
 
 
-def test_a_held_block_is_in_use_and_a_cached_one_is_not():
-    idle, held = pb.RankStatus(cache_tokens=640), pb.RankStatus(cache_tokens_used=16)
-    assert unused(pb.PoolStatus(ranks=[idle]))
-    assert not unused(pb.PoolStatus(ranks=[idle, held]))
-    assert not unused(pb.PoolStatus(ranks=[idle, pb.RankStatus(queued_requests=1)]))
+def metrics_of(**changes):
+    family = Metric("equipoise_worker", "", "unknown")
+    gauges = ("active_requests", "queued_requests", "held_tokens", "cache_used_ratio")
+    values = {**dict.fromkeys(gauges, 0), "latent_holds_taken_total": 6, **changes}
+    for name, value in values.items():
+        family.add_sample(f"equipoise_worker_{name}", {}, value)
+    for ended, count in (("fetched", 3), ("released", 2), ("expired", 1)):
+        family.add_sample("equipoise_worker_latent_holds_total", {"ended": ended}, count)
+    return {family.name: family}
+
+
+def test_a_held_block_is_in_use_and_so_is_a_hold_without_blocks():
+    assert in_use(metrics_of()) == ""
+    assert in_use(metrics_of(cache_used_ratio=0.25)) == "cache_used_ratio 0.25"
+    assert in_use(metrics_of(queued_requests=1)) == "queued_requests 1"
+    assert in_use(metrics_of(latent_holds_taken_total=7)) == "open_holds 1"
 
 
 async def test_clients_rest_once_their_requests_have_ended(monkeypatch):

@@ -18,6 +18,7 @@ from typing import Self
 import grpc
 import numpy as np
 import psutil
+from prometheus_client import Metric
 
 from equipoise.cli.demo.fleet import FleetError, free_address
 from equipoise.cli.demo.traffic import Prompt
@@ -35,11 +36,13 @@ from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.experts import checksum
 from tests.support.chaos import with_clock
 from tests.support.chaos.clients import Clients
+from tests.support.chaos.gate import Gate, Stage
 from tests.support.chaos.history import History, StepSeen
 from tests.support.chaos.plan import NUM_WORKERS, Ground
 from tests.support.chaos.relay import PROMPT, Relay, forwarding
 from tests.support.forked_commands import ForkedFleet
 from tests.support.redis_server import RedisServer
+from tests.support.scrapes import scrape, value_of
 
 WORKERS = tuple(f"worker-{number}" for number in range(NUM_WORKERS))
 DEFAULT, READERS, WRITERS = "default", "readers", "writers"
@@ -91,7 +94,8 @@ class Arena:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._folder = folder
         self._clock_library = clock_library
-        names = (*self.balancers, *WORKERS, "gateway", *map(_rendezvous, WORKERS))
+        others = (of(worker) for of in (_rendezvous, _metrics) for worker in WORKERS)
+        names = (*self.balancers, *WORKERS, "gateway", *others)
         self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
         self.clients = Clients(self._near("gateway"), answers=answers, history=self.history)
         self._checksums = _checksums()
@@ -161,6 +165,14 @@ class Arena:
         """The pool of a worker."""
         return next(pool for pool in self.pools if worker in WORKERS_OF[pool])
 
+    def gate(self, stage: Stage) -> Gate:
+        """Hold up the next handover at a stage, while the block runs."""
+        prefill, decode = (
+            {worker: self.relays[worker] for worker in WORKERS_OF[pool]}
+            for pool in (READERS, WRITERS)
+        )
+        return Gate(stage, prefill=prefill, decode=decode)
+
     @property
     def num_latents(self) -> int:
         """Messages with latents that ranks have fetched from each other."""
@@ -173,6 +185,26 @@ class Arena:
             if all(status is not None for status in found):
                 return [status for status in found if status is not None]
         return []
+
+    async def until_unused(self, *, bound_s: float) -> None:
+        """Wait until no worker has a request, or a block of its cache in use, and all holds ended.
+
+        Raises:
+            TimeoutError: some had within the bound; says which.
+        """
+        deadline_s = time.monotonic() + bound_s
+        while in_use := [text for worker in WORKERS if (text := await self._in_use(worker))]:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("; ".join(in_use))
+            await asyncio.sleep(_POLL_S)
+
+    async def _in_use(self, worker: str) -> str:
+        """What a worker has in use by its metrics; unlike the status, they are as of now."""
+        try:
+            text = in_use(await scrape(self._near(_metrics(worker))))
+        except OSError as error:
+            text = str(error)
+        return f"{worker}: {text}" if text else ""
 
     async def until(self, condition: Condition, *, bound_s: float) -> list[pb.PoolStatus]:
         """The first statuses of a leader for which the condition holds in every pool.
@@ -309,6 +341,7 @@ class Arena:
                 "worker", f"--listen={self._near(name)}", f"--advertise-host={_FAR}",
                 f"--balancer={addresses}", f"--worker={name}",
                 f"--rendezvous-port={self._ports[_rendezvous(name)]}",
+                f"--metrics-listen={self._near(_metrics(name))}",
                 f"--node=node-{int(name[-1]) // 2}", *self._pool_arguments(name),
             ]  # fmt: skip
         pools = (
@@ -344,12 +377,17 @@ def whole(status: pb.PoolStatus) -> bool:
     )
 
 
-def unused(status: pb.PoolStatus) -> bool:
-    """No rank of a pool has a request, or a block of its cache in use."""
-    return not any(
-        rank.active_requests or rank.queued_requests or rank.cache_tokens_used
-        for rank in status.ranks
-    )
+def in_use(metrics: Mapping[str, Metric]) -> str:
+    """What a worker has in use; empty if nothing."""
+
+    def value(name: str, **labels: str) -> float:
+        return float(value_of(metrics, f"equipoise_worker_{name}", **labels))
+
+    gauges = ("active_requests", "queued_requests", "held_tokens", "cache_used_ratio")
+    values = {name: value(name) for name in gauges}
+    ended = [value("latent_holds_total", ended=end) for end in ("fetched", "released", "expired")]
+    values["open_holds"] = value("latent_holds_taken_total") - sum(ended)
+    return ", ".join(f"{name} {value:g}" for name, value in values.items() if value)
 
 
 def _free_ports(number: int) -> list[int]:
@@ -364,6 +402,10 @@ def _free_ports(number: int) -> list[int]:
 
 def _rendezvous(worker: str) -> str:
     return f"{worker}-rendezvous"
+
+
+def _metrics(worker: str) -> str:
+    return f"{worker}-metrics"
 
 
 async def _ended(task: "asyncio.Task[None]") -> None:
@@ -396,4 +438,4 @@ def _described(status: pb.PoolStatus) -> str:
     )
 
 
-__all__ = ["WORKERS", "Arena", "FleetError", "unused", "whole"]
+__all__ = ["WORKERS", "Arena", "FleetError", "whole"]

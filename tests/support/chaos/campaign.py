@@ -12,7 +12,7 @@ from equipoise.cli.demo.traffic import Prompt, prompts_of
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_model.train.data import heldout_prompts
-from tests.support.chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, unused, whole
+from tests.support.chaos.arena import NUM_CLIENTS, Arena, Condition, FleetError, whole
 from tests.support.chaos.checks import NEXT_TOKEN_BOUND_S, Violation, violations
 from tests.support.chaos.faults import suffer
 from tests.support.chaos.history import History
@@ -158,7 +158,12 @@ async def _recovered(arena: Arena) -> None:
         arena.history.overdue.append(f"experts could not be looked at: {error}")
         return
     async with arena.clients.resting():
-        await _within(arena, "unused", unused, bound_s=UNUSED_BOUND_S)
+        began_s = time.monotonic()
+        try:
+            await arena.until_unused(bound_s=UNUSED_BOUND_S)
+            arena.history.waits["unused"] = time.monotonic() - began_s
+        except TimeoutError as error:
+            arena.history.overdue.append(f"not unused within {UNUSED_BOUND_S:g} s: {error}")
 
 
 async def _within(arena: Arena, name: str, condition: Condition, *, bound_s: float) -> bool:

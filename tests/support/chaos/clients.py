@@ -42,14 +42,19 @@ class Clients:
 
     async def run(self, num_clients: int) -> None:
         """Ask until cancelled."""
-        async with (
-            httpx2.AsyncClient(
-                base_url=f"http://{self._gateway}", timeout=NEXT_TOKEN_BOUND_S + 5.0
-            ) as http,
-            asyncio.TaskGroup() as clients,
-        ):
+        async with self._http() as http, asyncio.TaskGroup() as clients:
             for _ in range(num_clients):
                 clients.create_task(self._ask_on(http))
+
+    async def ask(self, prompt: Prompt) -> Answer:
+        """Ask once; the history does not have it."""
+        async with self._http() as http:
+            return await self._ask(http, prompt)
+
+    def _http(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(
+            base_url=f"http://{self._gateway}", timeout=NEXT_TOKEN_BOUND_S + 5.0
+        )
 
     @asynccontextmanager
     async def resting(self) -> AsyncIterator[None]:

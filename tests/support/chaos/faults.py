@@ -14,7 +14,8 @@ import redis.asyncio
 from equipoise.wire.messages import PROTOCOL_VERSION
 from equipoise.wire.seal import seal
 from equipoise_api.v1 import worker_link_pb2, worker_link_pb2_grpc
-from tests.support.chaos.arena import READERS, WORKERS, WORKERS_OF, Arena
+from tests.support.chaos.arena import WORKERS, Arena
+from tests.support.chaos.gate import Stage
 from tests.support.chaos.plan import Fault, Kind
 from tests.support.forked_commands import is_planner
 
@@ -137,23 +138,40 @@ def _transfers(**changes: float) -> Callable[[Arena, Fault], Awaitable[None]]:
     return suffered
 
 
-async def _fetch_killed(arena: Arena, fault: Fault) -> None:
-    """A rank of either pool dies while latents are on their way, if any are in time."""
-    relays = [arena.relays[name] for name in WORKERS_OF[READERS]]
-    for relay in relays:
-        relay.weather.latents_stalled = True
-    with suppress(TimeoutError):
-        async with asyncio.timeout(fault.lasts_s):
-            while not any(relay.num_fetching for relay in relays):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-    name = WORKERS[fault.victim]
-    if arena.running(name):
-        await arena.fleet.stop(name, with_signal=signal.SIGKILL)
-    for relay in relays:
-        relay.weather.latents_stalled = False
-    await asyncio.sleep(fault.lasts_s)
-    if not arena.running(name):
-        await arena.start(name)
+async def _handover_killed(arena: Arena, fault: Fault) -> None:
+    async with _at_a_stage(arena, fault) as (victim, may_go_on):
+        if arena.running(victim):
+            await arena.fleet.stop(victim, with_signal=signal.SIGKILL)
+        may_go_on.set()
+        await asyncio.sleep(fault.lasts_s)
+        if not arena.running(victim):
+            await arena.start(victim)
+
+
+async def _handover_hangs(arena: Arena, fault: Fault) -> None:
+    async with _at_a_stage(arena, fault) as (victim, may_go_on):
+        if arena.running(victim):
+            async with _stopped(arena.fleet.pid(victim)):
+                may_go_on.set()
+                await asyncio.sleep(fault.lasts_s)
+
+
+@asynccontextmanager
+async def _at_a_stage(arena: Arena, fault: Fault) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A rank that takes part in a handover, or a peer of one, while the handover waits.
+
+    Which one and at which stage the draw says; the handover goes on when the event is set. If none
+    reaches the stage in time, it is done to a rank all the same.
+    """
+    stages = list(Stage)
+    with arena.gate(stages[fault.draw % len(stages)]) as gate:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(fault.lasts_s):
+                await gate.reached.wait()
+        of_prefill, is_peer = bool(fault.victim % 2), bool(fault.victim // 2)
+        rank = gate.ranks.get(of_prefill)
+        victim = gate.peer(of_prefill=of_prefill) if is_peer or rank is None else rank
+        yield victim, gate.opened
 
 
 async def _stranger(arena: Arena, fault: Fault) -> None:
@@ -305,5 +323,6 @@ SUFFER: dict[Kind, Callable[[Arena, Fault], Awaitable[None]]] = {
     Kind.LATENTS_CORRUPTED: _transfers(latents_corrupted=0.5),
     Kind.LATENTS_STALL: _transfers(latents_stalled=True),
     Kind.LATENTS_CUT: _transfers(latents_cut=0.5),
-    Kind.FETCH_KILLED: _fetch_killed,
+    Kind.HANDOVER_KILLED: _handover_killed,
+    Kind.HANDOVER_HANGS: _handover_hangs,
 }

@@ -51,7 +51,8 @@ class Kind(StrEnum):
     LATENTS_CORRUPTED = "latent bytes corrupted"
     LATENTS_STALL = "latents stall"
     LATENTS_CUT = "fetches of latents cut"
-    FETCH_KILLED = "worker killed during a fetch of latents"
+    HANDOVER_KILLED = "worker killed during a handover"
+    HANDOVER_HANGS = "worker hangs during a handover"
 
 
 _ONLY: Mapping[Ground, frozenset[Kind]] = {
@@ -66,7 +67,13 @@ _ONLY: Mapping[Ground, frozenset[Kind]] = {
     ),
     Ground.SQLITE: frozenset({Kind.DISK_FULL}),
     Ground.POOLS: frozenset(
-        {Kind.LATENTS_CORRUPTED, Kind.LATENTS_STALL, Kind.LATENTS_CUT, Kind.FETCH_KILLED}
+        {
+            Kind.LATENTS_CORRUPTED,
+            Kind.LATENTS_STALL,
+            Kind.LATENTS_CUT,
+            Kind.HANDOVER_KILLED,
+            Kind.HANDOVER_HANGS,
+        }
     ),
 }
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,9 +19,9 @@ from equipoise.trust.credentials import ACCEPTED_PINGS
 from equipoise_api.v1 import worker_link_pb2, worker_pb2
 
 _CONNECT = "/equipoise_api.v1.WorkerLink/Connect"
-_GENERATE = "/equipoise_api.v1.Inference/Generate"
+GENERATE = "/equipoise_api.v1.Inference/Generate"
 _FETCH = "/equipoise_api.v1.ExpertTransfer/Fetch"
-_LATENTS = "/equipoise_api.v1.LatentTransfer/Fetch"
+LATENTS = "/equipoise_api.v1.LatentTransfer/Fetch"
 
 PROMPT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -32,6 +32,13 @@ PROMPT = (
 _POLL_S = 0.02
 
 Observer = Callable[[worker_pb2.GenerateResponse], None]
+
+
+class GatePasses(Protocol):
+    """Waits until a message of a call may pass; its number is -1 at the end of a direction."""
+
+    async def __call__(self, method: str, *, upwards: bool, number: int) -> None:
+        """Return when it may."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +82,8 @@ class Relay:
         """Fetches of latents that run."""
         self.num_latents = 0
         """Messages with latents that have passed."""
+        self.gate: GatePasses | None = None
+        """What each message waits for, whatever the weather."""
         self._target = target
         self._observer = observer
         self._calls: dict[asyncio.Task[Any], str] = {}
@@ -107,7 +116,7 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None
         self._calls[task] = ""
-        self.num_fetching += method == _LATENTS
+        self.num_fetching += method == LATENTS
         sender = asyncio.create_task(self._send(method, requests, call, task))
         try:
             await self._answer(method, call, context, task)
@@ -117,7 +126,7 @@ class Relay:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the link was cut")
         finally:
             del self._calls[task]
-            self.num_fetching -= method == _LATENTS
+            self.num_fetching -= method == LATENTS
             sender.cancel()
             call.cancel()
             with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
@@ -139,11 +148,11 @@ class Relay:
         # A rank says with its metadata that it took a request, long before its first token.
         await context.send_initial_metadata(tuple(await call.initial_metadata() or ()))
         async for message in self._through(method, _read(call), task):
-            if method == _GENERATE and self._observer is not None:
+            if method == GENERATE and self._observer is not None:
                 self._observer(worker_pb2.GenerateResponse.FromString(message))
             if method == _FETCH:
                 message = await self._transferred(message)  # noqa: PLW2901
-            if method == _LATENTS:
+            if method == LATENTS:
                 message = await self._fetched(message, context)  # noqa: PLW2901
             await context.write(message)
         if (code := await call.code()) is not grpc.StatusCode.OK:
@@ -164,9 +173,12 @@ class Relay:
         link know the weather of transfers only, and cuts.
         """
         kept: bytes | None = None
+        number = 0
         async for message in messages:
             weather = await self._clear_enough(task)
             if method != _CONNECT:
+                await self._pass_gate(method, upwards=upwards, number=number)
+                number += 1
                 yield message
                 continue
             if weather.delay_s:
@@ -181,6 +193,11 @@ class Relay:
                 kept = None
         if kept is not None:
             yield kept
+        await self._pass_gate(method, upwards=upwards, number=-1)
+
+    async def _pass_gate(self, method: str, *, upwards: bool, number: int) -> None:
+        if self.gate is not None:
+            await self.gate(method, upwards=upwards, number=number)
 
     async def _clear_enough(self, task: asyncio.Task[Any]) -> Weather:
         """The weather of a call's link, once it lets anything pass at all."""

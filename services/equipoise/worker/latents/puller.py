@@ -38,7 +38,7 @@ PULL_TIMEOUT_S = 10.0
 ROOM_POLL_S = 0.02
 """How often the first request in line for blocks looks whether there are enough."""
 
-_RELEASE_TIMEOUT_S = 1.0
+_RELEASE_TIMEOUT_S = 5.0
 _REJECTIONS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
