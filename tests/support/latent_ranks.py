@@ -81,6 +81,7 @@ async def a_rank(
         rank = SimpleNamespace(
             address=address,
             core=core,
+            held=held,
             boot_id=boot_id,
             begin_epoch=begin_epoch,
             end_epoch=end_epoch,

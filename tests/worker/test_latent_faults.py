@@ -140,6 +140,34 @@ async def test_a_fetch_goes_on_while_either_pool_forms_a_new_epoch(rank_of_one):
         await nothing_is_held(prefill, decode)
 
 
+async def test_a_fetch_goes_on_while_both_pools_switch_to_other_layouts(
+    rank_of_one, staged_from_checkpoint, random_layout
+):
+    reached, resume = asyncio.Event(), asyncio.Event()
+
+    def pause(message):
+        if message.index == 1:
+            reached.set()
+            yield resume
+        yield message
+
+    async with two_pools(rank_of_one, tamper=pause) as (prefill, decode), asyncio.timeout(60):
+        first = await answer(prefill, PROMPT, 1, hold_latents=True)
+        second = asyncio.create_task(leg(decode, prefill, first))
+        await reached.wait()
+        for rank in (prefill, decode):
+            running = rank.held.contents.layout
+            rank.engine.offer(staged_from_checkpoint(rank.core, running, random_layout(2)))
+            while rank.engine.generation != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        resume.set()
+        rest = await second
+        assert decode.puller.outcomes == {PullOutcome.WHOLE: 1}
+        assert decode.scheduler.counts.prefilled_missing == 0
+        assert first.tokens + rest.tokens == (await answer(prefill, PROMPT, 6)).tokens
+        await nothing_is_held(prefill, decode)
+
+
 async def test_a_prefill_rank_that_came_back_as_another_process_has_nothing(rank_of_one):
     async with two_pools(rank_of_one) as (prefill, decode):
         first = await answer(prefill, PROMPT, 1, hold_latents=True)
