@@ -26,7 +26,7 @@ def test_two_pools_say_how_to_check_handovers():
 
 
 def test_it_says_where_the_policy_is():
-    assert "last until the next upgrade" in notes()
+    assert "Helm 3 undoes edits of ConfigMap eq-equipoise-policy" in notes()
     assert "in ConfigMap mine: edit it at any time" in notes("policy.existingConfigMap=mine")
 
 
