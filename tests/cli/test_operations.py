@@ -75,7 +75,7 @@ class Answering(admin_pb2_grpc.AdminServicer):
         return admin_pb2.PreviewResponse(
             outcome=self._answer(request, context),
             decision=status_pb2.Decision(algorithm="global", moves=12, balancedness_current=0.5),
-            num_waves=2,
+            num_waves=2 if self.outcome.accepted else 0,
         )
 
 
@@ -161,12 +161,19 @@ def test_a_preview_tells_the_plan_in_a_line_and_in_json(capsys):
     servicer = Answering()
     with listening(servicer) as address:
         operations.preview(PreviewSettings(address=address, set=("min-gain=0.5",)))
-        assert "global plan: balancedness 0.500 -> 0.000, 12 moves" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "balancedness 0.500 -> 0.000, 12 moves (0 B) in 2 generations\n" in out
         operations.preview(PreviewSettings(address=address, json=True))
     shown = json.loads(capsys.readouterr().out)
     assert shown["outcome"]["generation"] == 7
     assert shown["decision"]["moves"] == 12
     assert dict(servicer.asked[0].policy) == {"min_gain": 0.5}
+
+
+def test_a_preview_of_a_rejected_plan_names_no_generations(capsys):
+    with listening(Answering(accepted=False)) as address:
+        assert operations.preview(PreviewSettings(address=address)) == 3
+    assert "12 moves (0 B)\n" in capsys.readouterr().out
 
 
 def test_a_follower_redirects_an_operation_to_the_leader(capsys):

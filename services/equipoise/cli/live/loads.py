@@ -139,7 +139,7 @@ def heat_view(heat: Heat, *, width: int, top: int, has_color: bool) -> Renderabl
             row.append(cell, style=f"white on rgb({','.join(map(str, _color(value)))})")
         rows.append(row)
     rows.append(_legend(per_cell, has_color=has_color))
-    if top:
+    if top and heat.expert_load.any():
         rows += [Text(), *_busiest(heat, top)]
     return Group(*rows)
 

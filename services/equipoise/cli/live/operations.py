@@ -102,8 +102,13 @@ def preview(settings: PreviewSettings) -> int:
         print(
             f"{decision.algorithm} plan: balancedness {decision.balancedness_current:.3f} -> "
             f"{decision.balancedness_proposed:.3f}, "
-            f"{format_count(decision.moves, 'move')} ({format_bytes(decision.bytes)}) in "
-            f"{format_count(response.num_waves, 'generation')}"
+            f"{format_count(decision.moves, 'move')} ({format_bytes(decision.bytes)})"
+            # A plan that would be rejected has none.
+            + (
+                f" in {format_count(response.num_waves, 'generation')}"
+                if response.num_waves
+                else ""
+            )
         )
     return status
 
