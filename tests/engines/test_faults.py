@@ -1,13 +1,16 @@
 """What happens to an engine's ranks, with real links to a real balancer, when something breaks."""
 
+import asyncio
 import time
 
 import numpy as np
 import pytest
 
+from equipoise.engines import baseline
 from equipoise.engines import link as link_module
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.transfer import ExpertPuller
+from equipoise.wire.balancer_messages import Rejection, Stage
 from tests.engines.linked import NUM_RANKS, BalancerThread, LinkedEngine
 
 
@@ -228,6 +231,48 @@ def test_weights_updated_before_a_switch_is_hashed_quarantine_no_rank(
     engine.until(lambda: len(engine.steps) >= switched + NUM_RANKS)
     assert not balancer.status().quarantined
     assert not any(seat.stopped for seat in engine.seats)
+
+
+def test_no_rank_is_rejected_if_an_update_aborts_a_wave_whose_number_is_ahead_of_the_clock(
+    balancer, engine_of, monkeypatch
+):
+    """As in a rollout of many waves a second."""
+    began_s = time.time()
+    monkeypatch.setattr(baseline.time, "time", lambda: began_s)
+    staging, rejections, pull = [], [], ExpertPuller.pull
+
+    def note(_rank, link):
+        receive = link.receive
+
+        def noted(message):
+            if isinstance(message, Stage):
+                staging.append(message.layout.generation)
+            if isinstance(message, Rejection):
+                rejections.append(message.reason)
+            receive(message)
+
+        link.receive = noted
+
+    engine = engine_of()
+    engine.before_link = note
+    engine.start()
+    engine.until(has_switched(engine))
+
+    async def never(_puller, _moves):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ExpertPuller, "pull", never)
+    shift(engine, 5)
+    engine.until(lambda: max(staging) > engine.seats[0].generation)
+    engine.update(is_announced=True)
+    engine.until(lambda: engine.seats[0].epoch > max(staging))
+    monkeypatch.setattr(ExpertPuller, "pull", pull)
+    engine.until(lambda: balancer.status().epoch == engine.seats[0].epoch)
+    switched = len(engine.steps)
+    shift(engine, 6)
+    engine.until(lambda: len(engine.steps) >= switched + NUM_RANKS)
+    assert engine.check()
+    assert rejections == []
 
 
 def test_every_slot_is_verified_although_the_weights_are_updated_more_often_than_in_a_pass(

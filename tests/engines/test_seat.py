@@ -215,6 +215,15 @@ def test_updated_weights_are_hashed_again_and_begin_an_epoch_on_all_ranks(ranks)
     assert [rank for rank, _ in ranks.switched] == [0, 1]
 
 
+def test_an_epoch_after_an_update_has_no_number_that_the_balancer_has_used(ranks):
+    used = ranks.seats[0].epoch + 3600  # As after many waves in a second, the last one aborted.
+    ranks.seats[1].note_number(used)
+    update(ranks)
+    step_until(ranks, has_baseline(ranks, 2))
+    epochs = {(seat.epoch, seat.generation) for seat in ranks.seats}
+    assert epochs == {(used + 2, used + 2)}, "one more may be on its way"
+
+
 def test_nothing_staged_from_old_weights_is_switched_to(ranks):
     stage(ranks, SECOND)
     ranks.step()  # Its header advertises what is staged.

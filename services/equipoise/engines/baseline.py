@@ -39,6 +39,8 @@ class WeightsRow(NamedTuple):
     """The latest number that the engine announced as an update; 0 for none."""
     clock_s: int
     """Unix seconds; those of rank 0 number the epoch."""
+    highest: int
+    """The highest epoch or generation that the balancer has sent to this rank."""
 
 
 class Agreed(NamedTuple):
@@ -55,7 +57,7 @@ class _Comparing(NamedTuple):
 
     version: int
     is_announced: bool
-    clock_s: int
+    least_number: int
     contents: Contents
     rows: Pending
 
@@ -98,7 +100,7 @@ class Baseline:
         self._first_pause_s = first_pause_s
         # Guards the fields below, which the hashing thread shares.
         self._lock = threading.Lock()
-        self._announced = 0
+        self._announced = self._highest = 0
         self._held: HeldExperts[Any] | None = None
         self._hashed: tuple[int, Contents] | None = None
         self._is_hashing = False
@@ -130,11 +132,17 @@ class Baseline:
         if not self.is_valid:
             self._hash_again()
 
+    def note_number(self, number: int) -> None:
+        """The balancer has used this number for an epoch or a generation."""
+        with self._lock:
+            self._highest = max(self._highest, number)
+
     def row(self) -> WeightsRow:
         """Return what this rank sends in the coming round."""
         with self._lock:
             hashed = self._hashed[0] if self._hashed is not None else 0
-            return WeightsRow(self.version, hashed, self._announced, int(time.time()))
+            clock_s = int(time.time())
+            return WeightsRow(self.version, hashed, self._announced, clock_s, self._highest)
 
     def act(self, rows: Sequence[WeightsRow], lockstep: Lockstep) -> None:
         """Follow the newest weights that any rank has; compare once all have hashed them."""
@@ -149,9 +157,10 @@ class Baseline:
             with self._lock:
                 assert self._hashed is not None, "its row said so, and no switch came between"
                 contents = self._hashed[1]
-            row = held_row(self._worker, contents.checksums)
+            pending = lockstep.gather(held_row(self._worker, contents.checksums))
+            is_announced = announced > self.taken
             self._comparing = _Comparing(
-                newest, announced > self.taken, rows[0].clock_s, contents, lockstep.gather(row)
+                newest, is_announced, least_number(rows), contents, pending
             )
 
     def read(self) -> Agreed | None:
@@ -180,8 +189,7 @@ class Baseline:
         self._attempts, self.taken, self.table = 0, comparing.version, found.table
         held = self._held
         assert held is not None, "it was hashed"
-        # The clock numbers it, so that no restart and no baseline reuses a number.
-        number = max(comparing.clock_s, held.contents.layout.generation + 1)
+        number = max(comparing.least_number, held.contents.layout.generation + 1)
         layout = comparing.contents.layout
         numbered = layout.with_placement(layout.expert_of_slot, generation=number)
         held.rebase(Contents(layout=numbered, checksums=comparing.contents.checksums))
@@ -240,3 +248,12 @@ class Baseline:
                 return False
             self._hashed, self._is_hashing = (version, contents), False
             return True
+
+
+def least_number(rows: Sequence[WeightsRow]) -> int:
+    """The least number that an epoch may have which begins now.
+
+    It is the clock, so that no restart reuses a number, or above those that the balancer has used,
+    aborted waves included: another may be on its way to the ranks.
+    """
+    return max(rows[0].clock_s, max(row.highest for row in rows) + 2)

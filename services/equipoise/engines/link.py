@@ -300,6 +300,8 @@ class EngineLink:
 
     def receive(self, message: BalancerMessage) -> None:
         """Handle a message of the leading balancer."""
+        if isinstance(message, JoinEpoch | Stage):
+            self._seat.note_number(max(message.epoch, message.layout.generation))
         match message:
             case JoinEpoch():
                 self._join(message)

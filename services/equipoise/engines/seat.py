@@ -184,6 +184,10 @@ class EngineSeat:
             if self.staged_generation == generation:
                 self._staged = None
 
+    def note_number(self, number: int) -> None:
+        """The balancer has used this number, for an epoch or a generation that may end unused."""
+        self._baseline.note_number(number)
+
     def note_changed_slots(self) -> None:
         """Slots hold other bytes than they were filled with: hash all, on all ranks."""
         self._baseline.note_update(is_announced=False)
