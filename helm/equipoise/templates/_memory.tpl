@@ -8,17 +8,18 @@
 {{- $least := min $slots (div (add (include "equipoise.placedExperts" $w | int64) $ranks -1) $ranks) -}}
 {{- $denseBytes := int64 $model.denseBytes -}}
 {{- $slotBytes := int64 $model.slotBytes -}}
-{{- $blockBytes := mul 16 (int64 (index $model.latentBytes $w.latents)) -}}
+{{- $blockBytes := mul 64 (int64 (index $model.latentBytes $w.latents)) -}}
 {{- if gt (int64 $w.speculate) 0 -}}
 {{- $denseBytes = add $denseBytes (int64 $model.draftDenseBytes) -}}
 {{- $slotBytes = add $slotBytes (int64 $model.draftSlotBytes) -}}
-{{- $blockBytes = add $blockBytes (mul 16 (int64 (index $model.draftLatentBytes $w.latents))) -}}
+{{- $blockBytes = add $blockBytes (mul 64 (int64 (index $model.draftLatentBytes $w.latents))) -}}
 {{- end -}}
 {{/* A routed shared expert is in slots only. */}}
 {{- if $w.sharedAsRouted -}}{{- $denseBytes = sub $denseBytes $slotBytes -}}{{- end -}}
-{{- $perRequest := div (add (int64 $w.contextLength) 15) 16 -}}
+{{/* Blocks of 64 positions. */}}
+{{- $perRequest := div (add (int64 $w.contextLength) 63) 64 -}}
 {{- $blocks := add 1 (mul (int64 $w.maxRequests) $perRequest) -}}
-{{- if $w.cacheTokens -}}{{- $blocks = add 1 (div (add (int64 $w.cacheTokens) 15) 16) -}}{{- end -}}
+{{- if $w.cacheTokens -}}{{- $blocks = add 1 (div (add (int64 $w.cacheTokens) 63) 64) -}}{{- end -}}
 {{/* The worker drafts for up to 4 requests at a time. */}}
 {{- $drafting := mul (min 4 (int64 $w.maxRequests)) (add 1 (int64 $w.speculate)) -}}
 {{- $graphRows := min (int64 $w.maxGraphRows) (max (int64 $w.maxRequests) $drafting) -}}
