@@ -4,10 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import Layout
+from equipoise.planning.load import Shift
 from equipoise.planning.placing.locality import place_locally
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.planner import plan
-from equipoise.planning.policy import Algorithm
+from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.proposal import ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
 
 MODEL = ModelShape(num_layers=4, num_experts=64, num_groups=8, expert_bytes=1)
@@ -190,3 +192,36 @@ def test_an_incremental_plan_says_why_groups_have_no_nodes():
     made = plan(skewed_load(4), locality=0.2, **chosen)
     assert "not hierarchical: 1 groups do not divide evenly over 4 nodes" in made.reason
     assert made.balancedness == plan(skewed_load(4), **chosen).balancedness
+
+
+def test_a_pools_policy_keeps_groups_on_nodes_by_its_locality():
+    load = skewed_load(3)
+    current = layout_of(plan(load, model=MODEL, topology=TOPOLOGY, algorithm=Algorithm.GLOBAL))
+
+    def proposed(**values):
+        return propose(
+            ProposalRequest(
+                current=current,
+                average=load,
+                window=load,
+                shift=Shift(detected=False, distance=0.0, noise=0.0, reason="no shift"),
+                model=MODEL,
+                topology=TOPOLOGY,
+                policy=Policy(min_assignments=0, **values),
+                first_generation=2,
+                now=0.0,
+                last_switch_s=None,
+            )
+        )
+
+    anywhere, local = proposed(), proposed(locality=0.1)
+    assert not anywhere.verdict.accepted
+    assert anywhere.plan.off_node_share > 0.4
+    assert local.verdict.accepted
+    assert local.plan.algorithm is Algorithm.INCREMENTAL
+    assert local.plan.off_node_share <= 0.075 + 1e-9
+    assert "returns the expert groups of 4 layers to their nodes" in local.verdict.reason
+    layout = current
+    for wave in local.waves:
+        layout = wave.applied_to(layout)
+    np.testing.assert_array_equal(layout.expert_of_slot, local.plan.expert_of_slot)

@@ -47,6 +47,12 @@ def test_a_rejection_names_the_range():
         Policy(min_gain=2.0)
 
 
+def test_local_plans_need_a_locality_that_keeps_something_local():
+    with pytest.raises(InvalidPolicyError, match=r"locality must be below 1 .* for example 0\.25"):
+        Policy(algorithm=Algorithm.LOCAL)
+    assert Policy(algorithm=Algorithm.LOCAL, locality=0.25).locality == 0.25
+
+
 def test_the_fast_average_must_be_faster_than_the_slow_one():
     with pytest.raises(InvalidPolicyError, match="fast_half_life_s must be below"):
         Policy(fast_half_life_s=60.0, slow_half_life_s=60.0)

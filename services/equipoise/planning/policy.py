@@ -116,13 +116,14 @@ class Policy:
     algorithm: Annotated[Algorithm, Key("planning.algorithm")] = Algorithm.INCREMENTAL
     """How to place replicas. `incremental` makes the most useful moves from the current placement;
     `hierarchical` keeps expert groups on one node; `global` places any expert anywhere; `local`
-    mixes the two by the locality; `auto` keeps the better of hierarchical and global. Change it for
-    group-limited routing over slow links between nodes."""
+    mixes the two by the locality; `auto` keeps the better of hierarchical and global. All but
+    `incremental` place experts anew in layers that gain by it."""
 
-    locality: Annotated[float, Range(0, 1), Key("planning.locality", "0 to 1")] = 0.25
-    """For `local`: 0 is hierarchical, 1 is global. Raise it if balance matters more than traffic
-    between nodes. At 0.25 a fifth of the load leaves its home node, and recorded loads of a
-    256-expert model reach a balancedness of 0.97."""
+    locality: Annotated[float, Range(0, 1), Key("planning.locality", "0 to 1")] = 1.0
+    """For `incremental` and `local`: how much load may be served off the node of its expert group.
+    At 1 any; at 0 none; at 0.25 a fifth at most with 4 nodes, and recorded loads of a 256-expert
+    model reach a balancedness of 0.97. Lower it for group-limited routing over slow links between
+    nodes. `local` needs a value below 1. Groups that do not divide evenly over nodes have none."""
 
     target_balancedness: Annotated[
         float, Range(0.01, 1), Key("planning.targetBalancedness", "balancedness")
@@ -269,6 +270,11 @@ class Policy:
                 raise InvalidPolicyError(
                     f"{name} must be one of {', '.join(choices)}, not {value!r}"
                 ) from None
+        if self.algorithm is Algorithm.LOCAL and self.locality == 1.0:
+            raise InvalidPolicyError(
+                "locality must be below 1 for the algorithm local, for example 0.25: at 1 experts "
+                "may go anywhere, as the algorithm global places them"
+            )
         if self.fast_half_life_s >= self.slow_half_life_s:
             raise InvalidPolicyError(
                 f"fast_half_life_s must be below slow_half_life_s ({self.slow_half_life_s:g}), "

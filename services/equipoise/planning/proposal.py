@@ -71,15 +71,15 @@ def propose(request: ProposalRequest) -> Proposal:
     if samples is not None:
         # A policy that decides on any number of assignments ignores chance: so do forced plans.
         samples = BENEFIT_OF_DOUBT * samples if policy.min_assignments else None
-    is_local = policy.algorithm is Algorithm.LOCAL
     is_incremental = policy.algorithm is Algorithm.INCREMENTAL
+    has_locality = is_incremental or policy.algorithm is Algorithm.LOCAL
     planned = plan(
         request.average,
         model=request.model,
         topology=request.topology,
         current=request.current,
         algorithm=policy.algorithm,
-        locality=policy.locality if is_local else None,
+        locality=policy.locality if has_locality else None,
         target_balancedness=policy.target_balancedness if is_incremental else None,
         weighted=policy.weighted,
         samples=samples,
