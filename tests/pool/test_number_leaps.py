@@ -162,6 +162,22 @@ def test_who_makes_numbers_leap_is_named(make_fleet):
     assert f"worker {LIAR} reports generation {claim}" in lines[1]
 
 
+@pytest.mark.parametrize(("ahead_s", "is_named"), [(-60, False), (60, False), (2**21, True)])
+def test_another_engines_numbers_are_named_only_if_they_are_above_the_clock(
+    make_harness, ahead_s, is_named
+):
+    """Its ranks number their first epoch by the clock."""
+    harness = make_harness()
+    harness.now = TODAY_S
+    hello = next(iter(harness.workers.values())).hello
+    epoch = int(TODAY_S) + ahead_s
+    harness.hello(
+        replace(hello, engine="vLLM 0.33.0", highest_epoch=epoch, highest_generation=epoch)
+    )
+    assert any("far above" in one for one in harness.logs) == is_named
+    assert harness.pool.roster.highest_epoch >= epoch
+
+
 def test_who_makes_numbers_leap_in_many_small_reports_is_named(make_fleet):
     fleet = make_fleet(3)
     harness, liar = fleet.harness, fleet.workers[LIAR]

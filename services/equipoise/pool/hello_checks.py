@@ -52,12 +52,12 @@ class UsedNumbers:
             generations.append(lost.generation)
         return cls(epoch=max(epochs), generation=max(generations))
 
-    def leaps(self, *, known: "UsedNumbers") -> dict[str, tuple[int, int]]:
-        """By name, each number above those that the balancer knows, and by how much it is."""
+    def leaps(self, *, known: "UsedNumbers", clock_s: int) -> dict[str, tuple[int, int]]:
+        """By name, each number above those known and the clock, and by how much it is."""
         return {
-            what: (reported, reported - ours)
+            what: (reported, reported - max(ours, clock_s))
             for what, reported, ours in self._beside(known)
-            if reported > ours
+            if reported > max(ours, clock_s)
         }
 
     def fault(self, *, known: "UsedNumbers", now: float) -> tuple[str, str] | None:

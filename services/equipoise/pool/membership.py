@@ -106,7 +106,8 @@ class Membership:
         self._resumption.check(hello)
         before = self._roster.members.get(hello.worker)
         member = self._roster.admit(hello, now=now)
-        effects: list[Effect] = [*self._numbers.reserve(hello.worker, used)]
+        clock_s = int(now) if hello.engine else 0
+        effects: list[Effect] = [*self._numbers.reserve(hello.worker, used, clock_s=clock_s)]
         effects += self._quarantine.note_hello(hello)
         self._unheard -= {hello.worker}
         self._attendance.look_again()

@@ -38,12 +38,13 @@ class NumberClaims:
             raise InvalidMessageError(f"{kind}_{fault[0]}_leap", fault[1])
         return self.reserve(worker, used)
 
-    def reserve(self, worker: str, used: UsedNumbers) -> Chain:
+    def reserve(self, worker: str, used: UsedNumbers, *, clock_s: int = 0) -> Chain:
         """Use higher numbers from here on, whatever the store forgot.
 
-        A worker that raises them far is named, whether it does so at once or in many reports.
+        A worker that raises them far is named, whether it does so at once or in many reports. Other
+        engines number their epochs by a clock: `clock_s` is in Unix seconds, 0 for our workers.
         """
-        leaps = used.leaps(known=self._used)
+        leaps = used.leaps(known=self._used, clock_s=clock_s)
         self._roster.reserve_epoch(used.epoch)
         self._layouts.reserve(used.generation)
         logs: list[Log] = []
