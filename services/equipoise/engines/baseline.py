@@ -172,8 +172,8 @@ class Baseline:
         comparing, self._comparing = self._comparing, None
         if comparing is None:
             return None
-        found = compare(comparing.rows.result(), comparing.contents.layout)
-        fault = self._fault(found, is_announced=comparing.is_announced)
+        found = compare(comparing.rows.result(), comparing.contents.layout, self.table)
+        fault = _fault(found, is_announced=comparing.is_announced)
         is_first = self.table is None
         if fault and (is_first or self._attempts + 1 >= MAX_ATTEMPTS):
             raise GroupError(fault)
@@ -194,19 +194,6 @@ class Baseline:
         numbered = layout.with_placement(layout.expert_of_slot, generation=number)
         held.rebase(Contents(layout=numbered, checksums=comparing.contents.checksums))
         return Agreed(found.workers, number, is_first)
-
-    def _fault(self, found: Comparison, *, is_announced: bool) -> str:
-        """Why what the ranks hold cannot be the baseline; empty if it can."""
-        if found.conflict:
-            return found.conflict
-        changed = found.share_changed(self.table)
-        if is_announced or not 0 < changed < 0.5:
-            return ""
-        return (
-            f"{changed:.1%} of the experts have other bytes than before, and the engine announced "
-            "no update: memory of a machine is damaged, or only some weights were updated; restart "
-            "the engine"
-        )
 
     def _hash_again(self) -> None:
         with self._lock:
@@ -257,3 +244,14 @@ def least_number(rows: Sequence[WeightsRow]) -> int:
     aborted waves included: another may be on its way to the ranks.
     """
     return max(rows[0].clock_s, max(row.highest for row in rows) + 2)
+
+
+def _fault(found: Comparison, *, is_announced: bool) -> str:
+    """Why what the ranks hold cannot be the baseline; empty if it can."""
+    if not is_announced and 0 < found.share_changed < 0.5:
+        return (
+            f"{found.share_changed:.1%} of the slots hold other bytes than before (the first is "
+            f"{found.first_changed}), and the engine announced no update: memory of a machine is "
+            "damaged, or only some weights were updated; restart the engine"
+        )
+    return found.conflict

@@ -28,9 +28,11 @@ class Comparison:
     conflict: str
     """Which replicas of an expert hold different bytes; empty if there are none."""
 
-    def share_changed(self, before: Checksums | None) -> float:
-        """Return the share of the experts whose bytes are not those in `before`."""
-        return 0.0 if before is None else float((self.table != before).any(axis=2).mean())
+    share_changed: float
+    """Share of the slots that hold other bytes of their experts than before; 0 the first time."""
+
+    first_changed: str
+    """The first such slot, in words; empty if there is none."""
 
 
 def held_row(worker: str, checksums: Checksums) -> Tensor:
@@ -39,27 +41,47 @@ def held_row(worker: str, checksums: Checksums) -> Tensor:
     return torch.frombuffer(bytearray(row), dtype=torch.uint8)
 
 
-def compare(rows: Tensor, layout: Layout) -> Comparison:
-    """Compare what the ranks hold as `layout`; `rows` are those of all ranks, in order."""
+def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Comparison:
+    """Compare what the ranks hold as `layout`; `rows` are those of all ranks, in order.
+
+    `before` is the table that they agreed on the last time; None the first time.
+    """
     held = rows.numpy()
     workers = tuple(row.tobytes().decode("ascii").rstrip() for row in held[:, :NAME_BYTES])
-    num_layers, num_slots = layout.expert_of_slot.shape
+    experts = layout.expert_of_slot
+    num_layers, num_slots = experts.shape
     by_rank = held[:, NAME_BYTES:].reshape(layout.num_ranks, num_layers, -1, CHECKSUM_BYTES)
     of_slot = by_rank.swapaxes(0, 1).reshape(num_layers, num_slots, CHECKSUM_BYTES)
     layers = np.arange(num_layers)[:, None]
     table = np.zeros((num_layers, layout.num_experts, CHECKSUM_BYTES), dtype=np.uint8)
-    table[layers, layout.expert_of_slot] = of_slot
+    table[layers, experts] = of_slot
     table.flags.writeable = False
-    differs = (table[layers, layout.expert_of_slot] != of_slot).any(axis=2)
-    conflict = ""
+
+    def place(slot: int) -> str:
+        return f"slot {slot} ({workers[slot // layout.slots_per_rank]})"
+
+    conflict, changed, share = "", "", 0.0
+    differs = (table[layers, experts] != of_slot).any(axis=2)
     if differs.any():
         layer, slot = (int(index) for index in np.argwhere(differs)[0])
+        expert = int(experts[layer, slot])
+        other = int(np.flatnonzero(experts[layer] == expert)[-1])  # Whose bytes the table has.
         conflict = (
-            f"replicas of expert {int(layout.expert_of_slot[layer, slot])} of layer {layer} differ "
-            f"(slot {slot}, {workers[slot // layout.slots_per_rank]}): ranks loaded different "
-            "weights; restart the engine"
+            f"replicas of expert {expert} of layer {layer} differ: {place(slot)} and "
+            f"{place(other)} have different weights; restart the engine"
         )
-    return Comparison(workers=workers, table=table, conflict=conflict)
+    if before is not None:
+        is_changed = (before[layers, experts] != of_slot).any(axis=2)
+        share = float(is_changed.mean())
+        for layer, slot in np.argwhere(is_changed)[:1].tolist():
+            changed = f"{place(slot)} of layer {layer}, expert {experts[layer, slot]}"
+    return Comparison(
+        workers=workers,
+        table=table,
+        conflict=conflict,
+        share_changed=share,
+        first_changed=changed,
+    )
 
 
 def differs(contents: Contents, table: Checksums, *, rank: int) -> bool:
