@@ -167,9 +167,8 @@ def test_a_stage_of_sglang_has_its_layers_numbers_and_a_pool_of_its_own(
     stages, pool, group, monkeypatch
 ):
     metadata = sglang_metadata()
-    hooks, seat, met = sglang_seat(monkeypatch, metadata, stages=stages)
+    _, seat, met = sglang_seat(monkeypatch, metadata, stages=stages)
     assert (pool_of(seat), seat.worker, met) == (pool, "w-1", [group])
-    assert list(hooks._layers) == LAYERS
     assert seat.model.shape.num_layers == 2
     assert seat.model.expert_of_slot.tolist() == [FIRST] * 2
     seat.model.commit(seat.model.tables(layout_of(SECOND)))
@@ -179,6 +178,24 @@ def test_a_stage_of_sglang_has_its_layers_numbers_and_a_pool_of_its_own(
         if isinstance(table, torch.Tensor):
             assert (table[LAYERS] != -7).all()
             assert (table[others] == -7).all(), "rows of dense layers and of other stages"
+
+
+@pytest.mark.parametrize("layers", [[5, 7], [5, 6]])
+def test_what_sglangs_recorder_counted_is_kept_although_it_clears_its_tensor(layers, monkeypatch):
+    model = SimpleNamespace(routed_experts_weights_of_layer={layer: weights() for layer in layers})
+    metadata = sglang_metadata()
+    metadata.physical_to_logical_map_cpu[layers] = torch.tensor(FIRST)
+    hooks, _, _ = sglang_seat(monkeypatch, metadata, model=model)
+    seen = []
+    hooks._seat, hooks._is_decided = SimpleNamespace(on_step=seen.append), True
+    count = torch.arange(NUM_ROWS)[:, None].repeat(1, SLOTS)
+    hooks.take_counts(None, None, single_pass_data={"global_physical_count": count})
+    count.zero_()
+    hooks.end_pass(None, None)
+    hooks.end_pass(None, None)  # A pass that does not count.
+    load, none = seen
+    assert load[:, 0].tolist() == layers
+    assert none is None
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ class Hooks:
         self._settings = settings
         self._seat: EngineSeat | None = None
         self._is_decided = False
-        self._layers: Sequence[int] = ()
+        # The rows of the balanced layers in SGLang's tables, as a slice where there is one.
+        self._rows: slice | Sequence[int] = slice(0)
         self._load_LP: Tensor | None = None
 
     @property
@@ -114,9 +115,11 @@ class Hooks:
             registry.HookRegistry.register(update, self.note_update, around)
 
     def take_counts(self, _result: None, _accumulator: Any, *args: Any, **named: Any) -> None:
-        """Keep what the recorder counted in this pass, by physical expert."""
-        data = named["single_pass_data"] if "single_pass_data" in named else args[2]
-        self._load_LP = data["global_physical_count"].to(torch.int64)
+        """Keep what the recorder counted in this pass, by physical expert; it clears that next."""
+        if self._seat is not None:
+            data = named["single_pass_data"] if "single_pass_data" in named else args[2]
+            counts = data["global_physical_count"][self._rows]
+            self._load_LP = counts.to(torch.int64, copy=True)
 
     def note_update(self, original: Callable[..., object], *args: Any, **named: Any) -> object:
         """Notice an update of the weights; those by other ways are found by hashing."""
@@ -135,7 +138,7 @@ class Hooks:
         if self._seat is None:
             original(manager)
             return
-        self._seat.on_step(None if load_LP is None else load_LP[list(self._layers)])
+        self._seat.on_step(load_LP)
 
     def _seat_or_none(self, manager: Any) -> EngineSeat | None:
         """Return the seat of this process, or None if its SGLang cannot be balanced."""
@@ -165,10 +168,12 @@ class Hooks:
         link = EngineLink(settings)
         weights = _weights_of_layer(model)
         # Numbered over the whole model, dense layers and other pipeline stages included.
-        self._layers = sorted(weights)
-        slots = [EngineSlots(list(weights[layer])) for layer in self._layers]
-        table = metadata.physical_to_logical_map_cpu[list(self._layers)]
-        tables, commit = _tables_of(metadata, self._layers, rank=rank, options=options)
+        layers = sorted(weights)
+        is_gapless = layers[-1] - layers[0] + 1 == len(layers)
+        self._rows = slice(layers[0], layers[-1] + 1) if is_gapless else layers
+        slots = [EngineSlots(list(weights[layer])) for layer in layers]
+        table = metadata.physical_to_logical_map_cpu[layers]
+        tables, commit = _tables_of(metadata, layers, rank=rank, options=options)
         return EngineSeat(
             EngineModel(
                 engine=f"SGLang {version('sglang')}",
