@@ -110,9 +110,12 @@ endif
 test-cluster: $(STAMP)  ## Install, use, upgrade and uninstall the chart on a mini cluster (about 5 minutes)
 	@tests/cluster/run $(ARGS)
 
-test-engines: $(STAMP)  ## Balance 4 ranks of vLLM's and SGLang's real code on this machine's CPUs (about 10 minutes)
-	EQUIPOISE_ENGINES_PYTHON=$$(tests/engines/install.sh .cache/engines) \
-	  $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
+# Any releases of vLLM from 0.20, and of SGLang from 0.5.11.
+ENGINES ?= vllm==0.33.0 sglang==0.5.23
+
+test-engines: $(STAMP)  ## Balance 4 ranks of real engines on CPUs, by hand (ENGINES="vllm==0.20.0 sglang==0.5.11")
+	tests/engines/install.sh .cache/engines $(ENGINES)
+	EQUIPOISE_ENGINES='$(ENGINES)' $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
 
 test-clients: $(STAMP)  ## Run clients that others wrote against a fleet (about 10 minutes)
 	EQUIPOISE_CLIENTS=.cache/clients $(BIN)/python -m pytest -m clients tests/clients $(ARGS)

@@ -14,7 +14,13 @@ from equipoise.engines.settings import EngineSettings, Mode
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.settings import Tls
-from equipoise_api.v1 import status_pb2, status_pb2_grpc
+from equipoise_api.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    worker_link_pb2,
+)
 from tests.engines.seats import Ranks
 from tests.support.balancers import serving
 
@@ -55,12 +61,12 @@ class LinkedEngine:
             FIRST, num_experts=NUM_EXPERTS, num_ranks=NUM_RANKS, names=pool, on_ready=self._link
         )
         self.seats = self.ranks.seats
-        self.share = np.random.default_rng(seed).dirichlet(
-            np.full(NUM_EXPERTS, 0.3), size=NUM_LAYERS
-        )
+        self.shift(seed)
         self.before_link = lambda rank, link: None
-        self.failure = None
+        self.after_pass = lambda: None
+        self.failure, self.num_passes = None, 0
         self._idle, self._stopping = threading.Event(), threading.Event()
+        self._takes_passes = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._updates = []
 
@@ -82,7 +88,23 @@ class LinkedEngine:
         assert done.wait(BOUND_S)
 
     def idle(self, is_idle):
+        """Take no passes, from the next one on; or take them again."""
         self._idle.set() if is_idle else self._idle.clear()
+
+    def park(self):
+        """Take no passes, and no longer be in one."""
+        self.idle(True)
+        while self._takes_passes.is_set():
+            time.sleep(0.001)
+
+    def shift(self, seed):
+        """Other experts are hot from now on."""
+        self.share = np.random.default_rng(seed).dirichlet(
+            np.full(NUM_EXPERTS, 0.3), size=NUM_LAYERS
+        )
+
+    def has_switched(self):
+        return len(self.steps) >= NUM_RANKS
 
     def until(self, condition):
         end_s = time.monotonic() + BOUND_S
@@ -90,6 +112,10 @@ class LinkedEngine:
             assert self.failure is None, self.failure
             assert time.monotonic() < end_s, f"not within {BOUND_S:g} s"
             time.sleep(0.02)
+
+    def until_passes(self, count):
+        wanted = self.num_passes + count
+        self.until(lambda: self.num_passes >= wanted)
 
     def check(self):
         """All ranks have switched after the same passes, and hold what the layout says."""
@@ -115,10 +141,14 @@ class LinkedEngine:
     def _run(self):
         try:
             while not self._stopping.is_set():
+                self._takes_passes.set()
                 if self._idle.is_set():
+                    self._takes_passes.clear()
                     time.sleep(0.05)
                     continue
                 self._pass()
+                self.num_passes += 1
+                self.after_pass()
                 time.sleep(self.pass_s)
         except BaseException as error:
             self.failure = error
@@ -171,6 +201,25 @@ class BalancerThread:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     return status_pb2.PoolStatus()  # No rank has connected yet.
                 raise
+
+    def rejection(self):
+        """Why the latest decision was a no; empty if it was a yes."""
+        decision = self.status().last_decision
+        return "" if decision.accepted else decision.reason
+
+    def pin(self, rows):
+        """Pin the pool to a layout, [layers, slots], whatever it loads."""
+        layout = worker_link_pb2.Layout(
+            generation=1,
+            num_layers=NUM_LAYERS,
+            num_slots=FIRST.shape[1],
+            num_experts=NUM_EXPERTS,
+            num_ranks=NUM_RANKS,
+            expert_of_slot=np.asarray(rows, dtype="<i4").tobytes(),
+        )
+        request = admin_pb2.PinRequest(pool="moe", reason="a test", layout=layout)
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+            admin_pb2_grpc.AdminStub(channel).Pin(request, timeout=30)
 
     async def _serve(self):
         self._stopping = asyncio.Event()

@@ -1,10 +1,11 @@
 """Runs ranks of a real engine's expert balancing on CPUs: imports once, then forks the ranks.
 
-`python -m tests.engines.rank_main '{"engine": "vllm", …}'`: one JSON line per rank goes to the file
-that the options name. The engine's forward passes are replaced by routed tokens; what balances is
-its own code. The environment has the plugin's options.
+`python -m tests.engines.rank_main vllm` reads requests, one JSON line each, and answers each with
+the process group of its ranks. The engine's forward passes are replaced by routed tokens; what
+balances is its own code. `Controls` in a file steer the ranks; `Record`s tell what they saw.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -14,6 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.engines import stubs
+
+WINDOW_PASSES = 50
+"""Passes of a window of `windows0`, `windows1` and so on, one file for each pipeline stage."""
+
+_CONTROL_PASSES = 10
 
 
 @dataclass(kw_only=True)
@@ -30,19 +36,13 @@ class Options:
     experts: int = 32
     redundant: int = 8
     dim: int = 32
-    passes: int = 800
+    passes: int = 0
+    """Passes to take, with a shift of the traffic half-way; 0: until the controls end it."""
     pass_ms: float = 20.0
     planner: str = "equipoise"
     """Or "engine": its own; or "both": its own beside the plugin."""
     corrupt: int = -1
     """The rank that sends damaged bytes to its peers."""
-    pause_at: int = -1
-    pause_s: float = 0.0
-    """A pause in which the engine takes no pass."""
-    update_at: int = -1
-    """The pass after which all weights are updated in place, as a trainer does."""
-    announced: bool = True
-    """Whether by the engine's own method, or behind its back."""
     equal: bool = False
     """Compare each switch with the engine's own mover."""
 
@@ -52,48 +52,85 @@ class Options:
         return self.ranks // self.stages
 
 
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """What the test wants of all ranks, from the same pass on; read every few passes."""
+
+    traffic: int = 0
+    """0 or 1: which experts are hot."""
+    is_idle: bool = False
+    """Take no passes."""
+    updates: int = 0
+    """How often all weights were updated in place, as a trainer does, by the engine's methods."""
+    hidden_updates: int = 0
+    """The same, behind the engine's back."""
+    is_over: bool = False
+    """Record what was seen, and end."""
+
+
 @dataclass(kw_only=True)
 class Record:
     """What one rank saw."""
 
     rank: int
+    pid: int = field(default_factory=os.getpid)
+    passes: int = 0
     faults: list[str] = field(default_factory=list)
+    """Passes after which a slot did not hold the bytes of the expert that the table names."""
+    tables: list[tuple[int, str]] = field(default_factory=list)
+    """Passes that changed the tables, and a digest of all tables after each."""
     imbalance: list[float] = field(default_factory=list)
-    """Of each 50 passes: busiest rank over mean rank."""
+    """Of each window: busiest rank over mean rank."""
     switches: list[tuple[int, int, int]] = field(default_factory=list)
     """Generation since the first, pass, and microseconds of each switch."""
     equal: list[dict] = field(default_factory=list)
     hook_us: dict[str, float] = field(default_factory=dict)
+    """Of the engine's thread after each pass, waits included."""
+    hook_cpu_us: dict[str, float] = field(default_factory=dict)
+    """The same, as CPU time of that thread."""
     stopped: str = ""
+    counted: int = 0
+    """Assignments to this rank's slots in its reports, over all generations."""
     routed: int = 0
-    """Assignments that this rank sent since the seat was ready."""
+    """Assignments that this rank sent in the same passes."""
     planner_runs: int = 0
     moves: int = 0
     """Slots that changed their expert, over all ranks."""
 
-    def count_moves(self, before, table):
-        """Count the slots that changed since the table `before`; returns a copy of this one."""
-        if before is not None:
-            self.moves += int((table != before).sum())
-        return table.clone()
-
 
 def main() -> None:
-    options = Options(**json.loads(sys.argv[1]))
     stubs.install()
-    if options.engine == "vllm":
+    if sys.argv[1] == "vllm":
         from tests.engines import vllm_rank as module
     else:
         from tests.engines import sglang_rank as module
     logging.disable(logging.NOTSET)
+    for line in sys.stdin:
+        request = json.loads(line)
+        group = os.fork()
+        if not group:
+            os.setsid()
+            os.environ.update(request["environment"])
+            _run(module, Options(**request["options"]))
+        print(group, flush=True)
+
+
+def _run(module, options: Options) -> None:
+    """Run the ranks, with a log of their own; `ended` then has their exit status."""
+    log = os.open(f"{options.folder}/ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for ours, theirs in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(ours, theirs)
     children = []
     for rank in range(options.ranks):
         child = os.fork()
         if not child:
             _run_rank(module, options, rank)
         children.append(child)
+    Path(options.folder, "pids.json").write_text(json.dumps(children))
     status = [os.waitpid(child, 0)[1] for child in children]
-    sys.exit(int(any(status)))
+    Path(options.folder, "ended").write_text(json.dumps(status))
+    os._exit(0)
 
 
 def _run_rank(module, options: Options, rank: int) -> None:
@@ -112,7 +149,7 @@ def _run_rank(module, options: Options, rank: int) -> None:
             rank=rank,
             world_size=options.ranks,
         )
-        record = drive(module.Rank(options, rank), options)
+        record = Passes(module.Rank(options, rank), options).take()
         Path(options.folder, f"rank{rank}.json").write_text(json.dumps(vars(record)))
         dist.barrier()
         code = 0
@@ -131,7 +168,8 @@ class Stage:
         self.num, self.rank, self.dist = options.stage_ranks, rank, dist
         firsts = range(0, options.ranks, self.num)
         groups = [dist.new_group(range(first, first + self.num)) for first in firsts]
-        self.group = groups[rank // self.num]
+        self.number = rank // self.num
+        self.group = groups[self.number]
         self.is_first, self.is_last = rank < self.num, rank + self.num >= options.ranks
         self.activations = torch.zeros(1)
 
@@ -145,76 +183,137 @@ class Stage:
         if not self.is_last:
             self.dist.send(self.activations, self.rank + self.num)
 
-    def differs(self, table) -> bool:
-        """Whether the stage's ranks have different tables."""
-        tables = [table.clone() for _ in range(self.num)]
-        self.dist.all_gather(tables, table.contiguous(), self.group)
-        return any(not one.equal(table) for one in tables)
 
+class Passes:
+    """The passes of one rank, each followed by a check that weights and tables agree."""
 
-def drive(one, options: Options) -> Record:
-    """Take passes, and check after each that weights and tables agree on this rank and on all."""
-    import numpy as np
-    import torch
-    import torch.distributed as dist
+    def __init__(self, one, options: Options) -> None:
+        import torch
 
-    record = Record(rank=one.rank)
-    window = torch.zeros(options.layers, options.experts + options.redundant)
-    stage = Stage(options, one.rank)
-    hook_us = []
-    one.record = record
-    table = None
-    for number in range(options.passes):
-        if number == options.pause_at:
-            time.sleep(options.pause_s)
-        stage.receive()
-        began = time.perf_counter()
-        window += one.route(int(number >= options.passes // 2))
-        hook = time.perf_counter()
+        self.one, self.options = one, options
+        self.record = one.record = Record(rank=one.rank)
+        self.stage = Stage(options, one.rank)
+        self.controls = Controls()
+        self._window = torch.zeros(options.layers, options.experts + options.redundant)
+        self._experts = None
+        self._hook_us, self._hook_cpu_us = [], []
+        self._routed = [0]
+        # Passes until the seat was ready, and what it has reported since, by generation.
+        self._ready, self._counted = 0, {}
+
+    def take(self) -> Record:
+        """Take passes until they are over; returns what was seen."""
+        import numpy as np
+
+        record = self.record
+        while not self._is_over():
+            self._take_one(record.passes)
+            record.passes += 1
+        for told, times in (
+            (record.hook_us, self._hook_us),
+            (record.hook_cpu_us, self._hook_cpu_us),
+        ):
+            for name, q in (("median", 50), ("p99", 99), ("longest", 100)):
+                told[name] = round(float(np.percentile(times, q)), 1)
+        seat = self.one.seat()
+        if seat is not None:
+            record.stopped = seat.stopped
+            last = seat.progress().stats.steps if self._ready else 0
+            record.counted = sum(self._counted.values())
+            record.routed = self._routed[last] - self._routed[self._ready] if last else 0
+        return record
+
+    def _is_over(self) -> bool:
+        """Follow the controls, which all ranks read together."""
+        number, passes = self.record.passes, self.options.passes
+        if passes:
+            self.controls = Controls(traffic=int(number >= passes // 2))
+            return number == passes
+        if number % _CONTROL_PASSES:
+            return False
+        before = self.controls
+        while (controls := self._read_controls()).is_idle and not controls.is_over:
+            time.sleep(0.05)
+        self.controls = controls
+        if controls.updates > before.updates:
+            self.one.update(announced=True)
+        if controls.hidden_updates > before.hidden_updates:
+            self.one.update(announced=False)
+        return controls.is_over
+
+    def _read_controls(self) -> Controls:
+        import torch.distributed as dist
+
+        file, told = Path(self.options.folder, "controls.json"), [None]
+        if self.one.rank == 0 and file.exists():
+            told = [json.loads(file.read_text())]
+        dist.broadcast_object_list(told, src=0)
+        return Controls(**told[0]) if told[0] else Controls()
+
+    def _take_one(self, number: int) -> None:
+        one, record = self.one, self.record
+        self.stage.receive()
+        began_s = time.perf_counter()
+        load = one.route(self.controls.traffic)
+        self._window += load
+        self._routed.append(self._routed[-1] + int(load.sum()))
+        hook_s, hook_cpu_s = time.perf_counter(), time.thread_time()
         one.step()
-        if number == options.update_at:
-            one.update()
-        hook_us.append(1e6 * (time.perf_counter() - hook))
-        stage.send()
+        self._hook_us.append(1e6 * (time.perf_counter() - hook_s))
+        self._hook_cpu_us.append(1e6 * (time.thread_time() - hook_cpu_s))
+        self.stage.send()
         if fault := one.fault():
             record.faults.append(f"pass {number}: {fault}")
-        table = record.count_moves(table, one.table())
-        if number % 10 == 0 and stage.differs(one.table()):
-            record.faults.append(f"pass {number}: tables differ between ranks")
-        if number % 50 == 49:
-            total = window.clone()
-            dist.all_reduce(total, group=stage.group)
-            window.zero_()
-            load = total.view(options.layers, options.stage_ranks, -1).sum(-1)
-            ratio = load.max(1).values / load.mean(1)
-            record.imbalance.append(round(float(ratio.mean()), 3))
-        rest_s = options.pass_ms / 1e3 - (time.perf_counter() - began)
+        self._note_tables(number)
+        self._note_loads(number)
+        if (number + 1) % WINDOW_PASSES == 0:
+            self._end_window()
+        rest_s = self.options.pass_ms / 1e3 - (time.perf_counter() - began_s)
         if rest_s > 0:
             time.sleep(rest_s)
-    record.hook_us = {
-        name: round(float(np.percentile(hook_us, q)), 1)
-        for name, q in (("median", 50), ("p99", 99), ("longest", 100))
-    }
-    seat = one.seat()
-    if seat is not None:
-        record.stopped = seat.stopped
-    return record
 
+    def _note_tables(self, number: int) -> None:
+        tables = self.one.tables()
+        digest = hashlib.blake2b(digest_size=16)
+        for table in tables:
+            digest.update(table.contiguous().numpy())
+        if not self.record.tables or self.record.tables[-1][1] != digest.hexdigest():
+            self.record.tables.append((number, digest.hexdigest()))
+            if self._experts is not None:
+                self.record.moves += int((tables[0] != self._experts).sum())
+            self._experts = tables[0].clone()
 
-def watch_switches(seat, record: Record) -> None:
-    """Record the switches of a seat."""
-    note = seat.on_switch
+    def _note_loads(self, number: int) -> None:
+        seat = self.one.seat()
+        if seat is None or not seat.is_ready:
+            return
+        self._ready = self._ready or number + 1
+        for load in seat.progress().loads:
+            self._counted[load.generation] = int(load.slot_load_LS.sum())
 
-    def on_switch(switch):
-        record.switches.append((switch.generation - seat.epoch, switch.step, switch.stall_us))
-        note(switch)
+    def _end_window(self) -> None:
+        import torch.distributed as dist
 
-    seat.on_switch = on_switch
+        total = self._window.clone()
+        dist.all_reduce(total, group=self.stage.group)
+        self._window.zero_()
+        load = total.view(self.options.layers, self.options.stage_ranks, -1).sum(-1)
+        ratio = load.max(1).values / load.mean(1)
+        self.record.imbalance.append(round(float(ratio.mean()), 3))
+        if self.one.rank % self.options.stage_ranks == 0:
+            with Path(self.options.folder, f"windows{self.stage.number}").open("a") as file:
+                file.write(f"{self.record.imbalance[-1]}\n")
 
 
 def prepare(one, seat):
     """What the options want of a seat that is ready."""
-    watch_switches(seat, one.record)
+    note = seat.on_switch
+
+    def on_switch(switch):
+        one.record.switches.append((switch.generation - seat.epoch, switch.step, switch.stall_us))
+        note(switch)
+
+    seat.on_switch = on_switch
     if one.options.corrupt == one.rank:
         read = seat.held.read
 

@@ -23,9 +23,18 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from equipoise.engines import sglang
 from equipoise.engines.settings import settings_from
 from tests.engines.rank_main import prepare
+from tests.engines.weights import expert_tensors, wrong_slot
 
 DENSE = 1
 """Dense layers before the MoE layers, which SGLang counts too."""
+
+TABLES = (
+    "physical_to_logical_map",
+    "physical_to_logical_map_cpu",
+    "logical_to_all_physical_map",
+    "logical_to_all_physical_map_cpu",
+)
+COUNTS = "logical_to_all_physical_map_num_valid"
 
 
 def configure(place, **options):
@@ -102,7 +111,12 @@ class Rank:
         self.num_own = slots // options.stage_ranks
         self.own = slice(in_stage * self.num_own, (in_stage + 1) * self.num_own)
         own = first[0, self.own].tolist()
-        self.weights = {layer: self.layer_weights(layer, own, options.dim) for layer in self.layers}
+        self.whole = {
+            layer: expert_tensors(layer, options.experts, options.dim) for layer in self.layers
+        }
+        self.weights = {
+            layer: [tensor[own].clone() for tensor in whole] for layer, whole in self.whole.items()
+        }
         self.hooks = None
         if options.planner != "engine":
             sglang.check_seam()
@@ -160,16 +174,6 @@ class Rank:
         named["server_args"] = self.server_args
         return function(**{name: value for name, value in named.items() if name in wanted})
 
-    @staticmethod
-    def layer_weights(row, experts, dim):
-        seed = lambda expert, salt: torch.Generator().manual_seed(  # noqa: E731
-            1_000_003 * row + 101 * expert + salt
-        )
-        first = torch.stack([torch.randn(2 * dim, dim, generator=seed(e, 1)) for e in experts])
-        second = torch.stack([torch.randn(dim, dim, generator=seed(e, 2)) for e in experts])
-        marks = torch.tensor([[float(e), float(row)] for e in experts])
-        return [first.to(torch.bfloat16), second.to(torch.bfloat16), marks]
-
     def seat(self):
         return self.hooks.seat if self.hooks else None
 
@@ -185,6 +189,7 @@ class Rank:
                 slot = topk_ids_logical_to_physical(
                     topk, ExpertLocationDispatchInfo.init_new(layer)
                 )
+                assert torch.equal(self.metadata.physical_to_logical_map[layer][slot], topk)
                 with self.recorder.with_current_layer(layer):
                     self.recorder.on_select_experts(topk_ids=slot)
                 counts[row].scatter_add_(0, slot.flatten(), torch.ones(slot.numel()))
@@ -197,15 +202,16 @@ class Rank:
             self._watched = True
             prepare(self, seat)
 
-    def update(self):
+    def update(self, *, announced):
         """New weights for all experts, by SGLang's scheduler or behind its back."""
 
         def write(*_args, **_named):
             for layer in self.layers:
                 self.weights[layer][0].add_(1.0)
+                self.whole[layer][0].add_(1.0)
             return True, "done"
 
-        if not self.options.announced:
+        if not announced:
             write()
             return
         request = SimpleNamespace(
@@ -236,14 +242,14 @@ class Rank:
 
     def fault(self):
         for layer in self.layers:
-            marks = self.weights[layer][2]
-            told = self.metadata.physical_to_logical_map[layer, self.own]
-            if not torch.equal(marks[:, 0].long(), told) or not (marks[:, 1] == layer).all():
-                return f"layer {layer} holds {marks.tolist()}, its table says {told.tolist()}"
+            own = self.metadata.physical_to_logical_map[layer, self.own]
+            if wrong := wrong_slot(self.weights[layer], self.whole[layer], own):
+                return f"layer {layer}: {wrong}"
         return ""
 
-    def table(self):
-        return self.metadata.physical_to_logical_map[self.layers]
+    def tables(self):
+        """All tables that are the same on all ranks; first the experts of the slots."""
+        return [getattr(self.metadata, name)[self.layers] for name in (*TABLES, COUNTS)]
 
     def copies(self):
         return {layer: [tensor.clone() for tensor in self.weights[layer]] for layer in self.layers}
@@ -266,13 +272,6 @@ class Rank:
             nnodes=1,
             rank=self.rank,
         )
-        names = (
-            "physical_to_logical_map",
-            "physical_to_logical_map_cpu",
-            "logical_to_all_physical_map",
-            "logical_to_all_physical_map_cpu",
-        )
-        counts = "logical_to_all_physical_map_num_valid"
         return {
             "weights": all(
                 torch.equal(*pair)
@@ -280,7 +279,7 @@ class Rank:
                 for pair in zip(self.weights[layer], copies[layer], strict=True)
             ),
             "tables": all(
-                torch.equal(getattr(self.metadata, name), getattr(theirs, name)) for name in names
+                torch.equal(getattr(self.metadata, name), getattr(theirs, name)) for name in TABLES
             ),
-            "counts": torch.equal(getattr(self.metadata, counts), getattr(theirs, counts)),
+            "counts": torch.equal(getattr(self.metadata, COUNTS), getattr(theirs, COUNTS)),
         }

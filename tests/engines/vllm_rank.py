@@ -17,6 +17,7 @@ from vllm.v1.worker import gpu_worker
 
 from equipoise.engines import vllm
 from tests.engines.rank_main import prepare
+from tests.engines.weights import expert_tensors, wrong_slot
 
 KNUTH = 2654435769
 
@@ -60,15 +61,10 @@ class Event:
 
 
 class Layer:
-    def __init__(self, layer, experts, dim):
+    def __init__(self, layer, num_experts, own, dim):
         self.eplb_state = EplbLayerState()
-        seed = lambda expert, salt: torch.Generator().manual_seed(  # noqa: E731
-            1_000_003 * layer + 101 * expert + salt
-        )
-        self.w13 = torch.stack([torch.randn(2 * dim, dim, generator=seed(e, 1)) for e in experts])
-        self.w2 = torch.stack([torch.randn(dim, dim, generator=seed(e, 2)) for e in experts])
-        self.w13, self.w2 = self.w13.to(torch.bfloat16), self.w2.to(torch.bfloat16)
-        self.scale = torch.tensor([[float(e), float(layer)] for e in experts])
+        self.whole = expert_tensors(layer, num_experts, dim)
+        self.w13, self.w2, self.scale = (tensor[own].clone() for tensor in self.whole)
 
     def get_expert_weights(self):
         slots = len(self.scale)
@@ -104,7 +100,8 @@ class Model(MixtureOfExperts):
         own = first[rank * num : (rank + 1) * num]
         first_layer = stage * options.layers
         self.moe_layers = [
-            Layer(first_layer + layer, own, options.dim) for layer in range(options.layers)
+            Layer(first_layer + layer, options.experts, own, options.dim)
+            for layer in range(options.layers)
         ]
 
 
@@ -171,7 +168,7 @@ class Rank:
             row = torch.arange(tokens)[:, None].expand(-1, k)
             pick = ((row * KNUTH) & 0xFFFFFFFF) % state.logical_replica_count[topk]
             slot = state.logical_to_physical_map[topk, pick]
-            assert (slot >= 0).all()
+            assert torch.equal(self.model_state.physical_to_logical_map[layer][slot], topk)
             one = torch.ones(slot.numel(), dtype=state.expert_load_view.dtype)
             state.expert_load_view.scatter_add_(0, slot.flatten(), one)
         return self.model_state.expert_load_pass[: self.options.layers]
@@ -183,14 +180,15 @@ class Rank:
             self._watched = True
             prepare(self, seat)
 
-    def update(self):
+    def update(self, *, announced):
         """New weights for all experts, by vLLM's worker or behind its back."""
 
         def write():
             for layer in self.model.moe_layers:
                 layer.w13.add_(1.0)
+                layer.whole[0].add_(1.0)
 
-        if not self.options.announced:
+        if not announced:
             write()
             return
         worker = object.__new__(gpu_worker.Worker)
@@ -202,16 +200,22 @@ class Rank:
 
     def fault(self):
         num = self.model.num_local_physical_experts
-        stage, rank = divmod(self.rank, self.options.stage_ranks)
-        own = self.table()[:, rank * num : (rank + 1) * num]
+        rank = self.rank % self.options.stage_ranks
+        own = self.tables()[0][:, rank * num : (rank + 1) * num]
         for layer, one in enumerate(self.model.moe_layers):
-            held, number = one.scale[:, 0].long(), stage * self.options.layers + layer
-            if not torch.equal(held, own[layer]) or not (one.scale[:, 1] == number).all():
-                return f"layer {layer} holds {held.tolist()}, its table says {own[layer].tolist()}"
+            if wrong := wrong_slot((one.w13, one.w2, one.scale), one.whole, own[layer]):
+                return f"layer {layer}: {wrong}"
         return ""
 
-    def table(self):
-        return self.model_state.physical_to_logical_map[: self.options.layers]
+    def tables(self):
+        """All tables; first the experts of the slots."""
+        most, state = self.options.experts + self.options.redundant, self.model_state
+        layers = slice(self.options.layers)
+        return [
+            state.physical_to_logical_map[layers],
+            state.logical_to_physical_map[layers, :, :most],
+            state.logical_replica_count[layers],
+        ]
 
     def compare(self, before, after, copies):
         """Compare a switch with vLLM's own mover and maps."""

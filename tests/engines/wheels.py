@@ -1,12 +1,26 @@
-"""Where the engines' wheels are."""
+"""Which releases of the engines are tested, and where their wheels are."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-ENGINES_PYTHON = os.environ.get("EQUIPOISE_ENGINES_PYTHON", "")
-"""An interpreter that has the engines' wheels, as tests/engines/install.sh makes one."""
+FOLDER = Path(__file__).parents[2] / ".cache/engines"
+"""What tests/engines/install.sh makes."""
+
+WANTED = os.environ.get("EQUIPOISE_ENGINES", "").split()
+"""Releases to test, as vllm==0.33.0; `make test-engines ENGINES=...` names them."""
 
 NEEDS_WHEELS = pytest.mark.skipif(
-    not ENGINES_PYTHON, reason="the engines' wheels are not installed: make test-engines"
+    not WANTED, reason="the engines' wheels are not installed: make test-engines"
 )
+
+
+def _release(name):
+    is_missing = not (FOLDER / name).is_dir()
+    reason = f"{name} is not installed: make test-engines ENGINES={name}"
+    return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason=reason), id=name)
+
+
+RELEASES = [_release(name) for name in WANTED or ("vllm==0.33.0", "sglang==0.5.23")]
+"""The parameters of tests that run with each release."""

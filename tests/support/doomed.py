@@ -1,7 +1,8 @@
 """Runs `equipoise`, and kills it with SIGKILL when a rollout reaches the state that a file names.
 
 `python doomed.py FILE ARGUMENTS...`: while FILE is empty or missing nothing changes. With
-"aborted" a rank's Staged is handled as a rejection, because nothing else aborts on demand.
+"aborted" a rank's Staged is handled as a rejection, because nothing else aborts on demand. An event
+may follow the state: with "staged RankSwitched" it dies at the first rank's report of the switch.
 """
 
 import os
@@ -21,12 +22,13 @@ def doom(file: Path) -> None:
     step = Wave.step
 
     def doomed_step(wave, event, *, now):
-        state = file.read_text() if file.exists() else ""
+        state, _, wanted = (file.read_text() if file.exists() else "").partition(" ")
         if state == State.ABORTED and isinstance(event, RankStaged):
             event = RankRejected(rank=event.rank, generation=event.generation, reason="doomed")
         after, commands = step(wave, event, now=now)
         looked_at = after if state in _ON_ENTERING else wave
-        if looked_at.state == state and (after is not wave or state not in _ON_ENTERING):
+        is_new = after is not wave or state not in _ON_ENTERING
+        if looked_at.state == state and is_new and wanted in {"", type(event).__name__}:
             os.kill(os.getpid(), signal.SIGKILL)
         return after, commands
 
