@@ -53,7 +53,7 @@ class Ranks:
                 boot_id="boot",
                 epoch=1,
                 rank=rank,
-                generation=1,
+                generation=self.layout.generation,
                 phase=self.phase,
                 assignments=own.astype(np.uint64),
             )
@@ -193,6 +193,34 @@ def test_a_rank_whose_steps_differ_too_much_is_named(steps, is_doubtful):
     ranks.receive(FIRST_HALF, ranks=(0,), steps=500)
     ranks.steps = 0
     ranks.receive(FIRST_HALF, ranks=(1,), steps=steps)
+    doubt = close(loads, now=10.0).doubt
+    assert bool(doubt) is is_doubtful
+    assert not is_doubtful or "their loads cannot be compared" in doubt
+
+
+@pytest.mark.parametrize(
+    ("is_mixed", "others", "steps", "is_doubtful"),
+    [
+        (False, 16, 0, True),
+        (False, 0, 16, True),
+        (False, 16, 4, False),  # Scaled to as many steps.
+        (True, 16, 4, True),
+        (True, 16, 12, False),
+    ],
+)
+def test_a_rank_with_far_fewer_steps_in_a_short_window_is_named(
+    is_mixed, others, steps, is_doubtful
+):
+    """Its load is missing: engines add up theirs every few passes, and ranks report apart."""
+    loads = make_loads()
+    even = np.full((2, 8), 100.0)
+    for rank, num_steps in ((0, others), (1, steps)):
+        one = Ranks(loads)
+        one.receive(even * num_steps, ranks=(rank,), steps=num_steps)
+        if is_mixed and num_steps:
+            one.layout = one.layout.with_placement(one.layout.expert_of_slot, generation=2)
+            one.assignments[:] = 0
+            one.receive(even * num_steps, ranks=(rank,), steps=0)
     doubt = close(loads, now=10.0).doubt
     assert bool(doubt) is is_doubtful
     assert not is_doubtful or "their loads cannot be compared" in doubt

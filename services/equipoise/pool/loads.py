@@ -41,7 +41,7 @@ MAX_STEPS_RATIO_MIXED = 1.5
 """The same for a window with several layouts, whose loads are not scaled to common steps."""
 
 STEPS_SURPLUS = 16
-"""Steps by which ranks may always differ: a window may have few."""
+"""Steps by which ranks may always differ in a window with one layout: it may have few."""
 
 MAX_TABLES = 4
 """Windows with traffic whose tables are kept: plans are made on the latest ones."""
@@ -230,7 +230,7 @@ class PoolLoads:
             unheard=tuple(np.flatnonzero(self._is_unheard(now)).tolist()),
             contradiction=counted.contradiction
             or _interruption(self._gap_s)
-            or _imbalance_of_steps(steps, is_mixed=load.layout is None),
+            or _imbalance_of_steps(steps, load),
         )
         if closed.doubt:
             self.fast, self.slow = self.fast.skipped(now=now), self.slow.skipped(now=now)
@@ -313,13 +313,17 @@ def _interruption(gap_s: Load) -> str:
     return f"rank {rank} reported again after {gap}: its load covers more than the window"
 
 
-def _imbalance_of_steps(steps: Indices, *, is_mixed: bool) -> str:
-    """Why the loads of ranks cannot be compared, given their steps, [ranks]; empty if they can."""
-    usual = common_steps(steps)
-    most = MAX_STEPS_RATIO_MIXED if is_mixed else MAX_STEPS_RATIO
-    differs = (np.abs(steps - usual) > STEPS_SURPLUS) & (
-        (steps > most * usual) | (most * steps < usual)
-    )
+def _imbalance_of_steps(steps: Indices, load: WindowLoad) -> str:
+    """Why the loads of ranks cannot be compared, given their steps, [ranks]; empty if they can.
+
+    Those of a rank without steps cannot be scaled, and those of several layouts are not.
+    """
+    usual, has_traffic = common_steps(steps), bool(load.expert_load.any())
+    is_mixed = has_traffic and load.layout is None
+    most, surplus = (MAX_STEPS_RATIO_MIXED, 0) if is_mixed else (MAX_STEPS_RATIO, STEPS_SURPLUS)
+    differs = (np.abs(steps - usual) > surplus) & ((steps > most * usual) | (most * steps < usual))
+    if has_traffic and (steps > 0).any():
+        differs |= steps <= 0
     if not differs.any():
         return ""
     rank = int(np.flatnonzero(differs)[0])
