@@ -172,7 +172,8 @@ class LinkedEngine:
         count = np.stack([np.bincount(row, minlength=NUM_EXPERTS) for row in table])
         load = np.take_along_axis(400 * self.share / count, table, axis=1).round()
         for one in self.seats:
-            one.on_step(torch.from_numpy(load.astype(np.int64)))
+            one.count(torch.from_numpy(load.astype(np.int64)))
+            one.on_step()
 
 
 class BalancerThread:

@@ -126,7 +126,8 @@ class Ranks:
         for _ in range(passes):
             for seat in self.seats:
                 counted = torch.ones(self.table.shape, dtype=torch.int32)
-                seat.on_step(counted if load is None else load)
+                seat.count(counted if load is None else load)
+                seat.on_step()
 
     def until_ready(self):
         end_s = time.monotonic() + BOUND_S

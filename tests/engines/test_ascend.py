@@ -131,7 +131,8 @@ class DerivedState(EplbState):
 def test_a_derived_state_is_balanced_through_the_method_that_it_calls(monkeypatch):
     seen = []
     seat = SimpleNamespace(
-        on_step=lambda load_LP: seen.append(load_LP.tolist()),
+        count=lambda load_LP: seen.append(load_LP.tolist()),
+        on_step=lambda: None,
         model=SimpleNamespace(shape=SimpleNamespace(num_layers=2)),
     )
     for name in ("step", "_should_record_current_step"):  # Put back what the plugin wraps.

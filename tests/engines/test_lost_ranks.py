@@ -31,7 +31,7 @@ def run_rank(rank, folder, pipe):
     while after < 50:
         began_s = time.perf_counter()
         try:
-            seat.on_step(None)
+            seat.on_step()
         except LockstepError as error:
             pipe.send(("ended", str(error), time.perf_counter() - began_s))
             break

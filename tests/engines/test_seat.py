@@ -162,7 +162,7 @@ def test_ranks_that_took_different_numbers_of_passes_stop_together(ranks):
 
 def test_a_broken_exchange_stops_a_rank_that_had_nothing_to_switch_to(ranks):
     ranks.rendezvous.broken = {0}
-    ranks.seats[0].on_step(None)
+    ranks.seats[0].on_step()
     assert "not all ranks answered" in ranks.seats[0].stopped
 
 
@@ -171,7 +171,7 @@ def test_a_broken_exchange_that_may_have_agreed_is_fatal(ranks):
     ranks.step()
     ranks.rendezvous.broken = {0}
     with pytest.raises(LockstepError):
-        ranks.seats[0].on_step(None)
+        ranks.seats[0].on_step()
 
 
 def update(ranks, *, only=(0, 1), announced=True, experts=range(4)):
@@ -287,8 +287,9 @@ def test_an_update_between_the_rounds_of_one_rank_only_ends_the_engine(ranks):
 
 
 def test_a_rank_that_cannot_count_stops_all_and_the_engine_serves_on(ranks):
-    ranks.seats[1].on_step(torch.zeros(1, 1, 7))
-    ranks.seats[0].on_step(None)
+    ranks.seats[1].count(torch.zeros(1, 1, 7))
+    ranks.seats[1].on_step()
+    ranks.seats[0].on_step()
     ranks.step(4)
     assert [rank for rank, _ in ranks.stopped] == [0, 1]
     assert "rank 1 cannot count its loads" in ranks.seats[1].stopped
@@ -310,7 +311,7 @@ def test_aborts_at_any_point_of_a_round_never_part_the_ranks(ranks):
                     seat.offer(staged[rank])
                 if moments[rank, 1] == moment:
                     seat.drop(layout.generation)
-                seat.on_step(None)
+                seat.on_step()
             assert len({seat.generation for seat in ranks.seats}) == 1
     steps = {}
     for _, switch in ranks.switched:

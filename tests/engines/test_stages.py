@@ -181,21 +181,18 @@ def test_a_stage_of_sglang_has_its_layers_numbers_and_a_pool_of_its_own(
 
 
 @pytest.mark.parametrize("layers", [[5, 7], [5, 6]])
-def test_what_sglangs_recorder_counted_is_kept_although_it_clears_its_tensor(layers, monkeypatch):
+def test_what_sglangs_recorder_counts_in_the_layers_with_experts_is_counted(layers, monkeypatch):
     model = SimpleNamespace(routed_experts_weights_of_layer={layer: weights() for layer in layers})
     metadata = sglang_metadata()
     metadata.physical_to_logical_map_cpu[layers] = torch.tensor(FIRST)
     hooks, _, _ = sglang_seat(monkeypatch, metadata, model=model)
     seen = []
-    hooks._seat, hooks._is_decided = SimpleNamespace(on_step=seen.append), True
-    count = torch.arange(NUM_ROWS)[:, None].repeat(1, SLOTS)
-    hooks.take_counts(None, None, single_pass_data={"global_physical_count": count})
-    count.zero_()
-    hooks.end_pass(None, None)
-    hooks.end_pass(None, None)  # A pass that does not count.
-    load, none = seen
+    count = {"global_physical_count": torch.arange(NUM_ROWS)[:, None].repeat(1, SLOTS)}
+    hooks.take_counts(None, None, single_pass_data=count)  # Before the seat is taken.
+    hooks._seat = SimpleNamespace(count=seen.append)
+    hooks.take_counts(None, None, single_pass_data=count)
+    (load,) = seen
     assert load[:, 0].tolist() == layers
-    assert none is None
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,17 @@ def test_final_counters_are_sent_a_few_times_before_the_current_ones():
         assert generations_of(one.build(progress(2, 1))) == [1, 2]
     assert generations_of(one.build(progress(2, 1))) == [2]
     assert generations_of(one.build(progress(3, 2))) == [2, 3]
+
+
+def test_final_counters_that_still_change_are_sent_again():
+    """An engine adds up its last passes some passes after the switch."""
+    one = reporter()
+    for _ in range(FINAL_REPORTS + 1):
+        reports = one.build(progress(2, 1))
+    assert generations_of(reports) == [2]
+    late = progress(2, 1)
+    late.loads[1].slot_load_LS[0, 0] += 5
+    for _ in range(FINAL_REPORTS):
+        final, _ = one.build(late)
+        assert final.load.assignments[0, 0] == 6
+    assert generations_of(one.build(late)) == [2]

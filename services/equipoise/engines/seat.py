@@ -41,14 +41,18 @@ _log = logging.getLogger(__name__)
 ROUND_PASSES = 4
 """Forward passes between two exchanges of headers."""
 
-LOAD_ROUNDS = 8
-"""Rounds between two sums of the loads of all ranks."""
+LOAD_ROUNDS = 2
+"""Rounds between two sums of the loads of all ranks. More would leave slow engines windows without
+any; a sum for each round would never catch up with that of a switch."""
 
 _MEDIAN_PASSES = 128
 
 
 class EngineSeat:
-    """One rank's part in the agreement; `on_step` is for the engine's thread, the rest for any."""
+    """One rank's part in the agreement.
+
+    `count`, `on_step` and `note_update` are for the engine's thread, the rest for any.
+    """
 
     def __init__(
         self,
@@ -213,10 +217,16 @@ class EngineSeat:
 
     # For the engine's thread.
 
-    def on_step(self, load_LP: Tensor | None) -> None:
-        """Take part in what follows a pass; `load_LP` is what this rank counted in it, by slot.
+    def count(self, load_LP: Tensor) -> None:
+        """Count what this rank routed in the pass that ends, by slot, before `on_step`.
 
-        Integers [layers, slots] of the pool, on any device; None for a pass that does not count.
+        Integers [layers, slots] of the pool, on any device.
+        """
+        if not self.stopped:
+            self._counting(lambda: self._loads.add(load_LP))
+
+    def on_step(self) -> None:
+        """Take part in what follows a pass.
 
         Raises:
             LockstepError: this rank advertised a generation and cannot know whether the others
@@ -228,8 +238,6 @@ class EngineSeat:
         now_s = time.perf_counter()
         self._recent_us.append(round((now_s - self._last_s) * 1e6))
         self._last_s = now_s
-        if load_LP is not None:
-            self._counting(lambda: self._loads.add(load_LP))
         self._passes += 1
         if self._passes % self._round_passes:
             return

@@ -98,7 +98,6 @@ class Hooks:
         self._is_decided = False
         # The rows of the balanced layers in SGLang's tables, as a slice where there is one.
         self._rows: slice | Sequence[int] = slice(0)
-        self._load_LP: Tensor | None = None
 
     @property
     def seat(self) -> EngineSeat | None:
@@ -115,11 +114,10 @@ class Hooks:
             registry.HookRegistry.register(update, self.note_update, around)
 
     def take_counts(self, _result: None, _accumulator: Any, *args: Any, **named: Any) -> None:
-        """Keep what the recorder counted in this pass, by physical expert; it clears that next."""
+        """Count what the recorder counted in this pass, by physical expert; it clears that next."""
         if self._seat is not None:
             data = named["single_pass_data"] if "single_pass_data" in named else args[2]
-            counts = data["global_physical_count"][self._rows]
-            self._load_LP = counts.to(torch.int64, copy=True)
+            self._seat.count(data["global_physical_count"][self._rows])
 
     def note_update(self, original: Callable[..., object], *args: Any, **named: Any) -> object:
         """Notice an update of the weights; those by other ways are found by hashing."""
@@ -131,14 +129,13 @@ class Hooks:
 
     def end_pass(self, original: Callable[[Any], None], manager: Any) -> None:
         """Take part after a pass, in place of SGLang's planner."""
-        load_LP, self._load_LP = self._load_LP, None
         if not self._is_decided:
             self._is_decided = True
             self._seat = self._seat_or_none(manager)
         if self._seat is None:
             original(manager)
             return
-        self._seat.on_step(load_LP)
+        self._seat.on_step()
 
     def _seat_or_none(self, manager: Any) -> EngineSeat | None:
         """Return the seat of this process, or None if its SGLang cannot be balanced."""

@@ -85,14 +85,12 @@ def install(settings: EngineSettings) -> None:
             seats[id(self)] = _take_seat(self, settings)
             _watch_updates(seats)
         seat = seats[id(self)]
-        load_LP = None
-        if seat is not None and not is_dummy:
+        if seat is not None and not is_dummy:  # vLLM clears its counters next.
             (model_state,) = self.model_states.values()
-            load_LP = model_state.expert_load_pass[: seat.model.shape.num_layers]
-            load_LP = load_LP.to(torch.int64, copy=True)
+            seat.count(model_state.expert_load_pass[: seat.model.shape.num_layers])
         original(self, is_dummy, is_profile, log_stats)
         if seat is not None:
-            seat.on_step(load_LP)
+            seat.on_step()
 
     def should_record(self: Any, log_stats: bool = False) -> bool:
         """Count in every pass while this state is balanced from outside."""

@@ -17,7 +17,7 @@ from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.messages import Report
 
 FINAL_REPORTS = 3
-"""How often a generation's final counters are sent after a switch."""
+"""How often a generation's final counters are sent after a switch, or after they still changed."""
 
 
 class Reporter:
@@ -41,7 +41,8 @@ class Reporter:
         self._phase = phase
         self._send = send
         self._waits = waits
-        self._generation = 0
+        # What finals were sent for last: the generation in use, and the assignments before it.
+        self._finals_of = (0, 0)
         self._finals_left = 0
 
     async def run(self) -> None:
@@ -59,11 +60,13 @@ class Reporter:
         """Return the previous generation's final report, then the current generation's.
 
         The final report stops after `FINAL_REPORTS`: a restarted balancer no longer knows that
-        generation's layout and would reject it forever.
+        generation's layout and would reject it forever. Engines add up their last counts after the
+        switch.
         """
         current, *previous = progress.loads
-        if current.generation != self._generation:
-            self._generation, self._finals_left = current.generation, FINAL_REPORTS
+        finals_of = current.generation, sum(int(load.slot_load_LS.sum()) for load in previous)
+        if finals_of != self._finals_of:
+            self._finals_of, self._finals_left = finals_of, FINAL_REPORTS
         finals = previous if self._finals_left > 0 else []
         self._finals_left -= 1
         stats = replace(progress.stats, timeouts=self._waits.all())
