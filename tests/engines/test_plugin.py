@@ -44,9 +44,15 @@ def test_an_engine_without_its_package_starts_and_is_told_why(register, monkeypa
 
 
 def test_settings_come_from_the_environment():
-    settings = settings_from({**WANTED, "EQUIPOISE_MODE": "observe", "EQUIPOISE_WORKER": "w"})
+    changes = {
+        "EQUIPOISE_MODE": "observe",
+        "EQUIPOISE_WORKER": "w",
+        "EQUIPOISE_TLS_TRUST_DOMAIN": "fleet",
+    }
+    settings = settings_from(WANTED | changes)
     assert settings is not None
     assert (settings.pool, settings.mode, settings.worker) == ("p", Mode.OBSERVE, "w")
+    assert settings.tls.tls_trust_domain == "fleet"
     assert settings_from({}) is None
 
 
@@ -58,7 +64,11 @@ def test_settings_come_from_the_environment():
         ({"EQUIPOISE_MODE": "dry"}, "set it to balance or observe"),
         ({"EQUIPOISE_BALANCER": "nowhere"}, "EQUIPOISE_BALANCER"),
         ({"EQUIPOISE_LISTEN": "0.0.0.0:0"}, "other machines can reach"),
-        ({"EQUIPOISE_TLS_CERT": "c"}, "go together"),
+        (
+            {"EQUIPOISE_BALANCER": "b:7070"},
+            "add EQUIPOISE_TLS_CA to use TLS, or EQUIPOISE_INSECURE",
+        ),
+        ({"EQUIPOISE_TLS_CERT": "c"}, "EQUIPOISE_TLS_CERT and EQUIPOISE_TLS_KEY go together"),
     ],
 )
 def test_a_wrong_setting_is_named(changes, message):

@@ -1,6 +1,7 @@
 """`EngineSettings`: the settings of a plugin, from environment variables only."""
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +12,12 @@ from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.settings.address import dial_address, listen_address
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.errors import TrustError
-from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls
+from equipoise.trust.settings import BALANCER_NAME, TRUST_DOMAIN, WORKER_NAME, Tls
 
 _MAX_NAME = 240
 """Length of a name that leaves room for a rank."""
+
+_OPTION = re.compile(r"(?:--|\b(?=tls_))([a-z_-]+)")
 
 
 class Mode(StrEnum):
@@ -59,8 +62,8 @@ class EngineSettings:
     """What the plugin does: EQUIPOISE_MODE."""
 
     tls: Tls
-    """Certificates: EQUIPOISE_TLS_CA, EQUIPOISE_TLS_CERT and EQUIPOISE_TLS_KEY, or
-    EQUIPOISE_INSECURE=1."""
+    """Certificates: EQUIPOISE_TLS_CA, EQUIPOISE_TLS_CERT, EQUIPOISE_TLS_KEY and
+    EQUIPOISE_TLS_TRUST_DOMAIN, or EQUIPOISE_INSECURE=1."""
 
     tls_worker_name: str = WORKER_NAME
     """DNS name in the certificates of workers: EQUIPOISE_TLS_WORKER_NAME."""
@@ -123,6 +126,7 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings
                 tls_ca=environment.get("EQUIPOISE_TLS_CA", ""),
                 tls_cert=environment.get("EQUIPOISE_TLS_CERT", ""),
                 tls_key=environment.get("EQUIPOISE_TLS_KEY", ""),
+                tls_trust_domain=environment.get("EQUIPOISE_TLS_TRUST_DOMAIN", TRUST_DOMAIN),
                 insecure=environment.get("EQUIPOISE_INSECURE", "") in {"1", "true"},
             ),
             tls_worker_name=environment.get("EQUIPOISE_TLS_WORKER_NAME", WORKER_NAME),
@@ -131,4 +135,9 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings
             accepted_keys=environment.get("EQUIPOISE_ACCEPTED_KEYS", ""),
         )
     except (InvalidSettingsError, TrustError) as error:
-        raise UnsupportedEngineError(str(error)) from error
+        raise UnsupportedEngineError(_with_variables(str(error))) from error
+
+
+def _with_variables(text: str) -> str:
+    """Name the variables in place of the options of commands, which an engine does not have."""
+    return _OPTION.sub(lambda option: "EQUIPOISE_" + option[1].upper().replace("-", "_"), text)
