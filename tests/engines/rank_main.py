@@ -89,10 +89,9 @@ class Record:
     hook_cpu_us: dict[str, float] = field(default_factory=dict)
     """The same, as CPU time of that thread."""
     stopped: str = ""
-    counted: int = 0
-    """Assignments to this rank's slots in its reports, over all generations."""
-    routed: int = 0
-    """Assignments that this rank sent in the same passes."""
+    reports: list[tuple[int, int, int]] = field(default_factory=list)
+    """Passes that its load reports cover; assignments to its slots in them, over all generations;
+    and assignments that it sent in the same passes."""
     planner_runs: int = 0
     moves: int = 0
     """Slots that changed their expert, over all ranks."""
@@ -198,8 +197,8 @@ class Passes:
         self._experts = None
         self._hook_us, self._hook_cpu_us = [], []
         self._routed = [0]
-        # Passes until the seat was ready, and what it has reported since, by generation.
-        self._ready, self._counted = 0, {}
+        # Passes until the seat was ready.
+        self._ready = 0
 
     def take(self) -> Record:
         """Take passes until they are over; returns what was seen."""
@@ -218,9 +217,7 @@ class Passes:
         seat = self.one.seat()
         if seat is not None:
             record.stopped = seat.stopped
-            last = seat.progress().stats.steps if self._ready else 0
-            record.counted = sum(self._counted.values())
-            record.routed = self._routed[last] - self._routed[self._ready] if last else 0
+            record.reports = self._covered()
         return record
 
     def _is_over(self) -> bool:
@@ -265,7 +262,9 @@ class Passes:
         if fault := one.fault():
             record.faults.append(f"pass {number}: {fault}")
         self._note_tables(number)
-        self._note_loads(number)
+        seat = one.seat()
+        if seat is not None and seat.is_ready:
+            self._ready = self._ready or number + 1
         if (number + 1) % WINDOW_PASSES == 0:
             self._end_window()
         rest_s = self.options.pass_ms / 1e3 - (time.perf_counter() - began_s)
@@ -283,13 +282,16 @@ class Passes:
                 self.record.moves += int((tables[0] != self._experts).sum())
             self._experts = tables[0].clone()
 
-    def _note_loads(self, number: int) -> None:
-        seat = self.one.seat()
-        if seat is None or not seat.is_ready:
-            return
-        self._ready = self._ready or number + 1
-        for load in seat.progress().loads:
-            self._counted[load.generation] = int(load.slot_load_LS.sum())
+    def _covered(self) -> list[tuple[int, int, int]]:
+        """What the reports say, beside what was sent in the passes that they cover."""
+        counted: dict[int, int] = {}
+        covered = {}
+        for report in self.one.reports:
+            counted[report.load.generation] = int(report.load.assignments.sum())
+            if report.stats.steps > self._ready:
+                routed = self._routed[report.stats.steps] - self._routed[self._ready]
+                covered[report.stats.steps] = (sum(counted.values()), routed)
+        return [(passes, *both) for passes, both in covered.items()]
 
     def _end_window(self) -> None:
         import torch.distributed as dist
@@ -307,6 +309,8 @@ class Passes:
 
 def prepare(one, seat):
     """What the options want of a seat that is ready."""
+    from equipoise.wire.messages import Report
+
     note = seat.on_switch
 
     def on_switch(switch):
@@ -314,6 +318,15 @@ def prepare(one, seat):
         note(switch)
 
     seat.on_switch = on_switch
+    outbox = seat._on_ready.__self__._outbox
+    send, one.reports = outbox.send, []
+
+    def sent(message):
+        if isinstance(message, Report):
+            one.reports.append(message)
+        return send(message)
+
+    outbox.send = sent
     if one.options.corrupt == one.rank:
         read = seat.held.read
 

@@ -128,8 +128,8 @@ class EngineProcess:
     def __init__(self, release):
         self.release = release
         self.engine = release.partition("=")[0]
-        places = ("services", "model", "kernels", "protos", "")
-        path = [str(FOLDER / release), *(str(ROOT / place) for place in places)]
+        # The plugin is the installed wheel; nothing else of this repository but the tests.
+        path = [str(FOLDER / release), str(FOLDER / "plugin"), str(ROOT)]
         self._process = subprocess.Popen(
             [FOLDER / "bin/python", "-m", "tests.engines.rank_main", self.engine],
             env=os.environ | {"PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1"},
@@ -240,5 +240,13 @@ class Run:
             for what in ("tables", "imbalance", "passes"):
                 assert all(one[what] == ranks[0][what] for one in ranks), what
             assert len({json.dumps([s[:2] for s in one["switches"]]) for one in ranks}) == 1
-            assert sum(one["counted"] for one in ranks) == sum(one["routed"] for one in ranks)
+            check_reports([one["reports"] for one in ranks])
         return found if len(stages) == 1 else stages
+
+
+def check_reports(of_rank):
+    """All assignments are in the reports of all ranks, once."""
+    by_passes = [{row[0]: row[1:] for row in rows} for rows in of_rank]
+    for passes in set.intersection(*map(set, by_passes)):
+        counted, routed = (sum(one[passes][column] for one in by_passes) for column in (0, 1))
+        assert counted == routed, f"of {passes} passes"

@@ -18,10 +18,9 @@ from sglang.srt.eplb.expert_location_dispatch import (
     ExpertLocationDispatchInfo,
     topk_ids_logical_to_physical,
 )
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins import load_plugins
 
 from equipoise.engines import sglang
-from equipoise.engines.settings import settings_from
 from tests.engines.rank_main import prepare
 from tests.engines.weights import expert_tensors, wrong_slot
 
@@ -59,6 +58,7 @@ def updater_of_this_release():
 class Rank:
     def __init__(self, options, rank):
         self.options, self.rank, self.record = options, rank, None
+        self.reports = []
         ours = options.planner == "equipoise"
         total, slots = options.layers * options.stages + DENSE, options.experts + options.redundant
         stage, in_stage = divmod(rank, options.stage_ranks)
@@ -117,12 +117,7 @@ class Rank:
         self.weights = {
             layer: [tensor[own].clone() for tensor in whole] for layer, whole in self.whole.items()
         }
-        self.hooks = None
-        if options.planner != "engine":
-            sglang.check_seam()
-            self.hooks = sglang.Hooks(settings_from())
-            self.hooks.register()
-        HookRegistry.apply_hooks()
+        self.hooks = None if options.planner == "engine" else self.load_plugin()
         model = SimpleNamespace(routed_experts_weights_of_layer=self.weights)
         updater = expert_location_updater.ExpertLocationUpdater()
         self.manager = self.call(
@@ -159,6 +154,16 @@ class Rank:
         ]
         self.number = 0
         self._watched = False
+
+    @staticmethod
+    def load_plugin():
+        """Load the plugin as SGLang does; returns the hooks that it registers."""
+        made = []
+        register = sglang.Hooks.register
+        sglang.Hooks.register = lambda hooks: made.append(hooks) or register(hooks)
+        load_plugins()
+        (hooks,) = made
+        return hooks
 
     def metadata_of(self, table):
         return self.call(

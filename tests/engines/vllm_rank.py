@@ -13,9 +13,9 @@ from vllm.distributed.eplb import eplb_communicator, eplb_state
 from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.model_executor.models.interfaces import MixtureOfExperts
+from vllm.plugins import load_general_plugins
 from vllm.v1.worker import gpu_worker
 
-from equipoise.engines import vllm
 from tests.engines.rank_main import prepare
 from tests.engines.weights import expert_tensors, wrong_slot
 
@@ -108,6 +108,7 @@ class Model(MixtureOfExperts):
 class Rank:
     def __init__(self, options, rank):
         self.options, self.rank, self.record = options, rank, None
+        self.reports = []
         parallel_state._EP, parallel_state._EPLB = Group(options, rank), Group(options, rank)
         parallel_state._PP = SimpleNamespace(rank_in_group=rank // options.stage_ranks)
         parallel_state._NODE_COUNT = 1
@@ -117,7 +118,8 @@ class Rank:
         torch.Event = torch.cuda.Event = eplb_state.torch.Event = Event
         ours = options.planner == "equipoise"
         if options.planner != "engine":
-            vllm.register()
+            load_general_plugins()
+            assert hasattr(EplbState.step, "equipoise"), "the plugin was not loaded"
         config = EPLBConfig(
             window_size=1 if ours else 50,
             step_interval=10**9 if ours else 100,
