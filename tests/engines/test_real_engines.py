@@ -29,9 +29,11 @@ def test_loads_even_out_twice_with_the_engines_own_bytes_and_tables(real_balance
         assert one["equal"] == [SAME] * len(one["switches"])
         assert (one["planner_runs"], one["stopped"]) == (0, "")
         assert one["imbalance"][0] > 1.5
-    # The first may be of a window with both kinds of traffic, the second is of one with the new.
-    unbalanced = {one.base_generation for one in plans if one.balancedness_current < 1 / 1.1}
-    assert 1 <= len(unbalanced) <= 2, plans
+    # Traffic shifts within a window, so that a plan may see both kinds; the next sees the new one.
+    is_balanced = [one.balancedness_current > 1 / 1.1 for one in plans]
+    shifted = is_balanced.index(False)
+    again = is_balanced.index(True, shifted)
+    assert sum(one.accepted for one in plans[shifted:again]) <= 2
     print(json.dumps(one))
 
 

@@ -20,6 +20,12 @@
 {{- if and (ne .Values.worker.kind "None") (lt (include "equipoise.spareRanks" . | int) 0) -}}
 {{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d)%s: add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts) (ternary " and the shared expert" "" .Values.worker.sharedAsRouted)) -}}
 {{- end -}}
+{{- if and .Values.worker.engine (ne .Values.worker.kind "None") -}}
+{{- fail (printf "worker.engine is %s, whose pods are its own: set worker.kind to None" .Values.worker.engine) -}}
+{{- end -}}
+{{- if and .Values.worker.engine .Values.gateway.enabled -}}
+{{- fail (printf "worker.engine is %s, which serves requests itself: set gateway.enabled to false" .Values.worker.engine) -}}
+{{- end -}}
 {{- include "equipoise.localRankChecks" . -}}
 {{- include "equipoise.portChecks" . -}}
 {{- include "equipoise.phaseChecks" . -}}
@@ -86,7 +92,7 @@
 {{- if and .Values.metrics.tls.enabled $monitored $tls.certManager.csiDriver (not $issued) -}}
 {{- fail "no Secret of this release contains the authority that scrapers verify: enable the gateway or tests, or disable tls.certManager.csiDriver, metrics.tls or the monitors" -}}
 {{- end -}}
-{{- $needed := dict "balancer" .Values.balancer.enabled "worker" (ne .Values.worker.kind "None") "gateway" (or .Values.gateway.enabled .Values.tests.enabled) -}}
+{{- $needed := dict "balancer" .Values.balancer.enabled "worker" (or (ne .Values.worker.kind "None") .Values.worker.engine) "gateway" (or .Values.gateway.enabled .Values.tests.enabled) -}}
 {{- range $as, $is := $needed -}}
 {{- if and $tls.enabled $is (not $tls.certManager.enabled) (not (index $tls.secrets $as)) -}}
 {{- fail (printf "tls.enabled requires a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}

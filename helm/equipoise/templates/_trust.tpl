@@ -108,7 +108,7 @@ certificate and signing key the pod has. */}}
 
 {{/* "true" if cert-manager's CSI driver gives the pod a certificate of its own. */}}
 {{- define "equipoise.ownWorkerCertificate" -}}
-{{- if and (eq .as "worker") .root.Values.tls.certManager.csiDriver -}}true{{- end -}}
+{{- if and (eq .as "worker") .root.Values.tls.certManager.csiDriver (not .root.Values.worker.engine) -}}true{{- end -}}
 {{- end -}}
 
 {{/* A certificate that names the pod. Its key never leaves the machine. Takes the root. */}}
@@ -135,7 +135,7 @@ csi:
 
 {{/* "true" if the pod has a signing key of its own, in a Secret with a key for each worker. */}}
 {{- define "equipoise.ownWorkerKey" -}}
-{{- if and (eq .as "worker") .root.Values.tokens.perWorkerSecret.name -}}true{{- end -}}
+{{- if and (eq .as "worker") .root.Values.tokens.perWorkerSecret.name (not .root.Values.worker.engine) -}}true{{- end -}}
 {{- end -}}
 
 {{/* Probes have no certificate, so with TLS they use plain HTTP; those of several ranks do, too.
