@@ -29,9 +29,15 @@ def engine_of(balancer):
 
 
 @pytest.fixture(scope="module", params=RELEASES)
-def engine(request):
-    """A release that has been imported; tests of one release follow one another."""
-    one = EngineProcess(request.param)
+def release(request):
+    """One of the releases to test, as vllm==0.33.0; its tests follow one another."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(release):
+    """A release that has been imported."""
+    one = EngineProcess(release)
     yield one
     one.close()
 

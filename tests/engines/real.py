@@ -78,14 +78,7 @@ class Balancer:
 
     def status(self, pool="moe"):
         request = status_pb2.GetStatusRequest(pool=pool)
-        with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
-            try:
-                stub = status_pb2_grpc.StatusStub(channel)
-                return stub.GetStatus(request, timeout=BOUND_S, wait_for_ready=True).status
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.NOT_FOUND:
-                    return status_pb2.PoolStatus()  # No rank has connected yet.
-                raise
+        return self._ask("GetStatus", request, status_pb2.GetStatusResponse()).status
 
     def until(self, condition):
         until(lambda: condition(self.status()), lambda: f"{self.status()}\n{self.log[-4000:]}")
@@ -93,16 +86,23 @@ class Balancer:
     def decisions(self):
         """All decisions, the oldest first."""
         request = status_pb2.ListDecisionsRequest(limit=1000)
-        with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
-            stub = status_pb2_grpc.StatusStub(channel)
-            found = stub.ListDecisions(request, timeout=BOUND_S, wait_for_ready=True).decisions
+        found = self._ask("ListDecisions", request, status_pb2.ListDecisionsResponse()).decisions
         return sorted(found, key=lambda decision: decision.sequence)
 
     def layout(self):
+        request = status_pb2.GetLayoutRequest()
+        return self._ask("GetLayout", request, status_pb2.GetLayoutResponse()).layout
+
+    def _ask(self, method, request, nothing):
+        """Ask the balancer; returns `nothing` while no rank has connected."""
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
-            stub = status_pb2_grpc.StatusStub(channel)
-            request = status_pb2.GetLayoutRequest()
-            return stub.GetLayout(request, timeout=BOUND_S, wait_for_ready=True).layout
+            call = getattr(status_pb2_grpc.StatusStub(channel), method)
+            try:
+                return call(request, timeout=BOUND_S, wait_for_ready=True)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return nothing
+                raise
 
     def pin(self, layout):
         """Pin the pool to a layout; the balancer may die before it answers."""

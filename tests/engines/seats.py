@@ -67,6 +67,7 @@ class Ranks:
         names="w",
         on_ready=None,
         lockstep_of=None,
+        counted_rows=None,
     ):
         self.table = np.asarray(table, dtype=np.int32)
         self.num_ranks = num_ranks
@@ -77,6 +78,7 @@ class Ranks:
         self.tensors = {rank: self._tensors(rank, seed_of) for rank in range(num_ranks)}
         self.lockstep_of = lockstep_of or (lambda rank: MemoryLockstep(self.rendezvous, rank))
         self.on_ready = on_ready or self.ready.append
+        self.counted_rows = counted_rows or range(len(self.table))
         self.seats = [self._seat(rank, num_experts) for rank in range(num_ranks)]
 
     def _own(self, rank):
@@ -108,6 +110,7 @@ class Ranks:
                 tables=lambda layout: replica_tables(layout, max_replicas=8),
                 commit=self.committed[rank].append,
                 max_replicas=8,
+                counted_rows=self.counted_rows,
             ),
             self.lockstep_of(rank),
             worker=f"{self.names}-{rank}",
@@ -129,10 +132,10 @@ class Ranks:
                 seat.count(counted if load is None else load)
                 seat.on_step()
 
-    def until_ready(self):
+    def until_ready(self, *, load=None):
         end_s = time.monotonic() + BOUND_S
         while len(self.ready) < self.num_ranks and time.monotonic() < end_s:
-            self.step()
+            self.step(load=load)
             if any(seat.stopped for seat in self.seats):
                 return self
             time.sleep(0.001)

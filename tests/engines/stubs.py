@@ -90,5 +90,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install():
-    """Stand in for the packages of `MISSING` that are not installed."""
+    """Stand in for the packages of `MISSING` that are not installed.
+
+    Older releases of engines register models that transformers has by now.
+    """
     sys.meta_path.append(_Finder())
+    from transformers import AutoConfig
+
+    register = AutoConfig.register
+    AutoConfig.register = staticmethod(
+        lambda model_type, config, **_named: register(model_type, config, exist_ok=True)
+    )

@@ -131,9 +131,8 @@ class DerivedState(EplbState):
 def test_a_derived_state_is_balanced_through_the_method_that_it_calls(monkeypatch):
     seen = []
     seat = SimpleNamespace(
-        count=lambda load_LP: seen.append(load_LP.tolist()),
+        count=lambda counted: seen.append(counted.tolist()),
         on_step=lambda: None,
-        model=SimpleNamespace(shape=SimpleNamespace(num_layers=2)),
     )
     for name in ("step", "_should_record_current_step"):  # Put back what the plugin wraps.
         monkeypatch.setattr(EplbState, name, vars(EplbState)[name])
@@ -145,7 +144,7 @@ def test_a_derived_state_is_balanced_through_the_method_that_it_calls(monkeypatc
     state = DerivedState()
     state.model_states = {"m": SimpleNamespace(expert_load_pass=torch.tensor([[1], [2], [3]]))}
     state.step()
-    assert (seen, state.cleared) == ([[[1], [2]]], True)
+    assert (seen, state.cleared) == ([[[1], [2], [3]]], True)
     state.step(is_profile=True)
     assert len(seen) == 1
     assert state.samples, "every pass is counted"

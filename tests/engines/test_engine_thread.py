@@ -79,6 +79,8 @@ class VllmState:
 class VllmEngine:
     """Steps as vLLM does, through the plugin's wrapped method."""
 
+    rows = range(LAYERS)
+
     def __init__(self, monkeypatch):
         self.state = VllmState()
         self.tables, self.commit = vllm._tables_of(self.state, LAYERS)
@@ -109,8 +111,9 @@ class SglangEngine:
             logical_to_rank_dispatch_physical_map=None,
         )
         self.tables, self.commit = sglang._tables_of(state, layers, rank=0, options=None)
+        self.rows = layers
         self.hooks = sglang.Hooks(None)
-        self.hooks._rows, self.hooks._is_decided = slice(3, 3 + LAYERS), True
+        self.hooks._is_decided = True
         self.counts = {"global_physical_count": torch.ones(3 + LAYERS, SLOTS, dtype=torch.int32)}
 
     def step(self):
@@ -135,6 +138,7 @@ def seat_of(engine, group):
             tables=engine.tables,
             commit=engine.commit,
             max_replicas=SLOTS,
+            counted_rows=engine.rows,
         ),
         Lockstep(group, rank=0, num_ranks=1),
         worker="w-0",

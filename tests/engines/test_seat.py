@@ -128,6 +128,19 @@ def test_counts_are_conserved_over_a_switch(ranks):
         assert int(previous.slot_load_LS[0, 0]) == 2 * (first_pass - ready_pass(ranks))
 
 
+@pytest.mark.parametrize("rows", [[0, 1], [1, 3]])
+def test_only_the_rows_of_the_pools_layers_are_counted(rows):
+    ranks = Ranks(FIRST, num_experts=4, counted_rows=rows)
+    every = torch.arange(1, 5, dtype=torch.int32)[:, None].repeat(1, 6)
+    ranks.until_ready(load=every)
+    ranks.step(40, load=every)
+    (current,) = ranks.seats[0].progress().loads
+    first, second = current.slot_load_LS[:, 0].tolist()
+    assert first > 0
+    numbers = every[rows][:, 0].tolist()
+    assert first / numbers[0] == second / numbers[1]
+
+
 def ready_pass(ranks):
     """The pass after the one in which the ranks began to gather checksums."""
     rows = ranks.rendezvous.rows

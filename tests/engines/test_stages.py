@@ -169,6 +169,7 @@ def test_a_stage_of_sglang_has_its_layers_numbers_and_a_pool_of_its_own(
     metadata = sglang_metadata()
     _, seat, met = sglang_seat(monkeypatch, metadata, stages=stages)
     assert (pool_of(seat), seat.worker, met) == (pool, "w-1", [group])
+    assert seat.model.counted_rows == LAYERS
     assert seat.model.shape.num_layers == 2
     assert seat.model.expert_of_slot.tolist() == [FIRST] * 2
     seat.model.commit(seat.model.tables(layout_of(SECOND)))
@@ -178,21 +179,6 @@ def test_a_stage_of_sglang_has_its_layers_numbers_and_a_pool_of_its_own(
         if isinstance(table, torch.Tensor):
             assert (table[LAYERS] != -7).all()
             assert (table[others] == -7).all(), "rows of dense layers and of other stages"
-
-
-@pytest.mark.parametrize("layers", [[5, 7], [5, 6]])
-def test_what_sglangs_recorder_counts_in_the_layers_with_experts_is_counted(layers, monkeypatch):
-    model = SimpleNamespace(routed_experts_weights_of_layer={layer: weights() for layer in layers})
-    metadata = sglang_metadata()
-    metadata.physical_to_logical_map_cpu[layers] = torch.tensor(FIRST)
-    hooks, _, _ = sglang_seat(monkeypatch, metadata, model=model)
-    seen = []
-    count = {"global_physical_count": torch.arange(NUM_ROWS)[:, None].repeat(1, SLOTS)}
-    hooks.take_counts(None, None, single_pass_data=count)  # Before the seat is taken.
-    hooks._seat = SimpleNamespace(count=seen.append)
-    hooks.take_counts(None, None, single_pass_data=count)
-    (load,) = seen
-    assert load[:, 0].tolist() == layers
 
 
 @pytest.mark.parametrize(

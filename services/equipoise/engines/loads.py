@@ -6,6 +6,7 @@ added up. A pass never waits: what is taken in a round is added up in the next, 
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,9 +38,14 @@ class _Taken(NamedTuple):
 class SeatLoads:
     """One rank's counters; `latest` is for any thread, the rest for the engine's."""
 
-    def __init__(self, layout: Layout, *, rank: int) -> None:
+    def __init__(self, layout: Layout, *, rank: int, rows: Sequence[int]) -> None:
+        """`rows` are those of the layout's layers in what the engine counts."""
         self._own = layout.own_slots(rank)
-        self._load_LP = torch.zeros(layout.expert_of_slot.shape, dtype=torch.int64)
+        self._num_layers = layout.num_layers
+        self._rows = torch.tensor(list(rows))
+        # Shaped as the engine's table once it counts, so that nothing is selected in each pass.
+        self._counted = torch.zeros(max(rows) + 1, layout.num_slots, dtype=torch.int64)
+        self._is_shaped = False
         self._generation = 0
         self._taken: deque[_Taken] = deque()
         self._sum: tuple[_Taken, Pending] | None = None
@@ -55,30 +61,31 @@ class SeatLoads:
 
     def begin(self, generation: int) -> None:
         """Count for another generation from here on."""
-        self._load_LP.zero_()
+        self._counted.zero_()
         self._generation = generation
-        shape = (len(self._load_LP), self._own.stop - self._own.start)
+        shape = (self._num_layers, self._own.stop - self._own.start)
         with self._lock:
             none = SeatLoad(generation, np.zeros(shape, dtype=np.int64))
             self._loads = (none, *self._loads[:1])
 
-    def add(self, load_LP: Tensor) -> None:
-        """Count a pass: integers [layers, slots] of the pool, on any device."""
-        if self._load_LP.device != load_LP.device:
-            self._load_LP = self._load_LP.to(load_LP.device)
-        self._load_LP += load_LP
+    def add(self, counted: Tensor) -> None:
+        """Count a pass: integers [rows, slots] of the engine's table, on any device."""
+        if not self._is_shaped:
+            self._is_shaped, self._rows = True, self._rows.to(counted.device)
+            self._counted = torch.zeros_like(counted, dtype=torch.int64)
+        self._counted += counted
 
     def take(self, passes: int) -> None:
         """Set aside what was counted until now, to be added up; no copy is waited for."""
-        copied, device = None, self._load_LP.device
+        copied, device = None, self._counted.device
+        load_LP = self._counted.index_select(0, self._rows)
         if device.type != "cpu":
-            load_LP = torch.empty_like(self._load_LP, device="cpu", pin_memory=True)
-            load_LP.copy_(self._load_LP, non_blocking=True)
+            on_device = load_LP
+            load_LP = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            load_LP.copy_(on_device, non_blocking=True)
             copied = torch.get_device_module(device).Event()
             copied.record()
-        else:
-            load_LP = self._load_LP.clone()
-        self._load_LP.zero_()
+        self._counted.zero_()
         self._taken.append(_Taken(self._generation, passes, load_LP, copied))
 
     def begin_sum(self, lockstep: Lockstep) -> None:

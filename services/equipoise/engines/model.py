@@ -37,3 +37,7 @@ class EngineModel:
 
     max_replicas: int
     """Most replicas of an expert that its tables have room for."""
+
+    counted_rows: Sequence[int]
+    """The rows of its layers in what the engine counts; others are of dense layers, or of other
+    stages."""

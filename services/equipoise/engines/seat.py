@@ -117,7 +117,7 @@ class EngineSeat:
         self._passes = 0
         self._rounds = 0
         self._headers: Pending | None = None
-        self._loads = SeatLoads(layout, rank=self.rank)
+        self._loads = SeatLoads(layout, rank=self.rank, rows=model.counted_rows)
         self._recent_us: deque[int] = deque(maxlen=_MEDIAN_PASSES)
         self._last_s = time.perf_counter()
 
@@ -217,13 +217,13 @@ class EngineSeat:
 
     # For the engine's thread.
 
-    def count(self, load_LP: Tensor) -> None:
-        """Count what this rank routed in the pass that ends, by slot, before `on_step`.
+    def count(self, counted: Tensor) -> None:
+        """Count what this rank routed in the pass that ends, before `on_step`.
 
-        Integers [layers, slots] of the pool, on any device.
+        Integers [rows, slots] of the engine's own table, on any device.
         """
         if not self.stopped:
-            self._counting(lambda: self._loads.add(load_LP))
+            self._counting(lambda: self._loads.add(counted))
 
     def on_step(self) -> None:
         """Take part in what follows a pass.

@@ -96,8 +96,6 @@ class Hooks:
         self._settings = settings
         self._seat: EngineSeat | None = None
         self._is_decided = False
-        # The rows of the balanced layers in SGLang's tables, as a slice where there is one.
-        self._rows: slice | Sequence[int] = slice(0)
 
     @property
     def seat(self) -> EngineSeat | None:
@@ -117,7 +115,7 @@ class Hooks:
         """Count what the recorder counted in this pass, by physical expert; it clears that next."""
         if self._seat is not None:
             data = named["single_pass_data"] if "single_pass_data" in named else args[2]
-            self._seat.count(data["global_physical_count"][self._rows])
+            self._seat.count(data["global_physical_count"])
 
     def note_update(self, original: Callable[..., object], *args: Any, **named: Any) -> object:
         """Notice an update of the weights; those by other ways are found by hashing."""
@@ -166,8 +164,6 @@ class Hooks:
         weights = _weights_of_layer(model)
         # Numbered over the whole model, dense layers and other pipeline stages included.
         layers = sorted(weights)
-        is_gapless = layers[-1] - layers[0] + 1 == len(layers)
-        self._rows = slice(layers[0], layers[-1] + 1) if is_gapless else layers
         slots = [EngineSlots(list(weights[layer])) for layer in layers]
         table = metadata.physical_to_logical_map_cpu[layers]
         tables, commit = _tables_of(metadata, layers, rank=rank, options=options)
@@ -185,6 +181,7 @@ class Hooks:
                 tables=tables,
                 commit=commit,
                 max_replicas=int(metadata.physical_to_logical_map.shape[1]),
+                counted_rows=layers,
             ),
             Lockstep(_group_of(parallel), rank=rank, num_ranks=ranks),
             worker=settings.worker_of(rank),

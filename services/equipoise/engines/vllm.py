@@ -87,7 +87,7 @@ def install(settings: EngineSettings) -> None:
         seat = seats[id(self)]
         if seat is not None and not is_dummy:  # vLLM clears its counters next.
             (model_state,) = self.model_states.values()
-            seat.count(model_state.expert_load_pass[: seat.model.shape.num_layers])
+            seat.count(model_state.expert_load_pass)
         original(self, is_dummy, is_profile, log_stats)
         if seat is not None:
             seat.on_step()
@@ -206,6 +206,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
             tables=tables,
             commit=commit,
             max_replicas=int(model_state.logical_to_physical_map.shape[2]),
+            counted_rows=range(len(slots)),
         ),
         lockstep,
         worker=settings.worker_of(group.rank_in_group),
