@@ -9,13 +9,14 @@ import pytest
 from equipoise.balancer.web.server import serving_page
 from tests.balancer.test_web import state_of
 from tests.support.browser import browsing, require_axe, require_chromium
-from tests.support.pictured_fleet import PicturedFleet, empty_pool, pictured_pool
+from tests.support.pictured_fleet import BEGAN_S, PicturedFleet, empty_pool, pictured_pool
 
 HEAT = "document.querySelector('[data-part=heat] canvas')"
 HEAT_READ = "document.querySelector('[data-part=heat-read]').textContent"
 CHART = "document.querySelector('[data-part=chart] svg')"
 CHART_READ = "document.querySelector('[data-part=balance-read]').textContent"
 FRAME_MS = 1000 / 60
+NUM_MOVES = 60
 
 
 @asynccontextmanager
@@ -86,6 +87,9 @@ async def test_readouts_survive_live_updates_and_obey_the_keyboard(large):
         assert await page.value(f"document.activeElement === {HEAT}")
         await page.press("Escape")
         assert (await page.value(HEAT_READ)).startswith("busiest: ")
+        await page.value(f"{HEAT}.scrollIntoView({{ block: 'center' }})")
+        await page.point(*await middle_of(page, HEAT))
+        assert (await page.value(HEAT_READ)).startswith("layer 29, rank 15")
         await page.value(f"{CHART}.focus()")
         await page.press("ArrowLeft")
         await page.press("ArrowLeft")
@@ -133,14 +137,31 @@ async def test_paused_and_pinned_are_as_loud_as_serving(large):
     large.pools["decode"][0]["hold"] = {"paused": "admin/ann", "pinned": "admin/bob"}
     async with looking_at(large) as page:
         await page.until(f"{HEAT_READ}.includes('mean')")
-        pills = """[...document.querySelectorAll('.pill')].filter((one) => one.offsetWidth)
-          .map((one) => [one.textContent, getComputedStyle(one).fontSize].join())"""
-        assert {one.split(",")[0] for one in await page.value(pills)} == {
-            "degraded", "paused", "pinned",
-        }  # fmt: skip
-        assert len({one.split(",")[1] for one in await page.value(pills)}) == 1
+        pills = """[...document.querySelectorAll('.pill')]
+          .map((one) => [one.textContent, getComputedStyle(one).fontSize])"""
+        words, sizes = zip(*await page.value(pills), strict=True)
+        assert words == ("degraded", "paused", "pinned")
+        assert len(set(sizes)) == 1
         why = (await page.value(all_of("why")))[0]
         assert why.endswith(" · paused by admin/ann · pinned by admin/bob")
+
+
+async def test_quarantined_workers_and_poison_requests_are_shown(large):
+    pool = large.pools["decode"][0]
+    async with looking_at(large) as page:
+        await page.until(f"{HEAT_READ}.includes('mean')")
+        assert await page.value(all_of("pills")) == ["degraded"]
+        assert "poison" not in (await page.value(all_of("events")))[0]
+        reason = "layer 3, slot 5 has other bytes than the checkpoint"
+        pool["quarantined"] = [
+            {"worker": "decode-7", "boot_id": "b", "reason": reason, "since_unix_s": BEGAN_S,
+             "until_restart": True}
+        ]  # fmt: skip
+        pool["poison_requests"] = 3
+        await page.until(f"{all_of('pills')}[0] === 'degraded1 quarantined'")
+        events = (await page.value(all_of("events")))[0]
+        assert events.startswith(f"quarantined14:13:20decode-7: {reason}until it restarts")
+        assert " poisonrequests that gateways rejected" in events
 
 
 async def test_the_axis_starts_where_its_lowest_label_says(large):
@@ -279,26 +300,35 @@ async def test_axe_finds_nothing(dark):
         assert await page.value(found) == []
 
 
-async def test_the_heat_map_of_320_ranks_answers_the_pointer_within_a_frame(large):
+@pytest.mark.benchmark
+async def test_the_heat_map_of_320_ranks_answers_the_pointer_within_a_frame(large, capsys):
     async with looking_at(large) as page:
         await page.until(f"{HEAT_READ}.includes('mean')")
-        # The time of the page's own work per move, of layout and paint included.
-        moves = f"""(async () => {{
-          const canvas = {HEAT}, box = canvas.getBoundingClientRect(), times = [];
-          for (let i = 0; i < 60; i++) {{
-            await new Promise(requestAnimationFrame);
-            const began = performance.now();
-            canvas.dispatchEvent(new PointerEvent('pointermove', {{
-              clientX: box.x + 30 + 10 * i, clientY: box.y + 12 + 4 * i, bubbles: true }}));
-            document.body.offsetHeight;
-            times.push(performance.now() - began);
-          }}
-          return times.sort((a, b) => a - b)[30];
-        }})()"""
-        median = await page.value(moves)
+        # From the pointer's event to the end of the frame: the page's work, layout and paint.
+        await page.value(
+            f"""{HEAT}.addEventListener('pointermove', () => {{
+              const began = performance.now();
+              requestAnimationFrame(() => {{
+                const {{ port1, port2 }} = new MessageChannel();
+                port1.onmessage = () => times.push(performance.now() - began);
+                port2.postMessage(0);
+              }});
+            }}, true);
+            window.times = []; 0"""
+        )
+        box = json.loads(await page.value(f"JSON.stringify({HEAT}.getBoundingClientRect())"))
+        for move in range(NUM_MOVES):
+            await page.point(box["x"] + 40 + 10 * move, box["y"] + 30 + 4 * move)
+            await page.until(f"times.length > {move}")
+        times = sorted(await page.value("times"))
         assert (await page.value(HEAT_READ)).startswith("layer ")
-        print(f"median {median:.1f} ms per move")
-        assert median < FRAME_MS
+    median, high = times[len(times) // 2], times[int(0.95 * len(times))]
+    with capsys.disabled():
+        print(
+            f"\n{NUM_MOVES} moves over 320 ranks, to the end of their frame: {median:.1f} ms "
+            f"(median), {high:.1f} ms (p95), {times[-1]:.1f} ms (worst)"
+        )
+    assert median < FRAME_MS
 
 
 def test_the_pictured_fleet_has_what_the_balancer_sends(busy_events):

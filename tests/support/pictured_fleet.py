@@ -71,6 +71,7 @@ def pictured_pool(
              "staging_s": 3.2, "time_unix_s": closed[windows // 3]["closed_unix_s"]}
         ],
         "gains": [], "audit": [], "rejections": [], "hold": None,
+        "quarantined": [], "poison_requests": 0,
         "policy": {"hash": "7f08adebb286", "rejection": "", "is_paused": False},
         "timeouts": [{"name": "report", "timeout_s": 5.0, "reached": int(silent),
                       "latest": f"rank {ranks // 2} sent nothing for 5 s"}],

@@ -37,18 +37,19 @@ export class View {
     this.article.dataset.phase = pool.phase;
     this.once("labels", pool.pool, () => this.label());
     setText(this.part("name"), pool.pool);
-    setText(this.part("health"), pool.health);
-    this.part("health").className = `pill ${healthTone(pool.health)}`;
     const paused = pool.hold?.paused ? `paused by ${pool.hold.paused}` : pool.policy?.is_paused && "paused by the policy";
     const pinned = pool.hold?.pinned && `pinned by ${pool.hold.pinned}`;
-    this.part("paused").hidden = !paused;
-    this.part("pinned").hidden = !pinned;
+    const pills = [
+      [pool.health, healthTone(pool.health)], paused && ["paused", "fair"], pinned && ["pinned", "fair"],
+      pool.quarantined.length && [`${pool.quarantined.length} quarantined`, "bad"],
+    ].filter(Boolean);
+    this.part("pills").replaceChildren(...pills.map(([word, kind]) => make("span", { class: `pill ${kind}` }, word)));
     setText(this.part("why"), [pool.health_reason, paused, pinned].filter(Boolean).join(" · "));
     this.drawFigures();
     this.balance.draw(pool);
     this.drawRanks();
     this.once("decisions", [pool.decisions, pool.policy], () => this.drawDecisions());
-    this.once("events", [pool.switches, pool.gains, pool.epochs, pool.audit, pool.timeouts, pool.rejections], () => this.drawEvents());
+    this.once("events", [pool.switches, pool.gains, pool.epochs, pool.audit, pool.timeouts, pool.rejections, pool.quarantined, pool.poison_requests], () => this.drawEvents());
     if (!pool.windows.length) this.heat.draw(null);
   }
 
@@ -159,8 +160,7 @@ export class View {
     setText(this.part("policy"), pool.policy ? `policy ${pool.policy.hash}${pool.policy.rejection && ` stays in force, the newest was rejected: ${pool.policy.rejection}`}` : "");
     const items = pool.decisions.map((one) =>
       item(one.accepted ? "yes" : "no", one.accepted ? "good" : "soft", one.time_unix_s, one.reason, factsOf(one), one.sequence));
-    const none = make("li", { class: "soft" }, "No decision yet. The first follows the first window with enough traffic.");
-    this.part("decisions").replaceChildren(...(items.length ? items : [none]));
+    this.list("decisions", items, "No decision yet. The first follows the first window with enough traffic.");
   }
 
   drawEvents() {
@@ -172,11 +172,16 @@ export class View {
       ...pool.audit.map((one) => [one.time_unix_s, one.accepted ? "request" : "rejected", one.accepted ? "good" : "fair", `${one.who}: ${one.what}`, one.outcome]),
     ].sort((a, b) => b[0] - a[0]).slice(0, 40).map(([time, word, kind, text, facts]) => item(word, kind, time, text, facts));
     const counted = [
+      ...pool.quarantined.map((one) => item("quarantined", "bad", one.since_unix_s, `${one.worker}: ${one.reason}`, one.until_restart ? "until it restarts" : "until it fits the pool")),
+      ...(pool.poison_requests ? [item(`${pool.poison_requests} × poison`, "fair", 0, "requests that gateways rejected, because ranks failed while running them")] : []),
       ...pool.timeouts.filter((one) => one.reached).map((one) => item(`${one.reached} × timeout`, "bad", 0, one.latest, `${one.name}, after ${seconds(one.timeout_s)}`)),
       ...pool.rejections.map((one) => item(`${one.count} × rejected`, "fair", 0, one.latest, one.kind)),
     ];
-    const items = [...counted, ...events];
-    this.part("events").replaceChildren(...(items.length ? items : [make("li", { class: "soft" }, "None yet: no switch, no timeout, no rejection, no request.")]));
+    this.list("events", [...counted, ...events], "None yet: no switch, no timeout, no rejection, no request.");
+  }
+
+  list(part, items, none) {
+    this.part(part).replaceChildren(...(items.length ? items : [make("li", { class: "soft" }, none)]));
   }
 }
 
