@@ -17,6 +17,19 @@ def test_a_second_release_names_a_command_that_reaches_the_balancer():
     assert "policy" not in text
 
 
+def test_each_command_fits_what_is_installed():
+    text = notes("gateway.apiKeys.existingSecret.name=keys", "worker.checkpoint.path=/models/v3")
+    assert "kubectl -n moe exec -it deploy/eq-equipoise-balancer -- equipoise status" in text
+    assert "kubectl -n moe port-forward deploy/eq-equipoise-balancer 7080\n" in text
+    assert '-H "authorization: Bearer $OPENAI_API_KEY" -d \'{"model": "v3"' in text
+    assert "nonsense" not in text
+    assert "nonsense" in notes()
+    assert "authorization" not in notes()
+    bare = notes("gateway.enabled=false", "tests.enabled=false")
+    assert "8080" not in bare
+    assert "helm -n moe test" not in bare
+
+
 def test_two_pools_say_how_to_check_handovers():
     text = notes("phase=decode", "pool=writers", "prefillPool=readers", "peerPools={readers}")
     assert 'Pool "readers" prefills prompts for pool "writers"' in text
