@@ -168,8 +168,8 @@ async def test_the_axis_starts_where_its_lowest_label_says(large):
     async with looking_at(large) as page:
         await page.until(f"{HEAT_READ}.includes('mean')")
         lowest = f"[...{CHART}.querySelectorAll('.guide')].at(-1).getAttribute('y1')"
-        area = f"{CHART}.querySelector('.area').getAttribute('d')"
-        assert f" {await page.value(lowest)}Z" in await page.value(area)
+        area = f"{CHART}.querySelector('.area').getAttribute('points')"
+        assert (await page.value(area)).endswith(f",{await page.value(lowest)}")
         labels = f"[...{CHART}.querySelectorAll('text')].map((one) => one.textContent)"
         assert (await page.value(labels))[:5] == ["1.0", "0.9", "0.8", "0.7", "0.6"]
         times = f"[...{CHART}.querySelectorAll('.time')].map((one) => one.textContent)"
@@ -225,7 +225,8 @@ async def test_what_had_no_traffic_shows_no_data():
         pool["decisions"] = [
             {**pool["decisions"][0], "balancedness_current": None, "balancedness_proposed": None}
         ]
-        await page.until(f"{HEAT_READ} === 'no data: the latest window had no traffic'")
+        await page.until(f"{HEAT_READ} === 'The latest window had no traffic.'")
+        assert not await page.value(f"{HEAT}.offsetWidth")
         figures = (await page.value(all_of("figures")))[0]
         for name in ("balancedness", "worst layer", "busiest rank"):
             assert f"{name}no data" in figures
@@ -233,6 +234,21 @@ async def test_what_had_no_traffic_shows_no_data():
         assert all("no data" in row for row in await page.value(cells))
         decisions = (await page.value(all_of("decisions")))[0]
         assert decisions.endswith("640 moves · 26.2 GiB · planned in 1.84 s")
+
+
+async def test_the_line_of_balance_ends_where_traffic_did(large):
+    windows = large.pools["decode"][0]["windows"]
+    for window in [*windows[20:30], *windows[50:]]:
+        window |= {"assignments": 0, "balancedness": None}
+    async with looking_at(large) as page:
+        await page.until(f"{CHART}?.ariaLabel.startsWith('Balancedness of 40 windows')")
+        lines = f"[...{CHART}.querySelectorAll('.now')].map((one) => [...one.points])"
+        first, second = await page.value(f"{lines}.map((one) => [one[0].x, one.at(-1).x])")
+        # Nothing between them, and the axis goes on to the latest window.
+        assert 10 < (second[0] - first[1]) / (first[1] - first[0]) * 19 < 12
+        assert await page.value(f"{CHART}.viewBox.baseVal.width - 12 - {second[1]}") > 100
+        times = f"[...{CHART}.querySelectorAll('.time')].map((one) => one.textContent)"
+        assert (await page.value(times))[-1] == "14:23"
 
 
 async def test_fewer_ranks_than_intended_and_long_names_are_shown(large):

@@ -55,7 +55,7 @@ def test_the_survivors_of_a_death_serve_on_with_all_experts(serving_harness, vic
     diagnosis = harness.pool.diagnosis()
     assert diagnosis.health is Health.DEGRADED
     assert diagnosis.reason == (
-        "3 of 4 ranks: start 1 more worker(s), or restart the others with --num-ranks=3"
+        "3 of 4 ranks: start 1 more worker, or restart the others with --num-ranks=3"
     )
     assert pool_summary(harness.pool).num_ranks == 4
     (join_epoch,) = [

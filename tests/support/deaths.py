@@ -44,7 +44,7 @@ def trouble(pool):
     """What is wrong with a pool, other than that some of its workers are dead."""
     diagnosis = pool.diagnosis()
     if diagnosis.health is Health.DEGRADED and re.fullmatch(
-        r"\d+ of \d+ ranks(: start \d+ more worker\(s\), or restart .*)?", diagnosis.reason
+        r"\d+ of \d+ ranks(: start \d+ more workers?, or restart .*)?", diagnosis.reason
     ):
         return ""
     return diagnosis.reason

@@ -91,8 +91,8 @@ def _shortfall(roster: Roster) -> Sequence[str]:
         return ()
     absent = intended - sum(member.connected for member in roster.members.values())
     remedy = (
-        f": start {absent} more worker(s), or restart the others with "
-        f"--num-ranks={roster.num_ranks}"
+        f": start {absent} more {'worker' if absent == 1 else 'workers'}, or restart the others "
+        f"with --num-ranks={roster.num_ranks}"
     )
     shortfall = f"{roster.num_ranks} of {intended} ranks" + (remedy if absent > 0 else "")
     return tuple(filter(None, [shortfall, _outvoted(roster)]))

@@ -27,10 +27,11 @@ export class Balance {
   drawn() {
     const { pool, windows } = this, { left, right, top, bottom, height } = BOX;
     const width = Math.max(280, this.place.clientWidth);
-    const from = windows[0].closed_unix_s, to = Math.max(windows.at(-1).closed_unix_s, from + pool.interval_s);
+    const from = windows[0].closed_unix_s, to = Math.max(pool.windows.at(-1).closed_unix_s, from + pool.interval_s);
     const axis = axisOf(Math.min(...windows.map((window) => window.balancedness)));
     const x = (time) => left + (time - from) / (to - from) * (width - left - right);
     const y = (value) => top + (1 - value) / (1 - axis.low) * (height - top - bottom);
+    this.place_of = (window) => [x(window.closed_unix_s), y(window.balancedness)];
     const svg = make("svg:svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": wordsOf(pool, windows) });
     for (const value of axis.ticks) {
       svg.append(make("svg:line", { class: "guide", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
@@ -40,8 +41,12 @@ export class Balance {
       const anchor = x(at) < left + 24 ? "start" : x(at) > width - right - 24 ? "end" : "middle";
       svg.append(make("svg:text", { class: "time", x: x(at), y: height - 5, "text-anchor": anchor }, text));
     }
-    const line = windows.map((window, i) => `${i ? "L" : "M"}${x(window.closed_unix_s).toFixed(1)} ${y(window.balancedness).toFixed(1)}`).join("");
-    svg.append(make("svg:path", { class: "area", d: `${line}L${x(windows.at(-1).closed_unix_s)} ${y(axis.low)}L${x(from)} ${y(axis.low)}Z` }));
+    for (const run of runsOf(windows)) {
+      const points = [run[0], ...run].map(this.place_of);
+      const ground = [points.at(-1), points[0]].map(([x]) => [x, y(axis.low)]);
+      svg.append(make("svg:polygon", { class: "area", points: [...points, ...ground].join(" ") }),
+        make("svg:polyline", { class: "now", points: points.join(" ") }));
+    }
     let labelled = -99;
     for (const change of switches(pool, from)) {
       const at = x(Math.min(change.time_unix_s, to));
@@ -51,12 +56,10 @@ export class Balance {
         labelled = at;
       }
     }
-    svg.append(make("svg:path", { class: "now", d: line }));
     for (const window of windows.filter((one) => one.shift_detected)) {
       svg.append(make("svg:path", { class: "shift", d: `M${x(window.closed_unix_s)} ${y(axis.low) - 6}l5 5l-5 5l-5 -5z` }));
     }
     this.dot = svg.appendChild(make("svg:circle", { class: "dot", r: 4.5 }));
-    this.place_of = (window) => [x(window.closed_unix_s), y(window.balancedness)];
     const pick = (event) => {
       const at = from + (event.offsetX * width / this.place.clientWidth - left) / (width - left - right) * (to - from);
       this.point(this.windows.reduce((a, b) => Math.abs(b.closed_unix_s - at) < Math.abs(a.closed_unix_s - at) ? b : a));
@@ -68,8 +71,8 @@ export class Balance {
       const step = arrow(event)?.[1];
       if (!step) return event.key === "Escape" && this.point(null);
       event.preventDefault();
-      const at = this.windows.indexOf(this.shown()) + step;
-      this.point(this.windows[Math.max(0, Math.min(this.windows.length - 1, at))]);
+      const next = this.windows[this.windows.indexOf(this.shown()) + step];
+      if (next) this.point(next);
     });
     return svg;
   }
@@ -91,6 +94,12 @@ export class Balance {
   }
 }
 
+// Windows without traffic interrupt the line.
+function runsOf(windows) {
+  const starts = windows.flatMap((one, i) => one.window === windows[i - 1]?.window + 1 ? [] : [i]);
+  return starts.map((start, i) => windows.slice(start, starts[i + 1]));
+}
+
 // Every tick is a multiple of the step, and the lowest is where the axis starts.
 function axisOf(lowest) {
   const step = [0.02, 0.05, 0.1, 0.2].find((one) => (1 - lowest) / one <= 5) ?? 0.2;
@@ -105,8 +114,9 @@ function timesOf(from, to, most) {
   const step = steps.find((one) => (to - from) / one <= most) ?? 86400;
   const offset = new Date(from * 1000).getTimezoneOffset() * 60;
   const first = Math.ceil((from - offset) / step) * step + offset;
-  const times = Array.from({ length: Math.max(0, Math.floor((to - first) / step) + 1) }, (_, i) => first + i * step);
-  return times.map((at) => [at, clock(at).slice(0, step < 60 ? 8 : 5)]);
+  const times = [];
+  for (let at = first; at <= to; at += step) times.push([at, clock(at).slice(0, step < 60 ? 8 : 5)]);
+  return times;
 }
 
 // Waves of one rollout come close together: the last of them stands for all.

@@ -14,15 +14,16 @@ export class Heat {
 
   draw(heat = this.heat) {
     this.heat = heat;
-    this.place.hidden = this.legend.hidden = !heat;
-    if (!heat) return setText(this.read, "No window has closed yet.");
+    const isEmpty = !heat?.percent.some(Boolean);
+    this.place.hidden = this.legend.hidden = isEmpty;
+    if (isEmpty) return setText(this.read, heat ? "The latest window had no traffic." : "No window has closed yet.");
     const { percent } = heat, rows = percent.length;
     const columns = Math.ceil(heat.num_ranks / heat.ranks_per_column);
     const width = this.place.clientWidth, rowHeight = Math.max(5, Math.min(44, Math.floor(330 / rows)));
     const context = sized(this.canvas, width, BOX.top + rows * rowHeight + BOX.bottom);
     const cell = (width - BOX.left) / columns;
     this.cells = { rows, columns, cell, rowHeight };
-    // Tiles never touch: what is between them is a tenth of a narrow one.
+    // Tiles never touch: a tenth of a narrow one is between them.
     const gap = (size) => size > 8 ? 1.5 : size / 10;
     const style = getComputedStyle(document.documentElement), color = colors(style);
     context.font = `11.5px ${style.fontFamily}`;
@@ -42,10 +43,8 @@ export class Heat {
       }
       if (!this.worst || value > percent[this.worst[0]][this.worst[1]]) this.worst = [layer, column];
     }));
-    // What is read if nothing is pointed at.
-    this.first = this.worst ?? [0, 0];
     this.drawAxes(context, style);
-    this.canvas.setAttribute("aria-label", `Load of ${rows} layers on ${heat.num_ranks} ranks in window ${heat.window}; ${this.worst ? `the busiest is ${this.words(...this.worst)}` : "it had no traffic"}. Arrow keys read cells.`);
+    this.canvas.setAttribute("aria-label", `Load of ${rows} layers on ${heat.num_ranks} ranks in window ${heat.window}; the busiest is ${this.words(...this.worst)}. Arrow keys read cells.`);
     if (this.pointed && (this.pointed[0] >= rows || this.pointed[1] >= columns)) this.pointed = null;
     this.show();
     this.drawScale(style, color);
@@ -100,9 +99,8 @@ export class Heat {
   }
 
   show() {
-    const [layer, column] = this.pointed ?? this.first, { cell, rowHeight } = this.cells;
-    const busiest = this.worst ? `busiest: ${this.words(...this.worst)}` : "no data: the latest window had no traffic";
-    setText(this.read, this.pointed ? this.words(layer, column) : busiest);
+    const [layer, column] = this.pointed ?? this.worst, { cell, rowHeight } = this.cells;
+    setText(this.read, `${this.pointed ? "" : "busiest: "}${this.words(layer, column)}`);
     this.cross.hidden = !this.pointed;
     const size = Math.max(cell, 4);
     Object.assign(this.cross.style, {
@@ -113,7 +111,7 @@ export class Heat {
 
   point(cell) {
     this.pointed = cell;
-    if (this.heat) this.show();
+    if (!this.place.hidden) this.show();
   }
 
   listen() {
@@ -129,8 +127,8 @@ export class Heat {
       const step = arrow(event);
       if (!step) return event.key === "Escape" && this.point(null);
       event.preventDefault();
-      const { rows, columns } = this.cells, [layer, column] = this.pointed ?? this.first;
-      this.point(this.pointed ? [(layer + step[0] + rows) % rows, (column + step[1] + columns) % columns] : this.first);
+      const { rows, columns } = this.cells, [layer, column] = this.pointed ?? this.worst;
+      this.point(this.pointed ? [(layer + step[0] + rows) % rows, (column + step[1] + columns) % columns] : this.worst);
     });
   }
 

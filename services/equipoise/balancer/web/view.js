@@ -173,7 +173,7 @@ export class View {
     ].sort((a, b) => b[0] - a[0]).slice(0, 40).map(([time, word, kind, text, facts]) => item(word, kind, time, text, facts));
     const counted = [
       ...pool.quarantined.map((one) => item("quarantined", "bad", one.since_unix_s, `${one.worker}: ${one.reason}`, one.until_restart ? "until it restarts" : "until it fits the pool")),
-      ...(pool.poison_requests ? [item(`${pool.poison_requests} × poison`, "fair", 0, "requests that gateways rejected, because ranks failed while running them")] : []),
+      ...(pool.poison_requests ? [item(`${pool.poison_requests} × poison`, "fair", 0, "requests that gateways rejected: ranks failed while running them")] : []),
       ...pool.timeouts.filter((one) => one.reached).map((one) => item(`${one.reached} × timeout`, "bad", 0, one.latest, `${one.name}, after ${seconds(one.timeout_s)}`)),
       ...pool.rejections.map((one) => item(`${one.count} × rejected`, "fair", 0, one.latest, one.kind)),
     ];
