@@ -1,6 +1,7 @@
 """A request that makes ranks fail is rejected, and harms no other."""
 
 import asyncio
+import re
 
 import grpc
 import pytest
@@ -27,13 +28,15 @@ async def rejection_of(gateway):
         return response.json()["error"]
 
 
-async def test_a_request_that_two_ranks_blame_is_rejected_by_name(gateway, fleet):
+async def test_a_request_that_two_ranks_blame_is_rejected_by_name(gateway, fleet, caplog):
     fleet.fail(Fault(code=grpc.StatusCode.INTERNAL, blame=Blame.REQUEST))
     error = await rejection_of(gateway)
     assert error["code"] == "poison_request"
     assert "2 ranks blamed it for their failure" in error["message"]
     assert "INTERNAL: as the script says" in error["message"]
     assert fleet.num_requests == 2
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert re.fullmatch(rf"cmpl-\w+(-0)?: {re.escape(error['message'])}", line)
 
 
 async def test_a_request_that_only_one_rank_blames_is_served_by_another(gateway, fleet):

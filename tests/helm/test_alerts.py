@@ -213,6 +213,17 @@ CASES = {
         },
         after="20m",
     ),
+    "EquipoisePoisonRequests": Case(
+        fires={
+            'equipoise_gateway_poison_requests_total{pod="g-0"}': "0x30",
+            'equipoise_gateway_poison_requests_total{pod="g-1"}': "0 0 1x30",
+        },
+        quiet={
+            'equipoise_gateway_poison_requests_total{pod="g-0"}': "0x30",
+            'equipoise_gateway_poison_requests_total{pod="g-1"}': "3x30",
+        },
+        after="9m",
+    ),
     "EquipoisePromptsNotHandedOver": Case(
         fires={
             'equipoise_gateway_handovers_total{pod="g-0"}': "0+90x30",

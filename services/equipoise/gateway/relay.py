@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 import grpc
 
@@ -117,7 +116,7 @@ class Relay:
             progress.was_placed = True
             progress.running = reservation
             with reservation:
-                self._check_verdict(progress)
+                self._check_verdict(progress, request)
                 try:
                     async with aclosing(self._legs(reservation, rest, progress)) as parts:
                         async for part in parts:
@@ -289,25 +288,27 @@ class Relay:
         self._tally.replays += 1
         progress.without_rank_since_s = self._ranks.now()
         progress.failures.append(f"{progress.running.rank.name}: {reason}")
-        self._check_verdict(progress)
+        self._check_verdict(progress, request)
         if len(progress.failures) >= self._settings.max_attempts:
             raise AttemptsExhaustedError(
                 f"{len(progress.failures)} attempts failed: {'; '.join(progress.failures)}"
             )
 
-    def _check_verdict(self, progress: "_RequestProgress") -> None:
-        if verdict := progress.suspicion.verdict:
-            self._reject(progress, verdict)
-
-    def _reject(self, progress: "_RequestProgress", verdict: str) -> NoReturn:
-        # The choices of a request are rejected together, and counted once.
-        self._tally.poison += not progress.suspicion.is_rejected
-        progress.suspicion.is_rejected = True
+    def _check_verdict(self, progress: "_RequestProgress", request: GenerateRequest) -> None:
+        verdict = progress.suspicion.verdict
+        if not verdict:
+            return
         failures = f" ({'; '.join(progress.failures)})" if progress.failures else ""
-        raise PoisonRequestError(
+        reason = (
             f"the request is rejected because {verdict}{failures}: "
             f"change the request before retrying"
         )
+        # The choices of a request are rejected together, and counted once.
+        if not progress.suspicion.is_rejected:
+            progress.suspicion.is_rejected = True
+            self._tally.poison += 1
+            _log.error("%s: %s", request.request_id, reason)
+        raise PoisonRequestError(reason)
 
 
 @dataclass(slots=True, kw_only=True)
