@@ -57,6 +57,7 @@ OTHERWISE = {
     "store": "`redis.url`, `redis.trial`, `balancer.storage`",
     "store-password-file": "`redis.existingSecret`",
     "store-wait-s": "60 with Redis",
+    "sums-on-nodes": "`worker.sumsOnNodes`",
     "tls-balancer-name": "`tls.balancerName`",
     "tls-ca": "`tls.enabled`",
     "tls-cert": "`tls.enabled`",

@@ -16,7 +16,14 @@ VARIANTS = [
         "redis": {"url": "redis://r:6379/0", "existingSecret": {"name": "redis"}},
     },
     TLS,
-    {"worker": {"gpu": {"count": 1}, "pullMiBPerSecond": 512, "sharedAsRouted": True}},
+    {
+        "worker": {
+            "gpu": {"count": 1},
+            "pullMiBPerSecond": 512,
+            "sharedAsRouted": True,
+            "sumsOnNodes": True,
+        }
+    },
     READERS | {"gateway": {"enabled": True}},
     WRITERS | {"balancer": {"enabled": True}},
 ]

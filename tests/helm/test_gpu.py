@@ -226,6 +226,10 @@ def test_a_gpu_switches_to_fp8_and_nothing_else_does():
     assert "no-batch-invariant" in flags_of({"worker": {"batchInvariant": False}})
     assert "pull-mib-per-s" not in flags_of({})
     assert flags_of({"worker": {"pullMiBPerSecond": 512}})["pull-mib-per-s"] == "512"
+    flags = flags_of({"worker": {**one, "microBatches": 2, "hops": "two", "sumsOnNodes": True}})
+    assert (flags["micro-batches"], flags["cut-from-tokens"], flags["hops"]) == ("2", "2", "two")
+    assert "sums-on-nodes" in flags
+    assert "sums-on-nodes" not in flags_of({})
     for value, flag in (("cacheTokens", "cache-tokens"), ("maxStepTokens", "max-step-tokens")):
         assert flags_of({"worker": {value: 2**21}})[flag] == "2097152"
 
@@ -234,6 +238,10 @@ CONTRADICTIONS = {
     "batch-invariant FP8": (
         {"gpu": {"count": 1}, "batchInvariant": True},
         "worker.batchInvariant is not available with FP8 weights: set it to auto or false",
+    ),
+    "sums that depend on the layout": (
+        {"sumsOnNodes": True},
+        "worker.sumsOnNodes makes results depend on the layout: set worker.batchInvariant to false",
     ),
     "FP8 latents of other weights": ({"latents": "fp8"}, "worker.latents fp8 needs FP8 weights"),
     "a GPU that is not used": (

@@ -34,6 +34,8 @@ WRONG = {
     "latents in float32": ({"worker": {"latents": "fp32"}}, "/worker/latents"),
     "a device that is none": ({"worker": {"device": "gpu"}}, "/worker/device"),
     "batch invariance as a word": ({"worker": {"batchInvariant": "yes"}}, "batchInvariant"),
+    "three micro-batches": ({"worker": {"microBatches": 3}}, "/worker/microBatches"),
+    "an unknown way": ({"worker": {"hops": "three"}}, "/worker/hops"),
     "fewer than no spare slots": ({"worker": {"spareSlots": -1}}, "/worker/spareSlots"),
     "an unknown model": ({"worker": {"checkpoint": {"model": "v3"}}}, "/worker/checkpoint/model"),
     "memory with a unit": ({"worker": {"gpu": {"memoryGiB": "78Gi"}}}, "/worker/gpu/memoryGiB"),

@@ -10,13 +10,13 @@ from equipoise.worker.settings import WorkerSettings
 from tests.worker.test_header import header
 
 
-def counts(rows, *, by_two, by_one):
+def counts(rows, *, by_two, by_one, outputs=0):
     return NodeCounts(
         rows_by_nodes=(0, rows),
         remote_nodes=by_two,
         direct_rows=by_one,
         sent_rows=0,
-        sent_outputs=0,
+        sent_outputs=outputs,
     )
 
 
@@ -32,13 +32,20 @@ def test_a_single_node_has_one_hop(hops):
 
 
 def test_auto_wants_two_hops_if_they_send_less_than_two_thirds_between_nodes():
-    choice = HopChoice(Hops.AUTO)
+    choice = HopChoice(Hops.AUTO, sums_on_nodes=True)
     assert not choice.wants_two(counts(WINDOW_ROWS - 1, by_two=1, by_one=9))
-    assert choice.wants_two(counts(WINDOW_ROWS, by_two=234, by_one=600))
+    assert choice.wants_two(counts(WINDOW_ROWS, by_two=234, by_one=600, outputs=234))
+
+
+def test_outputs_that_return_one_by_one_cross_as_often_by_two_hops():
+    choice = HopChoice(Hops.AUTO)
+    assert not choice.wants_two(counts(WINDOW_ROWS, by_two=234, by_one=600, outputs=600))
+    # All experts of most rows are on the node that they come from, or on one other.
+    assert choice.wants_two(counts(2 * WINDOW_ROWS, by_two=334, by_one=1400, outputs=1400))
 
 
 def test_auto_follows_the_latest_window_not_all_that_was_counted():
-    choice = HopChoice(Hops.AUTO)
+    choice = HopChoice(Hops.AUTO, sums_on_nodes=True)
     assert choice.wants_two(counts(WINDOW_ROWS, by_two=2000, by_one=6000))
     assert choice.wants_two(counts(2 * WINDOW_ROWS - 1, by_two=8000, by_one=12_000))
     assert not choice.wants_two(counts(2 * WINDOW_ROWS, by_two=6000, by_one=12_000))

@@ -134,6 +134,9 @@
 {{- if and (eq $weights "fp8") (eq (include "equipoise.workerBatchInvariant" .) "true") -}}
 {{- fail "worker.batchInvariant is not available with FP8 weights: set it to auto or false, or worker.weights to bf16" -}}
 {{- end -}}
+{{- if and .sumsOnNodes (eq (include "equipoise.workerBatchInvariant" .) "true") -}}
+{{- fail "worker.sumsOnNodes makes results depend on the layout: set worker.batchInvariant to false, or sumsOnNodes to false" -}}
+{{- end -}}
 {{- if and (eq .latents "fp8") (ne $weights "fp8") -}}
 {{- fail "worker.latents fp8 needs FP8 weights: set worker.weights to fp8 or worker.gpu.count to 1" -}}
 {{- end -}}

@@ -66,6 +66,12 @@ spec:
         - --context-length={{ int64 $worker.contextLength }}
         - --{{ ternary "" "no-" (eq (include "equipoise.workerBatchInvariant" $worker) "true") }}batch-invariant
         - --max-step-tokens={{ int64 $worker.maxStepTokens }}
+        - --micro-batches={{ $worker.microBatches }}
+        - --cut-from-tokens={{ int64 $worker.cutFromTokens }}
+        - --hops={{ $worker.hops }}
+        {{- if $worker.sumsOnNodes }}
+        - --sums-on-nodes
+        {{- end }}
         - --device={{ include "equipoise.workerDevice" $worker }}
         - --weights={{ include "equipoise.workerWeights" $worker }}
         - --latents={{ $worker.latents }}

@@ -126,7 +126,8 @@ class Engine:
             prefill_cost or PrefillCostFit(),
             cut_from_tokens,
         )
-        self._hops, self._nodes = HopChoice(hops), node_counts(experts.spread)
+        self._hops = HopChoice(hops, sums_on_nodes=core.operations.sums_on_nodes)
+        self._nodes = node_counts(experts.spread)
         self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
         self._lock = threading.Lock()

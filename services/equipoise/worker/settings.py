@@ -131,8 +131,8 @@ class WorkerSettings:
     hops: Hops = Hops.AUTO
     """How rows travel to other nodes: `one` sends them to each rank that needs them; `two` sends
     them once to each node, to a rank that forwards them there; `auto` is two if that sends less
-    than two thirds of the rows between nodes. Tokens are the same. What most ranks want is done.
-    FP8 weights have two hops over torch.distributed only."""
+    than two thirds of the rows and outputs between nodes, as with --sums-on-nodes. Tokens are the
+    same. What most ranks want is done. FP8 weights have two hops over torch.distributed only."""
 
     sums_on_nodes: bool = False
     """With two hops, sum a row's outputs on their node before they return: fewer rows between
