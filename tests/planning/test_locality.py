@@ -173,6 +173,40 @@ def test_it_moves_less_than_a_plan_from_scratch_and_balances_as_well():
     assert anywhere.off_node_share > made.off_node_share
 
 
+@pytest.mark.parametrize("locality", [0.0, 0.25])
+def test_a_target_out_of_reach_does_not_give_groups_other_nodes(locality):
+    load = skewed_load(8)
+    current = layout_of(plan(load, model=MODEL, topology=TOPOLOGY, locality=locality))
+    drifted = load * np.random.default_rng(9).lognormal(sigma=0.3, size=load.shape)
+    fresh = plan(drifted, model=MODEL, topology=TOPOLOGY, current=current, locality=locality)
+    made = improved(drifted, current, locality=locality, target_balancedness=1.0)
+    assert "out of reach" in made.reason
+    assert made.moves < 0.5 * fresh.moves
+    on_node = [
+        problem(drifted).load_of_group_on_node(one.expert_of_slot) for one in (current, made)
+    ]
+    np.testing.assert_array_equal(on_node[0].argmax(axis=2), on_node[1].argmax(axis=2))
+
+
+@pytest.mark.parametrize("locality", [0.0, 0.25])
+@pytest.mark.parametrize("lost", [{3}, {0, 1, 2, 3}])
+def test_lost_experts_are_restored_on_the_ranks_that_are_left(locality, lost):
+    load = skewed_load(2)
+    topology = Topology(node_of_rank=TOPOLOGY.node_of_rank, slots_per_rank=8)
+    first = plan(load, model=MODEL, topology=topology, locality=locality)
+    made = plan(
+        load,
+        model=MODEL,
+        topology=topology,
+        current=layout_of(first),
+        algorithm=Algorithm.INCREMENTAL,
+        locality=locality,
+        exclude_ranks=frozenset(lost),
+    )
+    for row in made.expert_of_slot:
+        assert set(row.tolist()) == set(range(64))
+
+
 def test_layers_that_spread_groups_return_them_whatever_it_costs_and_then_stay():
     load = skewed_load(5)
     free = plan(load, model=MODEL, topology=TOPOLOGY, algorithm=Algorithm.GLOBAL)

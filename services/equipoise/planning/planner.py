@@ -11,6 +11,7 @@ from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.chance import gains_beyond_chance
+from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
 from equipoise.planning.placing.incremental import MoveStep, improve
 from equipoise.planning.placing.locality import Homes, place_locally, strays
@@ -197,16 +198,18 @@ def _plan_incrementally(task: _Task) -> Plan:
                 reason=f"incremental: {made.balancedness:.3f} after {before:.3f} by shares alone",
             )
     fresh, homes = place_globally(problem), None
+    anew = fresh
     if task.locality is not None:
         fresh = place_locally(problem, locality=task.locality)
-        start = np.where(returns[:, None], fresh, problem.held)
-        homes = Homes.of_table(problem, start, locality=task.locality)
+        # Groups keep their nodes: to give them others takes most of the moves there are.
+        anew = np.where(returns[:, None], fresh, cover(problem))
+        homes = Homes.of_table(problem, anew, locality=task.locality)
     fresh_shared = weigh(problem, fresh, may_chain=homes is None)
     layers, comparison = _worth_changing(problem, kept, fresh_shared, samples=task.samples)
     better = improve(
         problem,
         layers=layers,
-        fresh=fresh,
+        fresh=anew,
         standing=standing,
         least_gain=LEAST_LAYER_GAIN,
         target=target,
@@ -216,7 +219,7 @@ def _plan_incrementally(task: _Task) -> Plan:
     )
     moved = (better.table != problem.held).any(axis=1)
     placed = mixed(problem, moved, kept, weigh(problem, better.table, may_chain=False))
-    if problem.weighted is not Weighting.OFF and max_moves is None:
+    if problem.weighted is not Weighting.OFF and max_moves is None and homes is None:
         placed = _from_scratch_where_needed(
             problem, placed, fresh_shared, layers=layers, target=target
         )
