@@ -15,14 +15,20 @@ from pathlib import Path
 
 import grpc
 
+from equipoise.planning.rollout import State
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
 from tests.engines.rank_main import Controls, Options
 from tests.engines.wheels import FOLDER
 from tests.support import doomed
+from tests.support.real_pool import mirrored
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 900.0
 """For whatever is waited for, on a machine that has too much to do."""
+
+PHASES = (*State, "staged RankSwitched")
+"""Of a rollout, in which a balancer dies. The last one: ranks have switched, and it dies before it
+notes the first report."""
 
 POLICY = (
     *("--interval-s", "2", "--report-interval-s", "0.25", "--heartbeat-interval-s", "0.25"),
@@ -120,6 +126,36 @@ class Balancer:
             return True
 
         until(is_pinned, lambda: self.log[-4000:])
+
+    def die_in_every_phase(self, serve_on):
+        """Die in each phase of a rollout and start again; `serve_on` has the ranks take passes.
+
+        The next balancer ends the rollout in the ranks' epoch, and rolls out what is pinned.
+        """
+        self.pin(self.layout())  # From here on only pinned layouts are rolled out.
+        self.until(lambda status: status.hold.at_pin and not status.HasField("rollout"))
+        before = self.status()
+        generation = before.generation
+        for phase in PHASES:
+            wanted = mirrored(self.layout())
+            self.doom.write_text(phase)
+            self.pin(wanted)
+            self.wait_for_death()
+            self.doom.write_text("")
+            serve_on()
+            self.start()
+            self.until(
+                lambda status: (
+                    status.health == status_pb2.POOL_HEALTH_SERVING
+                    and status.hold.at_pin
+                    and status.generation > generation  # noqa: B023 - asked within the turn
+                    and not status.HasField("rollout")
+                )
+            )
+            after = self.status()
+            assert self.layout().expert_of_slot == wanted.expert_of_slot, phase
+            assert after.epoch == before.epoch, phase
+            generation = after.generation
 
 
 class EngineProcess:

@@ -6,17 +6,13 @@ import time
 
 import pytest
 
-from equipoise.planning.rollout import State
 from equipoise_api.v1 import status_pb2
-from tests.support.real_pool import mirrored
+from tests.engines.real import PHASES
 
 IDLE_S = 90.0
 """Three times the time within which ranks must switch."""
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
-
-PHASES = (*State, "staged RankSwitched")
-"""The last one: ranks have switched, and the balancer dies before it notes the first report."""
 
 
 def test_damaged_bytes_are_rejected_and_nothing_switches(real_balancer, run_of):
@@ -32,30 +28,7 @@ def test_damaged_bytes_are_rejected_and_nothing_switches(real_balancer, run_of):
 def test_a_balancer_that_dies_in_any_phase_of_a_rollout_is_succeeded(real_balancer, run_of):
     run = run_of()
     run.until_balanced()
-    real_balancer.pin(real_balancer.layout())  # From here on only pinned layouts are rolled out.
-    real_balancer.until(lambda status: status.hold.at_pin and not status.HasField("rollout"))
-    before = real_balancer.status()
-    generation = before.generation
-    for phase in PHASES:
-        wanted = mirrored(real_balancer.layout())
-        real_balancer.doom.write_text(phase)
-        real_balancer.pin(wanted)
-        real_balancer.wait_for_death()
-        real_balancer.doom.write_text("")
-        run.until_windows(1)
-        real_balancer.start()
-        real_balancer.until(
-            lambda status: (
-                status.health == status_pb2.POOL_HEALTH_SERVING
-                and status.hold.at_pin
-                and status.generation > generation  # noqa: B023 - asked within the turn
-                and not status.HasField("rollout")
-            )
-        )
-        after = real_balancer.status()
-        assert real_balancer.layout().expert_of_slot == wanted.expert_of_slot, phase
-        assert after.epoch == before.epoch, phase
-        generation = after.generation
+    real_balancer.die_in_every_phase(lambda: run.until_windows(1))
     found = run.records()
     assert len(found[0]["switches"]) > len(PHASES)
     assert [one["stopped"] for one in found] == [""] * 4
