@@ -190,6 +190,12 @@ async def test_the_heat_map_shows_nodes_and_clips_no_label(ranks, layers):
           || all(height).some((y) => inked(0, y)),
         label: all(24).some((x) => all(row).some((y) => inked(x, 22 + y))),
         borders: all({ranks}).filter((rank) => inked(Math.round(left + rank * cell - 0.5), 19)),
+        // Labels below the map, by the rank whose column is above their middle.
+        ticks: all(width - left).map((x) => x + left - 3)
+          .filter((x) => all(14).some((y) => inked(x, 22 + row * {layers} + 6 + y)))
+          .reduce((runs, x) => x - runs.at(-1)?.at(-1) < 7
+            ? [...runs.slice(0, -1), [...runs.at(-1), x]] : [...runs, [x]], [])
+          .map((run) => Math.round(((run[0] + run.at(-1) + 1) / 2 - left) / cell - 0.5)),
       }};
     }})()"""
     pool = pictured_pool(ranks=ranks, layers=layers)
@@ -199,6 +205,9 @@ async def test_the_heat_map_shows_nodes_and_clips_no_label(ranks, layers):
     assert not found["clipped"]
     assert found["label"], "layer 0 has no label"
     assert found["borders"] == list(range(8, ranks, 8))
+    first, *ticks = found["ticks"]
+    assert first <= 1, "beside the word rank"
+    assert ticks == list(range(0, ranks, 8 if ranks == 320 else 1))[1:]
 
 
 async def test_a_shared_expert_in_slots_is_counted_apart(large):
