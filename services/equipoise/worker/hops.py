@@ -1,8 +1,11 @@
 """`HopChoice`: whether a rank wants its rows to travel to other nodes in two hops. Pure."""
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from equipoise.planning.node_traffic import NodeCounts
+if TYPE_CHECKING:
+    # The command line's help reads these settings, and needs no numpy.
+    from equipoise.planning.node_traffic import NodeCounts
 
 WINDOW_ROWS = 4096
 """Rows (a token in one MoE layer) between two decisions."""
@@ -38,7 +41,7 @@ class HopChoice:
         self._wants_two = hops is Hops.TWO
         self._rows = self._remote_nodes = self._direct_rows = self._outputs = 0
 
-    def wants_two(self, counts: NodeCounts | None) -> bool:
+    def wants_two(self, counts: "NodeCounts | None") -> bool:
         """Return whether it wants two hops, given its counts so far; None on a single node."""
         if counts is None:
             return False
