@@ -99,6 +99,7 @@ class SimOperations:
     backends = ()
     announcement = "simulated"
     fp8 = None
+    sums_on_nodes = False
 
     def agree(self, _announcements: Any) -> None:
         pass
