@@ -1,6 +1,8 @@
 """One rank of `test_paced_links`: times steps whose rows cross links that take time for each.
 
-Arguments: rank, rendezvous file, result file, and a clock as in `overlap_rank`.
+Arguments: rank, rendezvous file, result file, a clock as in `overlap_rank`, and times of links: in
+which a rank's link carries the rows and outputs that one hop sends between nodes in a layer, as
+multiples of its computation.
 """
 
 import dataclasses
@@ -48,10 +50,6 @@ InfiniBand."""
 
 SENDS = {"one hop": (False, False), "two hops": (True, False), "sums": (True, True)}
 CUTS = {"whole": (False, Order.PREFILL), "cut": (True, Order.PREFILL)}
-SPEEDS = (0.5, 1.0, 2.0)
-"""Time in which a rank's links carry the rows and outputs that one hop sends between nodes in a
-layer, as multiples of its computation."""
-
 ONE_HOP_ROWS = NUM_ROWS * (3.65 + 6.0)
 """Rows and outputs that a rank sends to other nodes by one hop in a layer, about."""
 
@@ -114,7 +112,7 @@ class Links:
         return self._free_s[across]
 
 
-def main(rank, rendezvous, result, clock):
+def main(rank, rendezvous, result, clock, *link_times):
     rank, clock = int(rank), {"real": RealClock, "virtual": VirtualClock}[clock]()
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -166,11 +164,11 @@ def main(rank, rendezvous, result, clock):
         return float(took), dict(links.sent), experts.spread, logits
 
     seen = {}
-    for speed in (0.0, *SPEEDS):
-        links.row_s = speed * COMPUTATION_S / ONE_HOP_ROWS
+    for link in (0.0, *map(float, link_times)):
+        links.row_s = link * COMPUTATION_S / ONE_HOP_ROWS
         for send in SENDS:
             for cut in CUTS:
                 taken = [take(send, cut) for _ in range(clock.num_times)]
-                seen[speed, send, cut] = min(taken, key=lambda one: one[0])
+                seen[link, send, cut] = min(taken, key=lambda one: one[0])
     torch.save(seen, result)
     dist.destroy_process_group()
