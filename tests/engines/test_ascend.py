@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.engines import vllm
+from equipoise.engines import releases, vllm
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
@@ -138,7 +138,7 @@ def test_a_derived_state_is_balanced_through_the_method_that_it_calls(monkeypatc
         monkeypatch.setattr(EplbState, name, vars(EplbState)[name])
     module = SimpleNamespace(EplbState=EplbState)
     monkeypatch.setitem(sys.modules, "vllm.distributed.eplb.eplb_state", module)
-    monkeypatch.setattr(vllm, "version", lambda _name: "0.30.0")
+    monkeypatch.setattr(releases, "version", lambda _name: "0.30.0")
     monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings: seat)
     vllm.install(None)
     state = DerivedState()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equipoise.engines import sglang, vllm
+from equipoise.engines import releases, sglang, vllm
 from equipoise.engines.lockstep import Lockstep
 from equipoise.engines.model import EngineModel
 from equipoise.engines.seat import LOAD_ROUNDS, ROUND_PASSES, EngineSeat
@@ -88,7 +88,7 @@ class VllmEngine:
             monkeypatch.setattr(VllmState, name, vars(VllmState)[name])
         module = SimpleNamespace(EplbState=VllmState)
         monkeypatch.setitem(sys.modules, "vllm.distributed.eplb.eplb_state", module)
-        monkeypatch.setattr(vllm, "version", lambda _name: "0.33.0")
+        monkeypatch.setattr(releases, "version", lambda _name: "0.33.0")
         monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings: self.seat)
         vllm.install(None)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from equipoise.engines import plugin, sglang, vllm
+from equipoise.engines import plugin, releases, sglang, vllm
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.settings import Mode, settings_from
 
@@ -228,39 +228,72 @@ class OtherState(EplbState):
 
 
 @pytest.mark.parametrize(
-    ("release", "state", "message"),
+    ("release", "message"),
     [
-        ("0.20.0", EplbState, ""),
-        ("0.33.0+cu129", EplbState, ""),
-        ("1.0.0", EplbState, ""),
-        ("0.19.2", EplbState, "vLLM 0.19.2 is too old: install 0.20 or later"),
-        ("dev", EplbState, "the version of vLLM is unknown"),
-        ("0.34.0", OtherState, "install another release"),
+        ("0.19.2", "vLLM 0.19.2 is too old: install 0.20 or later"),
+        ("dev", "the version of vLLM is unknown: dev is not a release"),
+        (None, "the version of vLLM is unknown: No package metadata was found for vllm"),
+        ("0.34.0", "EplbState.step of vLLM 0.34.0 takes ('self', 'is_dummy'), not"),
     ],
 )
-def test_a_vllm_release_that_differs_is_left_alone_by_name(release, state, message, monkeypatch):
-    monkeypatch.setattr(vllm, "version", lambda _name: release)
-    if not message:
-        vllm.check_seam(state)
-        return
-    with pytest.raises(UnsupportedEngineError, match=re.escape(message)):
-        vllm.check_seam(state)
+def test_a_vllm_release_that_differs_is_left_alone_by_name(release, message, installed, caplog):
+    installed(release, "vllm.distributed.eplb.eplb_state", EplbState=OtherState)
+    step = OtherState.step
+    vllm.register()
+    assert f"Equipoise leaves this engine alone: {message}" in caplog.text
+    assert OtherState.step is step
 
 
 @pytest.mark.parametrize(
     ("release", "message"),
     [
-        ("0.5.11", ""),
-        ("0.5.23.post1", ""),
-        ("0.6.0rc1", ""),
         ("0.5.10.post1", "SGLang 0.5.10.post1 is too old: install 0.5.11 or later"),
-        ("main", "the version of SGLang is unknown"),
+        ("main", "the version of SGLang is unknown: main is not a release"),
     ],
 )
-def test_an_sglang_release_that_differs_is_left_alone_by_name(release, message, monkeypatch):
-    monkeypatch.setattr(sglang, "version", lambda _name: release)
-    if not message:
-        sglang.check_seam()
-        return
-    with pytest.raises(UnsupportedEngineError, match=re.escape(message)):
-        sglang.check_seam()
+def test_an_sglang_release_that_differs_is_left_alone_by_name(release, message, installed, caplog):
+    installed(release, "sglang")
+    sglang.register()
+    assert f"Equipoise leaves this engine alone: {message}" in caplog.text
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Have a release of an engine installed, in an environment that wants its plugin."""
+
+    def install(release, module, **contents):
+        if release is not None:
+            monkeypatch.setattr(releases, "version", lambda _package: release)
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**contents))
+        for name, value in WANTED.items():
+            monkeypatch.setenv(name, value)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("release", "is_warned"),
+    [
+        ("0.5.11", False),
+        ("0.5.23", False),
+        ("0.5.23.post1", False),
+        ("0.5.23+cu129", False),
+        ("0.5.24rc1", True),
+        ("0.6.0", True),
+        ("1.0", True),
+    ],
+)
+def test_a_release_later_than_those_tested_is_balanced_with_a_warning(
+    release, is_warned, monkeypatch, caplog
+):
+    monkeypatch.setattr(releases, "version", lambda _package: release)
+    check = releases.check_release
+    assert check("SGLang", "sglang", oldest="0.5.11", newest="0.5.23") == release
+    assert ("later than 0.5.23, the latest that this plugin was tested with" in caplog.text) is (
+        is_warned
+    )
+
+
+def test_the_newest_releases_are_those_that_the_makefile_tests():
+    (line,) = re.findall(r"^ENGINES \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert line.split() == [f"vllm=={vllm.NEWEST}", f"sglang=={sglang.NEWEST}"]

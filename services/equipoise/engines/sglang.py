@@ -22,6 +22,7 @@ from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
 from equipoise.engines.model import EngineModel
+from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, settings_from
 from equipoise.engines.slots import EngineSlots
@@ -37,8 +38,8 @@ SILENT_PLANNER = (
 )
 """SGLang's options with which only Equipoise plans."""
 
-MIN_VERSION = (0, 5, 11)
-"""Oldest release with plugins."""
+OLDEST, NEWEST = "0.5.11", "0.5.23"
+"""The oldest release with plugins, and the newest that was tested."""
 
 _MANAGER = "sglang.srt.eplb.eplb_manager.EPLBManager"
 _ACCUMULATOR = "sglang.srt.eplb.expert_distribution._StatAccumulator"
@@ -66,27 +67,10 @@ def register() -> None:
     try:
         settings = settings_from()
         if settings is not None:
-            check_seam()
+            check_release("SGLang", "sglang", oldest=OLDEST, newest=NEWEST)
             Hooks(settings).register()
     except UnsupportedEngineError as error:
         _log.error("Equipoise leaves this engine alone: %s", error)
-
-
-def check_seam() -> None:
-    """Check that everything the plugin touches is there.
-
-    Raises:
-        UnsupportedEngineError: this release of SGLang differs from those that are supported.
-    """
-    try:
-        release = version("sglang")
-        numbers = tuple(int("".join(filter(str.isdigit, part))) for part in release.split(".")[:3])
-    except (ImportError, ValueError) as error:
-        raise UnsupportedEngineError(f"the version of SGLang is unknown: {error}") from error
-    if numbers < MIN_VERSION:
-        raise UnsupportedEngineError(
-            f"SGLang {release} is too old: install {'.'.join(map(str, MIN_VERSION))} or later"
-        )
 
 
 class Hooks:

@@ -23,6 +23,7 @@ from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
 from equipoise.engines.model import EngineModel
+from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, settings_from
 from equipoise.engines.slots import EngineSlots
@@ -38,8 +39,8 @@ SILENT_PLANNER = (
 )
 """vLLM's options with which only Equipoise plans."""
 
-MIN_VERSION = (0, 20)
-"""Oldest release with this seam."""
+OLDEST, NEWEST = "0.20", "0.33.0"
+"""The oldest release with this seam, and the newest that was tested."""
 
 _STEP = ("self", "is_dummy", "is_profile", "log_stats")
 _SILENT_INTERVAL = 10**8
@@ -132,15 +133,7 @@ def check_seam(state: type) -> None:
     Raises:
         UnsupportedEngineError: this release of vLLM differs from those that are supported.
     """
-    try:
-        release = version("vllm")
-        numbers = tuple(int(part) for part in release.split(".")[:2])
-    except (ImportError, ValueError) as error:
-        raise UnsupportedEngineError(f"the version of vLLM is unknown: {error}") from error
-    if numbers < MIN_VERSION:
-        raise UnsupportedEngineError(
-            f"vLLM {release} is too old: install {'.'.join(map(str, MIN_VERSION))} or later"
-        )
+    release = check_release("vLLM", "vllm", oldest=OLDEST, newest=NEWEST)
     found = tuple(inspect.signature(getattr(state, "step", lambda: None)).parameters)
     if found != _STEP or not hasattr(state, "_should_record_current_step"):
         raise UnsupportedEngineError(
