@@ -19,7 +19,7 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Series are in promtool's notation, a sample a minute, without namespace and release."""
+    """Series are in promtool's notation, without namespace and release."""
 
     fires: dict[str, str]
     """Series with which it fires."""
@@ -27,6 +27,8 @@ class Case:
     """Series with which it only just does not."""
     after: str
     """When it has fired."""
+    every: str = "1m"
+    """Time between samples, and between evaluations."""
     severity: str = "warning"
     labels: dict[str, str] = field(default_factory=dict)
     """Labels of the alert, other than those of every alert."""
@@ -152,14 +154,15 @@ CASES = {
     ),
     "EquipoisePoolHeld": Case(
         fires={
-            'equipoise_pool_paused{pool="tiny"}': "1x1500",
-            'equipoise_pool_pinned{pool="tiny"}': "0x1500",
+            'equipoise_pool_paused{pool="tiny"}': "1x30",
+            'equipoise_pool_pinned{pool="tiny"}': "0x30",
         },
         quiet={
-            'equipoise_pool_paused{pool="tiny"}': "1x900 0 1x599",
-            'equipoise_pool_pinned{pool="tiny"}': "0x1500",
+            'equipoise_pool_paused{pool="tiny"}': "1x9 0 1x20",
+            'equipoise_pool_pinned{pool="tiny"}': "0x30",
         },
-        after="24h2m",
+        after="25h",
+        every="1h",
         labels=TINY,
     ),
     "EquipoiseChecksumFailures": Case(
@@ -311,11 +314,18 @@ def test_every_alert_fires_when_it_should_and_only_then(promtool, tmp_path):
         ]
     }
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
-    tests = [one for name, case in CASES.items() for one in _tests_of(name, case)]
-    (tmp_path / "tests.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests})
-    )
-    check(promtool, "test", "rules", tmp_path / "tests.yaml")
+    paths = []
+    for every in {case.every for case in CASES.values()}:
+        tests = [
+            one
+            for name, case in CASES.items()
+            for one in _tests_of(name, case)
+            if case.every == every
+        ]
+        suite = {"rule_files": ["rules.yaml"], "evaluation_interval": every, "tests": tests}
+        paths.append(tmp_path / f"tests-{every}.yaml")
+        paths[-1].write_text(yaml.safe_dump(suite))
+    check(promtool, "test", "rules", *paths)
 
 
 def _tests_of(name, case):
@@ -325,7 +335,7 @@ def _tests_of(name, case):
         labels = {**case.labels, "severity": case.severity, "namespace": "moe", "release": release}
         yield {
             "name": f"{name} of {release}",
-            "interval": "1m",
+            "interval": case.every,
             "input_series": series,
             "alert_rule_test": [
                 {
@@ -337,7 +347,7 @@ def _tests_of(name, case):
         }
     yield {
         "name": f"{name} does not fire",
-        "interval": "1m",
+        "interval": case.every,
         "input_series": [*_series(case.quiet, "eq"), *_series(case.quiet, "other")],
         "alert_rule_test": [{"eval_time": case.after, "alertname": name, "exp_alerts": []}],
     }
