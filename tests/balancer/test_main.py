@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from redis import Redis
 
 from equipoise.balancer.__main__ import run
 from equipoise.balancer.leadership.lease import LeaseTiming
@@ -87,12 +88,32 @@ def test_the_grace_of_a_stop_is_bounded(drain_timeout_s):
         BalancerSettings(drain_timeout_s=drain_timeout_s)
 
 
+WAITING = START.replace("sys.argv[1])", "sys.argv[1], store_wait_s=60.0)")
+
+
+def test_a_redis_that_waits_for_its_replicas_is_waited_for(tmp_path):
+    require_redis()
+    with (
+        RedisServer(tmp_path, options={"min-replicas-to-write": 1}) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, server.url], stderr=subprocess.PIPE, text=True
+        ) as started,
+    ):
+        try:
+            said = next(line for line in started.stderr if "waiting for the store" in line)
+            assert "accepts no writes without its replicas" in said
+            with Redis.from_url(server.url) as client:
+                client.config_set("min-replicas-to-write", 0)
+            assert any("listening on" in line for line in started.stderr)
+        finally:
+            started.kill()
+
+
 def test_a_redis_that_starts_later_is_waited_for(tmp_path):
     require_redis()
     server = RedisServer(tmp_path)
-    waiting = START.replace("sys.argv[1])", "sys.argv[1], store_wait_s=60.0)")
     with subprocess.Popen(
-        [sys.executable, "-c", waiting, server.url], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAITING, server.url], stderr=subprocess.PIPE, text=True
     ) as started:
         try:
             said = next(line for line in started.stderr if "waiting for the store" in line)

@@ -38,8 +38,8 @@ from equipoise.trust.errors import TrustError
 from equipoise.trust.handshakes import logging_handshakes
 
 _STORE_RETRY_S = 1.0
-_PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW}
-"""Faults of a store that may still be starting."""
+_PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW, StoreFault.FULL}
+"""Faults of a store that may still be starting, or wait for its replicas."""
 
 _MAX_TERM_OFFSET = 10_000
 """Terms end at 2^31 - 1, so this many failovers are 200,000 on average before the last."""

@@ -59,7 +59,8 @@ class BalancerSettings:
     """File that contains the password of a Redis store. Read for every connection."""
 
     store_wait_s: Annotated[float, Range(0, HOUR_S)] = 0.0
-    """Seconds to wait at startup for a store that cannot be reached before exiting."""
+    """Seconds to wait at startup for a store that cannot be reached, or accepts no writes, before
+    exiting."""
 
     advertise: str = ""
     """host:port that workers and other balancers use to reach this one. Default: the listen
