@@ -1,9 +1,10 @@
-"""`Interruptions`: epochs that end although no rank is missing, and the workers that end them.
+"""`Interruptions`: short epochs, one after another, and the workers that end them.
 
 Each loss of a group costs all ranks a pause, and the worker that is blamed need not be at fault: a
 flaky network looks the same. So no worker is excluded for good, but each time for longer.
 
-If the group served, the rank that reports its end first is blamed. If the ranks never met, the
+If a rank is gone, it is blamed if it was the only one, and the same as before. Otherwise, if the
+group served, the rank that reports its end first is blamed. If the ranks never met, the
 first report only shows which timeout was shorter. Then those are blamed that several ranks could
 not connect to (`reachability`). If the reports do not show that, the ranks that were not in the
 latest group that served are blamed if only some were not, otherwise rank 0, which hosts the
@@ -14,7 +15,7 @@ help. So after a few epochs in a row that failed at once, the next ones open eve
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -30,6 +31,9 @@ SHORT_S = 60.0
 
 MAX_SHORT = 3
 """Short epochs that a worker may end in succession before it is excluded."""
+
+MAX_CRASHES = 5
+"""Short epochs in succession of which a worker alone may be gone before it is excluded."""
 
 FIRST_ABSENCE_S = 30.0
 """How long it is excluded the first time; twice as long after each further short epoch."""
@@ -90,6 +94,8 @@ class Interruptions:
         self._failed = Setbacks()
         self._tried: set[str] = set()
         self._needs_no_wait = False
+        # The worker without which the latest short epochs ended, and how many in a row.
+        self._gone, self._num_gone = "", 0
 
     @property
     def failed_hosts(self) -> Container[str]:
@@ -111,8 +117,10 @@ class Interruptions:
         """A long epoch makes up for what its ranks did before. It runs before ranks change."""
         served_s = self._served_s(now=now)
         if served_s >= SHORT_S:
-            for member in self._roster.seated():
-                self._short.pop(member.name, None)
+            names = [member.name for member in self._roster.seated()]
+            for name in names:
+                self._short.pop(name, None)
+            self._num_gone = 0 if self._gone in names else self._num_gone
         if served_s >= FAILED_S:
             self._failed = Setbacks()
             self._tried.clear()
@@ -141,20 +149,22 @@ class Interruptions:
     def judge(self, *, silent: Container[str], now: float) -> Chain:
         """Another epoch is due: exclude the worker that ended this one if it does so repeatedly.
 
-        No worker is blamed if a rank is gone, has restarted or is `silent`. An epoch is judged
-        once, however long the next one has to wait.
+        No worker is blamed if several ranks are gone or have restarted, or one is `silent`. An
+        epoch is judged once, however long the next one has to wait.
         """
         enders = tuple(self._enders)
         reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
         self._enders.clear()
-        seated = self._roster.seated()
+        seated, departed = self._roster.seated(), self._roster.departed
         is_complete = len(seated) == self._roster.num_ranks and all(
             member.connected and member.name not in silent for member in seated
         )
         is_short = self._served_s(now=now) < SHORT_S
-        if self._is_judged or not (enders and is_complete and is_short):
+        if self._is_judged or not (is_short and (departed or (enders and is_complete))):
             return ()
         self._is_judged = True
+        if departed:
+            return self._count_gone(departed, now=now)
         is_agreed = 2 * len(enders) > len(seated)
         warning = self._note_failure(now=now) if is_agreed else ()
         if self._serving_since_s is not None or not is_agreed:
@@ -219,6 +229,20 @@ class Interruptions:
         self._failed_hosts[host] = None
         for forgotten in list(self._failed_hosts)[:-MAX_WORKERS]:
             del self._failed_hosts[forgotten]
+
+    def _count_gone(self, departed: Collection[str], *, now: float) -> Chain:
+        """Exclude a worker that alone is gone from several short epochs in a row."""
+        is_alone = len(departed) == 1 < self._roster.num_ranks
+        name = next(iter(departed)) if is_alone else ""
+        self._num_gone = self._num_gone + 1 if name == self._gone else 1
+        self._gone = name
+        if not name or self._num_gone < MAX_CRASHES:
+            return ()
+        what = (
+            f"it died or restarted in {self._num_gone} epochs in a row, before they had served for "
+            f"{SHORT_S:g} s"
+        )
+        return self._exclude(name, now=now, what=what)
 
     def _count(self, culprit: str, *, now: float, what: str = "", after: int = 0) -> Chain:
         """Exclude a worker, as `_exclude` does, if it has ended enough epochs by now."""

@@ -86,6 +86,12 @@ class Member:
         return self.gone_reason is None
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the process that had a rank is gone; of another one nothing is known yet."""
+        is_another = self.rank is None and self.left_out is None and self.claim is None
+        return is_another or not self.connected
+
+    @property
     def has_new_weights(self) -> bool:
         """Whether its weights were updated after it hashed them for its Hello."""
         return self.weights_version > self.hello.weights_version

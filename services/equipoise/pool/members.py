@@ -4,7 +4,7 @@ It neither sends nor stores. `planning/membership.py` decides when ranks are ass
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from equipoise.planning.membership import EpochCandidate
@@ -134,6 +134,12 @@ class Roster:
     def seated(self) -> tuple[Member, ...]:
         """Members of the epoch in rank order, including those that are gone."""
         return self._seated
+
+    @property
+    def departed(self) -> Collection[str]:
+        """Names of the epoch's workers whose process is gone, or was replaced by another."""
+        members = self._members
+        return [name for name in self._workers if name not in members or members[name].is_gone]
 
     def epoch_members(self) -> EpochMembers:
         """The workers of the epoch, for the store."""
