@@ -110,7 +110,7 @@ class SimBalancer:
             timing=TIMING,
             clock=self.monotonic_s,
         )
-        skew_s = world.rng.uniform(-0.5, 0.5)
+        skew_s = world.rng.uniform(-0.5, 0.5) + world.clock_offset_s.get(process.name, 0.0)
         self.clock = lambda: UNIX_S + skew_s + world.loop.time()
         self.seat = Seat(
             store=self.store,

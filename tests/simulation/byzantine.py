@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 
+from equipoise.planning.layout import Layout
 from equipoise.trust.identity import Identity, Role
 from equipoise.wire.balancer_messages import Abort
 from equipoise.wire.convert import to_balancer, to_worker
@@ -131,3 +133,21 @@ async def push_of_the_term_before(world: Any, name: str) -> None:
                 world.effects.add("old_leader")
                 return
         await asyncio.sleep(EVERY_S)
+
+
+def other_layout(layout: Layout, *, rank: int | None) -> Layout | None:
+    """A layout that differs from another one outside the slots of a rank; None if there is none."""
+    others = [
+        slot
+        for slot in range(layout.num_slots)
+        if rank is None or slot // layout.slots_per_rank != rank
+    ]
+    one, other = others[0], others[-1]
+    table = np.array(layout.expert_of_slot)
+    if table[0, one] == table[0, other]:
+        return None
+    table[0, [one, other]] = table[0, [other, one]]
+    try:
+        return layout.with_placement(table, generation=layout.generation)
+    except ValueError:
+        return None

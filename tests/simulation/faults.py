@@ -5,8 +5,6 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-import numpy as np
-
 from equipoise.wire.balancer_messages import BalancerMessage
 from tests.simulation import byzantine, liars
 from tests.simulation.gaps import AFTER_S
@@ -82,6 +80,32 @@ class Faults:
         """Kill all balancers; returns whether all were alive."""
         killed = [self._kill(one, self.start_balancer, back_after_s) for one in BALANCERS]
         return all(killed)
+
+    def do_wrong_clock(self, name: str, offset_s: float, back_after_s: float) -> bool:
+        """A balancer restarts with a wall clock that is wrong from then on."""
+        self.clock_offset_s[name] = offset_s
+        return self._kill(name, self.start_balancer, back_after_s)
+
+    def do_crash_loop(self, name: str, every_s: float) -> None:
+        """A worker dies a moment after it has taken up an epoch, again and again."""
+        if self._may_be_odd(name):
+            self.crashing = name
+            self._crash(name, every_s)
+
+    def _crash(self, name: str, every_s: float) -> None:
+        worker = self.workers.get(name)
+        is_alive = worker is not None and worker.process.alive
+        if is_alive and worker.epochs.state.has_begun and self._kill(name, self.start_worker, 0.5):
+            self.effects.add("crash_loop")
+        self.loop.call_later(every_s, self._crash, name, every_s, context=outside())
+
+    def do_retire_worker(self, name: str) -> bool:
+        """A worker leaves for good: the pool shrinks."""
+        if name not in self.wanted or self._num_good(besides=name) < LEAST_GOOD_DISKS:
+            return False
+        self.wanted.remove(name)
+        self.retired.add(name)
+        return self._kill(name, lambda _name: None, 0.0)
 
     def do_stop_worker(self, name: str, back_after_s: float) -> bool:
         is_alive = name in self.workers and self.workers[name].process.alive
@@ -249,7 +273,7 @@ class Faults:
 
     def _num_good(self, *, besides: str) -> int:
         """Workers that a pool can count on, without one of them."""
-        odd = {besides, self.odd}
+        odd = {besides, self.odd, *self.retired}
         return sum(not disk.damaged for name, disk in self.disks.items() if name not in odd)
 
     def _may_be_odd(self, name: str) -> bool:
@@ -367,19 +391,8 @@ class Faults:
         if layout is None or getattr(message, "moves", ()):
             return message
         rank = getattr(message, "rank", worker.rank.held.rank if worker.rank else None)
-        table = np.array(layout.expert_of_slot)
-        others = [
-            slot
-            for slot in range(layout.num_slots)
-            if rank is None or slot // layout.slots_per_rank != rank
-        ]
-        one, other = others[0], others[-1]
-        if table[0, one] == table[0, other]:
-            return message
-        table[0, [one, other]] = table[0, [other, one]]
-        try:
-            wrong = layout.with_placement(table, generation=layout.generation)
-        except ValueError:
+        wrong = byzantine.other_layout(layout, rank=rank)
+        if wrong is None:
             return message
         self.tampered.discard(worker.process.name)
         self.effects.add("wrong_layout")

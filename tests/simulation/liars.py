@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from equipoise.planning.moves import checksums_digest
+from equipoise.planning.phase import Phase
 from equipoise.trust.identity import Identity, Role
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.convert import from_balancer, to_balancer
@@ -30,7 +31,7 @@ NUMBERS = (1, 2**20 + 7, 2**31, 2**32, 2**32 + 1, 2**53 - 1, 2**53)
 
 
 def start(world: Any, how: str) -> Process:
-    """Start a liar: of numbers, of its shape, of a pool of its own, or of lost groups."""
+    """Start a liar: of numbers, of lost groups, or of what it is."""
     process = Process(world.loop, NAME)
     process.spawn(_leap(world, process) if how == "leap" else _stay(world, process, how))
     return process
@@ -100,11 +101,14 @@ async def _stay(world: Any, process: Process, how: str) -> None:
 
 
 async def _converse(world: Any, connection: Connection, how: str) -> None:
-    shapes = {
+    differs: dict[str, dict[str, Any]] = {
         "shape": {"slots_per_rank": world.shape.num_experts},
         "alone": {"slots_per_rank": world.shape.num_experts, "num_ranks": 1},
+        "phase": {"phase": Phase.PREFILL if world.phase is Phase.MIXED else Phase.MIXED},
+        "checkpoint": {"checkpoint_fingerprint": "0" * 32},
+        "kernels": {"kernels": "others"},
     }
-    hello = _hello(world, **shapes.get(how, {}))
+    hello = _hello(world, **differs.get(how, {}))
 
     def send(message: WorkerMessage) -> None:
         connection.send(to_balancer(message).SerializeToString())

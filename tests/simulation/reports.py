@@ -26,7 +26,7 @@ ASK_S = 2.5
 """Seconds between two requests of that operator."""
 
 WATCH_S = 45.0
-"""How long a pool is watched that has converged although a worker reports false losses."""
+"""How long a pool is watched that has converged although a worker ends its epochs."""
 
 MAX_EPOCHS = 10
 """Epochs that may begin meanwhile: the worker ends three, is left out for 30 s, and returns."""
@@ -94,7 +94,9 @@ class FalseReports:
         if "step" in self._liars:
             self._have_it_switch()
         if "loss" in self._liars:
-            self._count_epochs()
+            self._count_epochs(f"{self._liars['loss']} reports false losses")
+        if self._world.crashing:
+            self._count_epochs(f"{self._world.crashing} crashes again and again")
 
     def _have_it_switch(self) -> None:
         """Have the ranks switch once more; the one that reports another step is named for it."""
@@ -129,7 +131,7 @@ class FalseReports:
                 f"{name} reports {what}, and the pool is {diagnosis.health}",
             )
 
-    def _count_epochs(self) -> None:
+    def _count_epochs(self, why: str) -> None:
         world = self._world
         before = world.observer.num_epochs
         world.loop.run_until(world.loop.time() + WATCH_S)
@@ -138,5 +140,5 @@ class FalseReports:
             world.observer.violate(
                 "serving-interrupted",
                 f"{begun} epochs began within {WATCH_S:g} s after the pool had converged, because "
-                f"{self._liars['loss']} reports false losses",
+                f"{why}",
             )

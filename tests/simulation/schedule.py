@@ -32,7 +32,10 @@ GAP = "report_gap"
 
 LOSSES = ("emptied first", "emptied")
 
-LIES = ("leap", "shape", "alone", "loses")
+LIES = ("leap", "shape", "alone", "loses", "phase", "checkpoint", "kernels")
+
+CLOCKS_S = (-1.7e9, -86_400.0, -60.0, 60.0, 86_400.0, 3e8)
+"""How wrong a clock may be: as after a start without a battery, or by a minute, a day or years."""
 
 WORKERS = ("w0", "w1", "w2", "w3")
 BALANCERS = ("b0", "b1")
@@ -163,6 +166,9 @@ MAKERS: dict[str, Any] = {
     ),
     "lose_control_plane": lambda r: (_duration(r),),
     "broken_groups": lambda r: (round(r.uniform(*BROKEN_S), 2),),
+    "wrong_clock": lambda r: (r.choice(BALANCERS), r.choice(CLOCKS_S), _duration(r)),
+    "retire_worker": lambda r: (_worker(r),),
+    "crash_loop": lambda r: (_worker(r), round(r.uniform(1.0, 5.0), 2)),
 }
 """What may happen: arguments of each kind from a random source."""
 
@@ -183,6 +189,9 @@ LATER = (
     "set_store_back_behind_leader",
     "lose_control_plane",
     "broken_groups",
+    "wrong_clock",
+    "retire_worker",
+    "crash_loop",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

@@ -100,6 +100,12 @@ class World(Faults):
         """Tokens that ranks have run, by the epoch they ran them in."""
         self.tampered: set[str] = set()
         self.wanted: set[str] = set()
+        self.retired: set[str] = set()
+        """Workers that have left for good."""
+        self.crashing = ""
+        """The worker that crashes again and again, if there is one."""
+        self.clock_offset_s: dict[str, float] = {}
+        """How far the wall clock of a balancer is ahead of the others', by name."""
         self._boots: dict[str, int] = {}
         self._ports = 1000
         self._processes: list[Process] = []
@@ -219,7 +225,9 @@ class World(Faults):
         if self.liar is not None and self.liar.alive:
             return reason.startswith(f"{liars.NAME} ")
         is_damaged = any(disk.damaged for disk in self.disks.values())
-        return is_damaged and re.match(r"\d+ of \d+ ranks", reason) is not None
+        return (is_damaged or bool(self.retired)) and re.match(
+            r"\d+ of \d+ ranks", reason
+        ) is not None
 
     def _apart(self, pool: Any) -> str:
         """What ranks, leader and store do not agree about."""
