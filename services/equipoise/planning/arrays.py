@@ -10,7 +10,10 @@ Load = npt.NDArray[np.float64]
 """Assignments, in total or per second, or any other unit: [layers, experts | slots | ranks]."""
 
 ExpertTable = npt.NDArray[np.int32]
-"""The logical expert in each physical slot: [layers, slots]."""
+"""The logical expert in each physical slot: [layers, slots]; EMPTY for none."""
+
+EMPTY = -1
+"""In a slot that holds no expert."""
 
 ShareTable = npt.NDArray[np.int32]
 """The share of its expert that each slot serves: [layers, slots], in units of `shares.WHOLE`."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load, ShareTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.tally import split_by_rank
 from equipoise.planning.shares import WHOLE
@@ -31,11 +31,14 @@ def rank_loads(
         share_of_slot: int32 [layers, slots]; None splits experts evenly over their replicas.
     """
     cells = expert_of_slot + np.arange(len(load))[:, None] * load.shape[1]
+    is_empty = expert_of_slot == EMPTY
+    cells[is_empty] = 0
     if share_of_slot is None:
-        replicas = np.bincount(cells.ravel(), minlength=load.size)
+        replicas = np.bincount(cells[~is_empty], minlength=load.size)
         slot_load = np.take(load.ravel() / np.maximum(replicas, 1), cells)
     else:
         slot_load = np.take(load, cells) * (share_of_slot / WHOLE)
+    slot_load[is_empty] = 0.0
     if first_slot is None:
         per_rank: Load = slot_load.reshape(len(load), num_ranks, -1).sum(axis=2)
         return per_rank

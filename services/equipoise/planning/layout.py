@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Indices, ShareTable, Slots
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, ShareTable, Slots
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.shares import even_shares, fault_in_shares
 
@@ -21,6 +21,9 @@ DIGEST_BYTES = 16
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
     """A pool's placement of experts.
+
+    A slot may be empty. Layers may then have different numbers of redundant slots: a rank has room
+    for some number of experts over all layers, its places, and each place takes one of any layer.
 
     Raises:
         InvalidLayoutError: an expert is missing or out of range in a layer, a rank holds an expert
@@ -34,9 +37,11 @@ class Layout:
     """Logical experts per layer."""
     num_ranks: int
     expert_of_slot: ExpertTable
-    """int32 [layers, slots]: the logical expert in each physical slot. Made read-only."""
+    """int32 [layers, slots]: the logical expert in each physical slot; EMPTY for none. Made
+    read-only."""
     slots_of_rank: tuple[int, ...] = ()
-    """Slots of each rank; empty divides the slots evenly over ranks."""
+    """Slots of each rank, the most experts that it can hold in a layer; empty divides the slots
+    evenly over ranks."""
     share_of_slot: ShareTable | None = None
     """int32 [layers, slots]: the share of its expert's load that each slot serves, in units of
     `shares.WHOLE`. 0 is allowed: such a replica is a reserve. Made read-only. None is the even
@@ -81,6 +86,11 @@ class Layout:
         """Physical slots per layer on each rank; all ranks must have equally many."""
         assert len(set(self.slots_of_rank)) == 1, "ranks differ: use slots_of_rank"
         return self.slots_of_rank[0]
+
+    @property
+    def used_places(self) -> tuple[int, ...]:
+        """Experts that each rank holds, over all layers."""
+        return tuple(used_places(self.expert_of_slot, first_slot=self.first_slot).tolist())
 
     def own_slots(self, rank: int) -> slice:
         """Return the columns of the table that belong to a rank."""
@@ -173,8 +183,15 @@ def count_replicas(expert_of_slot: ExpertTable, *, num_experts: int) -> Slots:
     """Count the slots of each logical expert, int32 [layers, experts]; ids must be valid."""
     num_layers = expert_of_slot.shape[0]
     offsets = np.arange(num_layers, dtype=np.int64)[:, None] * num_experts
-    counts = np.bincount((expert_of_slot + offsets).ravel(), minlength=num_layers * num_experts)
+    cells = (expert_of_slot + offsets)[expert_of_slot != EMPTY]
+    counts = np.bincount(cells, minlength=num_layers * num_experts)
     return counts.reshape(num_layers, num_experts).astype(np.int32)
+
+
+def used_places(expert_of_slot: ExpertTable, *, first_slot: Sequence[int]) -> Indices:
+    """Count the experts that each rank holds over all layers, int64 [ranks]."""
+    is_used = expert_of_slot != EMPTY
+    return np.add.reduceat(is_used.sum(axis=0, dtype=np.int64), first_slot[:-1])
 
 
 def contiguous_layout(
@@ -229,14 +246,14 @@ def _check_shape(layout: Layout) -> None:
 
 def _check(layout: Layout) -> None:
     table, num_experts = layout.expert_of_slot, layout.num_experts
-    if table.min() < 0 or table.max() >= num_experts:
-        layer, slot = (int(index) for index in np.argwhere((table < 0) | (table >= num_experts))[0])
+    if table.min() < EMPTY or table.max() >= num_experts:
+        outside = (table < EMPTY) | (table >= num_experts)
+        layer, slot = (int(index) for index in np.argwhere(outside)[0])
         raise InvalidLayoutError(
             f"layer {layer}, slot {slot} holds expert {int(table[layer, slot])}, "
             f"but experts are numbered 0 to {num_experts - 1}"
         )
-    is_held = np.zeros((len(table), num_experts), dtype=np.bool_)
-    is_held.ravel()[table + np.arange(len(table))[:, None] * num_experts] = True
+    is_held = count_replicas(table, num_experts=num_experts) > 0
     if not is_held.all():
         layer, expert = (int(index) for index in np.argwhere(~is_held)[0])
         raise InvalidLayoutError(f"layer {layer} has no slot for expert {expert}")
@@ -256,6 +273,8 @@ def needless_twins(
     if num_keys <= np.iinfo(np.int32).max:  # Narrow numbers sort faster.
         first_keys = first_keys.astype(np.int32)
     held = np.repeat(first_keys, slots_of_rank) + expert_of_slot
+    # Empty slots are not copies of each other.
+    np.putmask(held, expert_of_slot == EMPTY, -1 - np.arange(held.shape[1], dtype=held.dtype))
     held.sort(axis=1)
     layers, places = np.nonzero(held[:, allowed:] == held[:, : max(0, held.shape[1] - allowed)])
     return np.stack((layers, *np.divmod(held[layers, places], num_experts)), axis=1)

@@ -6,7 +6,7 @@ instead of a table stands for even splits.
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable, Indices, Load, ShareTable
+from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Load, ShareTable
 
 WHOLE = 1 << 15
 """All of an expert's load. Two bytes per slot are far more precise than loads are known."""
@@ -17,7 +17,7 @@ def even_shares(expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
     order, place, count = _by_expert(expert_of_slot, num_experts)
     ends = (place + 1) * WHOLE // count
     begins = place * WHOLE // count
-    return _in_slot_order(ends - begins, order, expert_of_slot.shape)
+    return _in_slot_order(ends - begins, order, expert_of_slot)
 
 
 def whole_shares(parts: Load, expert_of_slot: ExpertTable, *, num_experts: int) -> ShareTable:
@@ -32,7 +32,7 @@ def whole_shares(parts: Load, expert_of_slot: ExpertTable, *, num_experts: int) 
     ends = np.clip(np.rint((running - before) * WHOLE), 0, WHOLE).astype(np.int64)
     ends[place == count - 1] = WHOLE
     begins = np.where(place > 0, np.roll(ends, 1), 0)
-    return _in_slot_order(ends - begins, order, expert_of_slot.shape)
+    return _in_slot_order(ends - begins, order, expert_of_slot)
 
 
 def fault_in_shares(
@@ -48,11 +48,15 @@ def fault_in_shares(
             f"layer {layer}, slot {slot} has a share of {int(shares[layer, slot])}, "
             f"but shares range from 0 to {WHOLE}"
         )
-    keys = expert_of_slot + np.arange(len(shares))[:, None] * num_experts
     sums = np.bincount(
-        keys.ravel(), weights=shares.ravel(), minlength=len(shares) * num_experts
-    ).reshape(len(shares), num_experts)
-    wrong = sums != WHOLE
+        _keys(expert_of_slot, num_experts),
+        weights=shares.ravel(),
+        minlength=len(shares) * (num_experts + 1),
+    ).reshape(len(shares), num_experts + 1)
+    if sums[:, num_experts].any():
+        layer = int(np.flatnonzero(sums[:, num_experts])[0])
+        return f"layer {layer}: an empty slot has a share, but shares belong to experts"
+    wrong = sums[:, :num_experts] != WHOLE
     if wrong.any():
         layer, expert = (int(index) for index in np.argwhere(wrong)[0])
         return (
@@ -64,16 +68,23 @@ def fault_in_shares(
 
 def _by_expert(expert_of_slot: ExpertTable, num_experts: int) -> tuple[Indices, Indices, Indices]:
     """Sort slots by layer, expert and slot; also index and count among the expert's slots."""
-    num_layers = len(expert_of_slot)
-    keys = (expert_of_slot + np.arange(num_layers)[:, None] * num_experts).ravel()
+    keys = _keys(expert_of_slot, num_experts)
     order = np.argsort(keys, kind="stable")
-    count = np.bincount(keys, minlength=num_layers * num_experts)
+    count = np.bincount(keys, minlength=len(expert_of_slot) * (num_experts + 1))
     sorted_keys = keys[order]
     place = np.arange(len(keys)) - (np.cumsum(count) - count)[sorted_keys]
     return order, place, count[sorted_keys]
 
 
-def _in_slot_order(shares: Indices, order: Indices, shape: tuple[int, ...]) -> ShareTable:
-    table = np.empty(len(order), dtype=np.int32)
-    table[order] = shares
-    return table.reshape(shape)
+def _keys(expert_of_slot: ExpertTable, num_experts: int) -> Indices:
+    """Number the experts of all layers, [layers * slots]; empty slots count as one more expert."""
+    experts = np.where(expert_of_slot == EMPTY, num_experts, expert_of_slot)
+    keys: Indices = experts + np.arange(len(experts))[:, None] * (num_experts + 1)
+    return keys.ravel()
+
+
+def _in_slot_order(shares: Indices, order: Indices, expert_of_slot: ExpertTable) -> ShareTable:
+    table = np.empty(expert_of_slot.shape, dtype=np.int32)
+    table.ravel()[order] = shares
+    table[expert_of_slot == EMPTY] = 0
+    return table

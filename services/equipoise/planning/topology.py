@@ -62,8 +62,15 @@ class Topology:
     """Physical slots of every rank per layer, or the largest of `slots_of_rank`."""
     slots_of_rank: tuple[int, ...] = ()
     """Physical slots of each rank, if they differ."""
+    places_of_rank: tuple[int, ...] = ()
+    """Experts that each rank has room for, over all layers; empty if that is all its slots."""
 
     def __post_init__(self) -> None:
+        if self.places_of_rank and len(self.places_of_rank) != len(self.node_of_rank):
+            raise ValueError(
+                f"places_of_rank must have a number for each of {len(self.node_of_rank)} ranks, "
+                f"not {self.places_of_rank}"
+            )
         if not self.node_of_rank:
             raise ValueError("a topology needs at least one rank")
         if self.slots_per_rank < 1:
@@ -101,6 +108,13 @@ class Topology:
         """Whether all ranks have equally many slots."""
         return min(self.slots_of_rank) == self.slots_per_rank
 
+    def slots_of_layer(self, num_layers: int) -> tuple[int, ...]:
+        """Slots of each rank that are in use if each layer has equally many."""
+        if not self.places_of_rank:
+            return self.slots_of_rank
+        in_all = (places // num_layers for places in self.places_of_rank)
+        return tuple(map(min, self.slots_of_rank, in_all))
+
     @property
     def nodes(self) -> tuple[str, ...]:
         """Node names in order of their first rank."""
@@ -113,4 +127,5 @@ class Topology:
             node_of_rank=tuple(self.node_of_rank[rank] for rank in ranks),
             slots_per_rank=max(slots_of_rank, default=self.slots_per_rank),
             slots_of_rank=slots_of_rank,
+            places_of_rank=tuple(self.places_of_rank[rank] for rank in ranks if self.places_of_rank),
         )

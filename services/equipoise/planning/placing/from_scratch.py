@@ -21,7 +21,7 @@ def place_globally(problem: Problem) -> ExpertTable:
     """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)
     greedy = _greedy(problem, groups=groups, num_nodes=1)
-    return stay_near(problem, _refined_apart(problem, greedy))
+    return stay_near(problem, refined_apart(problem, greedy))
 
 
 def stay_near(problem: Problem, table: ExpertTable) -> ExpertTable:
@@ -61,7 +61,7 @@ def _place_by_node(problem: Problem, *, groups: Indices) -> ExpertTable:
     return _near(problem, table, num_nodes=problem.num_nodes)
 
 
-def _refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
+def refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
     """Refine with replicas on different nodes, or regardless of nodes where that costs balance."""
     mean = problem.load.sum(axis=1) / problem.topology.num_ranks
     of_ranks = {

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable, Indices, Load
-from equipoise.planning.placing.compiled import compiled
+from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Load, Slots
+from equipoise.planning.placing.compiled import compiled, part
 
 
 @compiled
 def count_replicas_of(table: ExpertTable, num_experts: int) -> Indices:
     """Count the slots that hold each expert, int64 [layers, experts]."""
-    counts = np.empty((len(table), num_experts), dtype=np.int64)
+    counts = np.zeros((len(table), num_experts), dtype=np.int64)
     for layer in range(len(table)):
-        counts[layer] = np.bincount(table[layer], minlength=num_experts)
+        _count(table[layer], counts[layer])
     return counts
 
 
@@ -19,11 +19,14 @@ def count_replicas_of(table: ExpertTable, num_experts: int) -> Indices:
 def split_by_rank(table: ExpertTable, load: Load, rank_of_slot: Indices) -> Load:
     """Split a load, [layers, experts], evenly over replicas and sum by rank, [layers, ranks]."""
     sums = np.zeros((len(table), rank_of_slot[-1] + 1))
+    num_replicas = np.empty(load.shape[1], dtype=np.int64)
     for layer in range(len(table)):
-        num_replicas = np.bincount(table[layer], minlength=load.shape[1])
+        num_replicas[:] = 0
+        _count(table[layer], num_replicas)
         for slot in range(len(rank_of_slot)):
             expert = table[layer, slot]
-            sums[layer, rank_of_slot[slot]] += load[layer, expert] / num_replicas[expert]
+            if expert != EMPTY:
+                sums[layer, rank_of_slot[slot]] += load[layer, expert] / num_replicas[expert]
     return sums
 
 
@@ -34,10 +37,21 @@ def split_by_group_and_node(
     """Split a load evenly and sum by expert group and node, [layers, groups, nodes]."""
     group_of_expert = np.arange(load.shape[1]) // (load.shape[1] // num_groups)
     sums = np.zeros((len(table), num_groups, node_of_slot.max() + 1))
+    num_replicas = np.empty(load.shape[1], dtype=np.int64)
     for layer in range(len(table)):
-        num_replicas = np.bincount(table[layer], minlength=load.shape[1])
+        num_replicas[:] = 0
+        _count(table[layer], num_replicas)
         for slot in range(len(node_of_slot)):
             expert = table[layer, slot]
-            part = load[layer, expert] / num_replicas[expert]
-            sums[layer, group_of_expert[expert], node_of_slot[slot]] += part
+            if expert != EMPTY:
+                part = load[layer, expert] / num_replicas[expert]
+                sums[layer, group_of_expert[expert], node_of_slot[slot]] += part
     return sums
+
+
+@part
+def _count(slots: Slots, counts: Indices) -> None:
+    """Add the slots of each expert to `counts`, [experts]."""
+    for expert in slots:
+        if expert != EMPTY:
+            counts[expert] += 1
