@@ -194,6 +194,11 @@ def used_places(expert_of_slot: ExpertTable, *, first_slot: Sequence[int]) -> In
     return np.add.reduceat(is_used.sum(axis=0, dtype=np.int64), first_slot[:-1])
 
 
+def count_moves(before: ExpertTable, after: ExpertTable) -> int:
+    """Count the slots that get another expert; emptying a slot moves nothing."""
+    return int(np.count_nonzero((before != after) & (after != EMPTY)))
+
+
 def contiguous_layout(
     *, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int, generation: int = 1
 ) -> Layout:

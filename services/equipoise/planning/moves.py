@@ -2,20 +2,19 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.arrays import Checksums, ExpertTable, Indices, Load, Slots
-from equipoise.planning.change import LayoutChanges, changes_by_layers
+from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Indices, Load, Slots
+from equipoise.planning.change import LayoutChange, changes_by_layers
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import Topology
+from equipoise.planning.wave_places import waves_in_places
 
 CHECKSUM_BYTES = 16
 """BLAKE2b-128 over an expert's bytes in the order gate, up, down (weights, then scales)."""
-
-NOTHING = -1
-"""Marks an empty slot."""
 
 
 def checksums_digest(checksums: Checksums) -> bytes:
@@ -53,7 +52,7 @@ class Move:
 def moves_into(
     held: ExpertTable, target: Layout, *, topology: Topology, checksums: Checksums
 ) -> dict[int, tuple[Move, ...]]:
-    """Compute the moves from `held`, int32 [layers, slots] or NOTHING, to `target`, by rank.
+    """Compute the moves from `held`, int32 [layers, slots] or EMPTY, to `target`, by rank.
 
     `checksums` is uint8 [layers, experts, 16]. The sources of a move are the rank itself if it
     holds the expert in another slot, then ranks of its node, then other ranks, then the checkpoint.
@@ -69,7 +68,7 @@ def moves_into(
     rank_of_slot = np.repeat(np.arange(target.num_ranks), target.slots_of_rank).tolist()
     from_rank = [RankSource(rank=rank) for rank in range(target.num_ranks)]
     from_checkpoint = CheckpointSource()
-    changed = held != target.expert_of_slot
+    changed = (held != target.expert_of_slot) & (target.expert_of_slot != EMPTY)
     digests = checksums.tobytes()
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
         holders = _holders(held[layer], target, rank_of_slot)
@@ -101,11 +100,12 @@ def waves(
     expert_bytes: int,
     max_wave_bytes: int,
     gain_of_layer: Load | None = None,
-) -> LayoutChanges:
+) -> Sequence[LayoutChange]:
     """Cut a change into waves of a few layers each; every layout on the way is valid.
 
     A wave takes whole layers while no rank stages more than `max_wave_bytes`, but at least one.
     Layers that do not change are in no wave; a change of shares counts, although it stages nothing.
+    Layers that share places are cut by `waves_in_places`.
     The layers with the highest `gain_of_layer`, [layers] in any unit, come first, else those with
     the lowest index. Generations count from that of `target`; the last wave leads to its placement.
     """
@@ -116,7 +116,10 @@ def waves(
     priority = np.zeros(current.num_layers) if gain_of_layer is None else -gain_of_layer
     is_changed = changes.any(axis=1)
     layers = [layer for layer in np.argsort(priority, kind="stable").tolist() if is_changed[layer]]
-    batches = _batches(layers, moves_of_rank, most_moves=max_wave_bytes // expert_bytes)
+    most_moves = max_wave_bytes // expert_bytes
+    if any((layout.expert_of_slot == EMPTY).any() for layout in (current, target)):
+        return waves_in_places(current, target, layers=layers, most_moves=most_moves)
+    batches = _batches(layers, moves_of_rank, most_moves=most_moves)
     return changes_by_layers(current, target, batches=batches, first_generation=target.generation)
 
 
@@ -124,7 +127,7 @@ def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[list[
     """List the ranks that hold each expert of a layer."""
     holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
     for rank, expert in zip(rank_of_slot, held.tolist(), strict=True):
-        if expert != NOTHING and rank not in holders[expert]:
+        if expert != EMPTY and rank not in holders[expert]:
             holders[expert].append(rank)
     return holders
 

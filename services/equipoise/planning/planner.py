@@ -8,7 +8,7 @@ import numpy as np
 from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable
 from equipoise.planning.balance import balancedness, balancedness_per_layer, mean_if_busy
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.chance import gains_beyond_chance
 from equipoise.planning.placing.cover import cover
@@ -334,7 +334,7 @@ def summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
         balancedness=mean_if_busy(per_layer, is_busy=rank_load.max(axis=1) > 0),
         balancedness_of_layer=per_layer,
         bound=float(bounds[busy].mean()) if busy.any() else 1.0,
-        moves=int(np.count_nonzero(placed.table != problem.held)),
+        moves=count_moves(problem.held, placed.table),
         off_node_share=_off_node_share(problem, placed),
         reason="",
     )

@@ -66,6 +66,16 @@ class Weighting(StrEnum):
     """Use shares wherever they relieve the busiest rank at all."""
 
 
+class SlotUse(StrEnum):
+    """How ranks whose layers share one pool of places divide it over layers."""
+
+    PER_LAYER = "perLayer"
+    """Equally many slots on each rank in every layer."""
+
+    POOLED = "pooled"
+    """As many in each layer and on each rank as shorten the step most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A value's place in a policy file."""
@@ -140,6 +150,11 @@ class Policy:
     only where that gains more than noise. Useful with few redundant slots, and needs no copying.
     Only workers that support shares apply them, and layouts with shares cannot be exported to other
     engines."""
+
+    slots: Annotated[SlotUse, Key("planning.slots")] = SlotUse.PER_LAYER
+    """How to divide ranks' places over layers, for workers with `--places`: `perLayer` gives each
+    rank equally many slots in every layer; `pooled` gives layers and ranks as many as shorten the
+    step most, with the same memory. Useful with few redundant slots."""
 
     risk_z: Annotated[float, Range(0, 10), Key("planning.riskZ", "standard deviations")] = 0.0
     """Standard deviations over windows to add to each expert's mean load when planning. 1 or 2

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from equipoise.planning.arrays import Checksums, ExpertTable, Load, Slots
+from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Load, Slots
 from equipoise.planning.layout import Layout, contiguous_layout
-from equipoise.planning.moves import NOTHING, Move, moves_into
+from equipoise.planning.moves import Move, moves_into
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.planner import plan
@@ -51,7 +51,7 @@ def recover(
     if committed is None or (not fits and all(table is None for table in held)):
         placed = _from_nothing(load, model=model, topology=topology)
     else:
-        nothing = np.full((model.num_layers, topology.num_slots), NOTHING, dtype=np.int32)
+        nothing = np.full((model.num_layers, topology.num_slots), EMPTY, dtype=np.int32)
         allowed = -(-max(topology.slots_of_rank) // model.num_experts)
         distinct = [None if own is None else _without_twins(own, allowed=allowed) for own in held]
         table = _side_by_side(distinct, committed.expert_of_slot if fits else nothing, topology)
@@ -81,7 +81,7 @@ def recovery_moves(
     Sources are ranks of the new epoch with their present contents. `checksums` is uint8
     [layers, experts, 16].
     """
-    before = _side_by_side(held, np.full_like(target.expert_of_slot, NOTHING), topology)
+    before = _side_by_side(held, np.full_like(target.expert_of_slot, EMPTY), topology)
     return moves_into(before, target, topology=topology, checksums=checksums)
 
 
@@ -115,24 +115,24 @@ def _without_twins(own: ExpertTable, *, allowed: int) -> ExpertTable:
     is_twin = np.zeros(own.shape, dtype=bool)
     again = ordered[:, allowed:] == ordered[:, : max(0, own.shape[1] - allowed)]
     np.put_along_axis(is_twin, order[:, allowed:], again, axis=1)
-    return np.where(is_twin, np.int32(NOTHING), own)
+    return np.where(is_twin, np.int32(EMPTY), own)
 
 
 def _fill(slots: Slots, load: Load, topology: Topology) -> None:
     """Put an expert into every empty slot of a layer, starting with the emptiest rank."""
     num_experts, first_slot = len(load), topology.first_slot
-    replicas = np.bincount(slots[slots != NOTHING], minlength=num_experts)
-    while (slots == NOTHING).any():
+    replicas = np.bincount(slots[slots != EMPTY], minlength=num_experts)
+    while (slots == EMPTY).any():
         rank = max(
             range(topology.num_ranks),
             key=lambda rank: np.count_nonzero(
-                slots[first_slot[rank] : first_slot[rank + 1]] == NOTHING
+                slots[first_slot[rank] : first_slot[rank + 1]] == EMPTY
             ),
         )
         own = slots[first_slot[rank] : first_slot[rank + 1]]
-        here = np.bincount(own[own != NOTHING], minlength=num_experts)
+        here = np.bincount(own[own != EMPTY], minlength=num_experts)
         per_replica = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
         # Fewest copies on this rank first, then experts without a replica, then the heaviest.
         expert = int(np.lexsort((replicas, -load, -per_replica, here))[0])
-        own[int(np.flatnonzero(own == NOTHING)[0])] = expert
+        own[int(np.flatnonzero(own == EMPTY)[0])] = expert
         replicas[expert] += 1

@@ -16,6 +16,7 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.layout import used_places
+from equipoise.planning.placing.blanks import widened, without_blanks
 from equipoise.planning.placing.compiled import compiled, part
 from equipoise.planning.placing.from_scratch import place_globally, refined_apart
 from equipoise.planning.placing.problem import Problem
@@ -101,8 +102,8 @@ def _with_blanks(problem: Problem, num_slots: int) -> Placed:
     table, shares = weigh(wide, refined_apart(wide, packed), may_chain=False)
     is_blank = table >= model.num_experts
     return Placed(
-        np.where(is_blank, EMPTY, table).astype(np.int32),
-        None if shares is None else np.where(is_blank, 0, shares).astype(np.int32),
+        without_blanks(table, model.num_experts),
+        None if shares is None else np.where(is_blank, np.int32(0), shares),
     )
 
 
@@ -124,21 +125,6 @@ def _with_equal_ranks(problem: Problem, num_slots: int) -> Placed | None:
         widened(table, topology, of_layer, fill=EMPTY),
         None if shares is None else widened(shares, topology, of_layer, fill=0),
     )
-
-
-def widened(
-    table: Slots, topology: Topology, slots_of_rank: tuple[int, ...], *, fill: int
-) -> ExpertTable:
-    """Spread a table over all slots of a topology; ranks fill the first `slots_of_rank` of them."""
-    wide = np.full((len(table), topology.num_slots), fill, dtype=np.int32)
-    wide[:, columns_of(topology, slots_of_rank)] = table
-    return wide
-
-
-def columns_of(topology: Topology, slots_of_rank: tuple[int, ...]) -> Indices:
-    """Number the first `slots_of_rank` slots of each rank."""
-    first_slots = zip(topology.first_slot, slots_of_rank, strict=False)
-    return np.concatenate([np.arange(first, first + size) for first, size in first_slots])
 
 
 def _choose(sizes: list[_Sized], *, num_places: int) -> list[int]:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, ShareTable
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, ShareTable
 from equipoise.planning.balance import balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, needless_twins
@@ -66,13 +66,14 @@ class Problem:
         """Build the problem for some `ranks` of a topology.
 
         Without a current layout, ranks hold what a pool starts with: experts in order, repeated
-        from the first in the redundant slots. Shares become even if a rank is left out, because
+        from the first in the redundant slots (or nothing, if layers share places). Shares become even if a rank is left out, because
         the slots that served the rest are gone.
         """
         live = topology.only(ranks)
         shares = None
         if current is None:
             row = np.arange(live.num_slots, dtype=np.int32) % model.num_experts
+            row[:] = EMPTY if live.places_of_rank else row
             held: ExpertTable = np.tile(row, (model.num_layers, 1))
         else:
             assert current.slots_of_rank == topology.slots_of_rank, "slots of one epoch"

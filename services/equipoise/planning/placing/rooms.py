@@ -8,6 +8,7 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Slots
 from equipoise.planning.placing.compiled import compiled, part
+from equipoise.planning.placing.blanks import with_blanks, without_blanks
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.stay import align, relabel
 
@@ -27,34 +28,28 @@ def into_rooms(problem: Problem, table: ExpertTable, *, room: Indices) -> Expert
     num_nodes = problem.num_nodes if problem.has_equal_nodes else 1
     ranks_per_node = problem.topology.num_ranks // num_nodes
     shape = (len(table), problem.topology.num_ranks, -1)
-    held = _numbered(problem.held, problem.model.num_experts)
+    num_experts = problem.model.num_experts
+    held = with_blanks(problem.held, num_experts)
     one, per_node = np.zeros_like(problem.node_of_rank), np.arange(len(room)) // ranks_per_node
-    placed = np.ascontiguousarray(table, dtype=np.int32)
+    placed = np.array(table, dtype=np.int32, order="C")
     if problem.is_new:
         for block, within in ((ranks_per_node, one), (1, per_node)):
             _deal(placed.reshape(shape), room, block, within)
     else:
         numbered = relabel(
-            _numbered(placed, problem.model.num_experts),
+            with_blanks(placed, num_experts),
             held,
             first_slot=problem.first_slot,
             num_nodes=num_nodes,
         )
-        placed = np.where(numbered < problem.model.num_experts, numbered, EMPTY).astype(np.int32)
+        placed = without_blanks(numbered, num_experts)
     for block, within in ((ranks_per_node, one), (1, per_node), (1, one)):
         _exchange(placed.reshape(shape), problem.held.reshape(shape), room, block, within)
     _give_up(placed.reshape(shape), problem.load, room)
     if problem.is_new:
         return placed
-    numbered = _numbered(placed, problem.model.num_experts)
-    aligned = align(numbered, held, first_slot=problem.first_slot)
-    return np.where(aligned < problem.model.num_experts, aligned, EMPTY).astype(np.int32)
-
-
-def _numbered(table: ExpertTable, num_experts: int) -> ExpertTable:
-    """Give each empty slot an expert of its own, so that empty slots are not alike."""
-    blanks = num_experts + np.arange(table.shape[1], dtype=np.int32)
-    return np.where(table == EMPTY, blanks, table)
+    aligned = align(with_blanks(placed, num_experts), held, first_slot=problem.first_slot)
+    return without_blanks(aligned, num_experts)
 
 
 @compiled

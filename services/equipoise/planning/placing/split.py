@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 def split(
-    table: ExpertTable, load: Load, *, rank_of_slot: Indices, first: Weights | None = None
+    table: ExpertTable, *, load: Load, rank_of_slot: Indices, first: Weights | None = None
 ) -> Weights:
     """Compute the fraction of its expert's load that each slot should serve, [layers, slots].
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, ShareTable
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, ShareTable
+from equipoise.planning.placing.blanks import with_blanks
 from equipoise.planning.placing.from_scratch import stay_near
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.split import split
@@ -43,8 +44,11 @@ def weigh(problem: Problem, table: ExpertTable, *, may_chain: bool) -> Placed:
     if not hopeful.any():
         return even
     shares = even_shares(table, num_experts=num_experts)
+    blanks = np.zeros((int(hopeful.sum()), table.shape[1] if (table == EMPTY).any() else 0))
     parts = split(
-        *without_empty(table[hopeful], problem.load[hopeful]), rank_of_slot=problem.rank_of_slot
+        with_blanks(table[hopeful], num_experts),
+        load=np.concatenate((problem.load[hopeful], blanks), axis=1),
+        rank_of_slot=problem.rank_of_slot,
     )
     shares[hopeful] = whole_shares(parts, table[hopeful], num_experts=num_experts)
     best = Placed(table, shares)
@@ -72,16 +76,6 @@ def mixed(problem: Problem, takes_other: Bools, one: Placed, other: Placed) -> P
     of_one, of_other = (even if placed.shares is None else placed.shares for placed in (one, other))
     shares = np.where(rows, of_other, of_one)
     return Placed(table, None if np.array_equal(shares, even) else shares)
-
-
-def without_empty(table: ExpertTable, load: Load) -> tuple[ExpertTable, Load]:
-    """Give each empty slot an expert of its own without load, after those of the model."""
-    if not (table == EMPTY).any():
-        return table, load
-    num_layers, num_slots = table.shape
-    blanks = load.shape[1] + np.arange(num_slots, dtype=np.int32)
-    filled: ExpertTable = np.where(table == EMPTY, blanks, table)
-    return filled, np.concatenate((load, np.zeros((num_layers, num_slots))), axis=1)
 
 
 def _chained(problem: Problem) -> Placed:

@@ -1,0 +1,269 @@
+"""`plan_in_places`: plans for ranks whose layers share a pool of places.
+
+A rank has room for some number of experts over all layers, and in one layer at most for its slots.
+Per layer, a rank fills equally many slots in every layer. Pooled, layers and ranks differ.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout, contiguous_layout, count_moves, needless_twins
+from equipoise.planning.placing.blanks import (
+    columns_of,
+    narrowed,
+    widened,
+    with_blanks,
+    without_blanks,
+)
+from equipoise.planning.placing.bound import upper_bound_of_places
+from equipoise.planning.placing.chance import gains_beyond_chance
+from equipoise.planning.placing.pooled import place_pooled
+from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.stay import align
+from equipoise.planning.placing.weigh import Placed, weigh
+from equipoise.planning.planner import LEAST_LAYER_GAIN, Plan, plan, summary
+from equipoise.planning.policy import Algorithm, SlotUse, Weighting
+from equipoise.planning.shares import even_shares
+from equipoise.planning.topology import ModelShape, Topology
+
+PARTS = (0.125, 0.25, 0.5, 1.0)
+"""Parts of the layers worth placing again that are tried, those that lose most first."""
+
+ENOUGH = 0.9
+"""Part of the gain of placing all of them again at which fewer layers are enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a plan should be like; see `plan`."""
+
+    algorithm: Algorithm = Algorithm.GLOBAL
+    """Pooled, any expert may be on any rank, whatever the algorithm."""
+    slots: SlotUse = SlotUse.PER_LAYER
+    weighted: Weighting = Weighting.OFF
+    locality: float | None = None
+    target_balancedness: float | None = None
+    max_moves: int | None = None
+    samples: float | None = None
+
+
+def plan_in_places(
+    load: Load,
+    wishes: Wishes,
+    *,
+    model: ModelShape,
+    topology: Topology,
+    current: Layout | None,
+    exclude_ranks: frozenset[int] = frozenset(),
+) -> Plan:
+    """Plan as `plan` does, and fill no more places of any rank than it has.
+
+    Raises:
+        InvalidLayoutError: there are fewer slots or places than experts, or no ranks.
+    """
+    if not topology.places_of_rank:
+        return _plan(load, wishes, model, topology, current, exclude_ranks)
+    if wishes.slots is SlotUse.PER_LAYER:
+        return _per_layer(load, wishes, model, topology, current, exclude_ranks)
+    ranks = tuple(rank for rank in range(topology.num_ranks) if rank not in exclude_ranks)
+    if not ranks:
+        raise InvalidLayoutError("no rank is left to plan for: exclude fewer ranks")
+    problem = Problem.of(
+        load,
+        model=model,
+        topology=topology,
+        current=current,
+        ranks=ranks,
+        weighted=wishes.weighted,
+    )
+    num_places = sum(problem.topology.places_of_rank)
+    if num_places < model.num_layers * model.num_experts:
+        raise InvalidLayoutError(
+            f"{len(ranks)} ranks with {num_places} places cannot hold {model.num_experts} experts "
+            f"in each of {model.num_layers} layers: give each rank at least "
+            f"{-(-model.num_layers * model.num_experts // len(ranks))} places"
+        )
+    return replace(_pooled(problem, wishes), ranks=ranks)
+
+
+def _plan(
+    load: Load,
+    wishes: Wishes,
+    model: ModelShape,
+    topology: Topology,
+    current: Layout | None,
+    exclude_ranks: frozenset[int],
+) -> Plan:
+    return plan(
+        load,
+        model=model,
+        topology=topology,
+        current=current,
+        algorithm=wishes.algorithm,
+        locality=wishes.locality,
+        max_moves=wishes.max_moves,
+        target_balancedness=wishes.target_balancedness,
+        exclude_ranks=exclude_ranks,
+        samples=wishes.samples,
+        weighted=wishes.weighted,
+    )
+
+
+def _per_layer(
+    load: Load,
+    wishes: Wishes,
+    model: ModelShape,
+    topology: Topology,
+    current: Layout | None,
+    exclude_ranks: frozenset[int],
+) -> Plan:
+    """Plan for the slots that each rank has in every layer; the other slots stay empty."""
+    of_layer = topology.slots_of_layer(model.num_layers)
+    narrow = Topology(
+        node_of_rank=topology.node_of_rank, slots_per_rank=max(of_layer), slots_of_rank=of_layer
+    )
+    held = None if current is None else _narrow_layout(current, topology, of_layer)
+    made = _plan(load, wishes, model, narrow, held, exclude_ranks)
+    live = topology.only(made.ranks)
+    own = tuple(of_layer[rank] for rank in made.ranks)
+    table = widened(made.expert_of_slot, live, own, fill=EMPTY)
+    shares = made.share_of_slot
+    if shares is not None:
+        shares = widened(shares, live, own, fill=0)
+    moves = made.moves
+    if current is not None:
+        before = Problem.of(
+            load, model=model, topology=topology, current=current, ranks=made.ranks
+        )
+        if shares is None:  # Experts that stay on their rank also stay in their slot.
+            wide = (with_blanks(one, model.num_experts) for one in (table, before.held))
+            aligned = align(*wide, first_slot=before.first_slot)
+            table = without_blanks(aligned, model.num_experts)
+        moves = count_moves(before.held, table)
+    return replace(made, expert_of_slot=table, share_of_slot=shares, moves=moves, steps=())
+
+
+def _narrow_layout(current: Layout, topology: Topology, of_layer: tuple[int, ...]) -> Layout:
+    """The current layout in fewer slots; layers that do not fit hold experts in order."""
+    model = (current.num_layers, current.num_experts)
+    table = narrowed(current.expert_of_slot, topology, of_layer)
+    row = np.arange(table.shape[1], dtype=np.int32) % current.num_experts
+    twins = needless_twins(table, num_experts=current.num_experts, slots_of_rank=of_layer)
+    lacks = np.ones(model, dtype=np.bool_)
+    np.put_along_axis(lacks, table.astype(np.int64), values=False, axis=1)
+    does_not_fit = lacks.any(axis=1)
+    does_not_fit[twins[:, 0]] = True
+    table[does_not_fit] = row
+    columns = columns_of(topology, of_layer)
+    fits = np.array_equal(table, current.expert_of_slot[:, columns])
+    shares = current.share_of_slot
+    return Layout(
+        generation=current.generation,
+        num_experts=current.num_experts,
+        num_ranks=current.num_ranks,
+        expert_of_slot=table,
+        slots_of_rank=of_layer,
+        share_of_slot=shares[:, columns] if shares is not None and fits else None,
+    )
+
+
+def _pooled(problem: Problem, wishes: Wishes) -> Plan:
+    """Place the layers that lose most again, as few of them as gain enough."""
+    held = Placed(problem.held, problem.held_shares)
+    every = np.ones(problem.model.num_layers, dtype=np.bool_)
+    fresh = _placed_again(problem, free=every)
+    if problem.is_new:
+        return _made(problem, fresh, wishes, before=None)
+    before, after = (1.0 / problem.balancedness_of_layer(*one) for one in (held, fresh))
+    is_lost = ~problem.is_valid
+    worth, comparison = _worth_changing(problem, before - after, wishes.samples)
+    if problem.weighted is not Weighting.OFF:
+        held = weigh(problem, problem.held, may_chain=False)
+    standing = _mean_balance(problem, held)
+    target = wishes.target_balancedness
+    if not is_lost.any() and (not worth.any() or (target is not None and standing >= target)):
+        return _made(problem, held, wishes, before=standing, comparison=comparison)
+    possible = _mean_balance(problem, fresh)
+    enough = standing + ENOUGH * (possible - standing)
+    if target is not None:
+        enough = min(enough, target)
+    order = np.argsort(np.where(worth, after - before, np.inf), kind="stable")
+    best = held
+    for part in PARTS:
+        free = is_lost.copy()
+        free[order[: int(np.ceil(part * worth.sum()))]] = True
+        if not _have_places(problem, free):
+            free = every
+        placed = fresh if free.all() else _placed_again(problem, free=free)
+        if wishes.max_moves is not None and not is_lost.any():
+            if count_moves(problem.held, placed.table) > wishes.max_moves:
+                break
+        best = placed
+        if is_lost.any() or _mean_balance(problem, placed) >= enough:
+            break
+    return _made(problem, best, wishes, before=standing, comparison=comparison)
+
+
+def _placed_again(problem: Problem, *, free: Bools) -> Placed:
+    return weigh(problem, place_pooled(problem, free=free), may_chain=False)
+
+
+def _have_places(problem: Problem, free: Bools) -> bool:
+    """Whether the layers that stay leave places for all experts of the others."""
+    kept = int((problem.held[~free] != EMPTY).sum())
+    needed = int(free.sum()) * problem.model.num_experts
+    return sum(problem.topology.places_of_rank) - kept >= needed
+
+
+def _worth_changing(
+    problem: Problem, gain: Load, samples: float | None
+) -> tuple[Bools, str]:
+    """Find layers that gain more than jitter and chance, [layers]; say why others do not."""
+    changes: Bools = problem.is_busy & (gain > LEAST_LAYER_GAIN)
+    if samples is None:
+        return changes, ""
+    shares = problem.held_shares
+    if shares is None:  # As a table they are 0 where a slot is empty.
+        shares = even_shares(problem.held, num_experts=problem.model.num_experts)
+    with_shares = replace(problem, held_shares=shares)
+    beyond, text = gains_beyond_chance(with_shares, gain, samples=samples)
+    kept = int((changes & ~beyond).sum())
+    return changes & beyond, f"; {kept} layers keep their placement: {text}" if kept else ""
+
+
+def _mean_balance(problem: Problem, placed: Placed) -> float:
+    balance = problem.balancedness_of_layer(*placed)[problem.is_busy]
+    return float(balance.mean()) if len(balance) else 1.0
+
+
+def _made(
+    problem: Problem,
+    placed: Placed,
+    wishes: Wishes,
+    *,
+    before: float | None,
+    comparison: str = "",
+) -> Plan:
+    """Build the plan with its figures and its reason."""
+    made = summary(problem, placed, wishes.algorithm)
+    topology = problem.topology
+    slots_of_layer = (placed.table != EMPTY).sum(axis=1)
+    changed = int((placed.table != problem.held).any(axis=1).sum())
+    after = "" if before is None else f" after {before:.3f}"
+    return replace(
+        made,
+        bound=upper_bound_of_places(
+            problem.load,
+            num_places=sum(topology.places_of_rank),
+            num_slots=topology.num_slots,
+            num_ranks=topology.num_ranks,
+        ),
+        reason=(
+            f"pooled: {made.balancedness:.3f}{after} by {made.moves} moves in {changed} of "
+            f"{len(slots_of_layer)} layers, which have {slots_of_layer.min()} to "
+            f"{slots_of_layer.max()} slots each{comparison}"
+        ),
+    )
