@@ -194,9 +194,15 @@ def used_places(expert_of_slot: ExpertTable, *, first_slot: Sequence[int]) -> In
     return np.add.reduceat(is_used.sum(axis=0, dtype=np.int64), first_slot[:-1])
 
 
+def is_moved(before: ExpertTable, after: ExpertTable) -> Bools:
+    """Find the slots that get another expert, [layers, slots]; emptying a slot moves nothing."""
+    moved: Bools = (before != after) & (after != EMPTY)
+    return moved
+
+
 def count_moves(before: ExpertTable, after: ExpertTable) -> int:
-    """Count the slots that get another expert; emptying a slot moves nothing."""
-    return int(np.count_nonzero((before != after) & (after != EMPTY)))
+    """Count the slots that get another expert."""
+    return int(np.count_nonzero(is_moved(before, after)))
 
 
 def contiguous_layout(

@@ -9,7 +9,7 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Indices, Load, Slots
 from equipoise.planning.change import LayoutChange, changes_by_layers
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.topology import Topology
 from equipoise.planning.wave_places import waves_in_places
 
@@ -68,7 +68,7 @@ def moves_into(
     rank_of_slot = np.repeat(np.arange(target.num_ranks), target.slots_of_rank).tolist()
     from_rank = [RankSource(rank=rank) for rank in range(target.num_ranks)]
     from_checkpoint = CheckpointSource()
-    changed = (held != target.expert_of_slot) & (target.expert_of_slot != EMPTY)
+    changed = is_moved(held, target.expert_of_slot)
     digests = checksums.tobytes()
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
         holders = _holders(held[layer], target, rank_of_slot)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load
+from equipoise.planning.arrays import EMPTY, Bools, Load
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout, contiguous_layout, count_moves, needless_twins
+from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.placing.blanks import (
     columns_of,
     narrowed,
@@ -20,6 +20,7 @@ from equipoise.planning.placing.blanks import (
 )
 from equipoise.planning.placing.bound import upper_bound_of_places
 from equipoise.planning.placing.chance import gains_beyond_chance
+from equipoise.planning.placing.cover import cover, fill
 from equipoise.planning.placing.pooled import place_pooled
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.stay import align
@@ -64,10 +65,33 @@ def plan_in_places(
     Raises:
         InvalidLayoutError: there are fewer slots or places than experts, or no ranks.
     """
-    if not topology.places_of_rank:
-        return _plan(load, wishes, model, topology, current, exclude_ranks)
-    if wishes.slots is SlotUse.PER_LAYER:
-        return _per_layer(load, wishes, model, topology, current, exclude_ranks)
+    if not topology.places_of_rank or wishes.slots is SlotUse.PER_LAYER:
+        of_layer = topology.slots_of_layer(model.num_layers)
+        if min(of_layer) < 1:
+            raise InvalidLayoutError(
+                f"{min(topology.places_of_rank)} places of a rank are less than one for each of "
+                f"{model.num_layers} layers: give each rank more, or pool them"
+            )
+        narrow = Topology(
+            node_of_rank=topology.node_of_rank, slots_per_rank=max(of_layer), slots_of_rank=of_layer
+        )
+        held = current
+        if current is not None and topology.places_of_rank:
+            held = _narrow_layout(load, current, model=model, topology=topology, narrow=narrow)
+        made = plan(
+            load,
+            model=model,
+            topology=narrow,
+            current=held,
+            algorithm=wishes.algorithm,
+            locality=wishes.locality,
+            max_moves=wishes.max_moves,
+            target_balancedness=wishes.target_balancedness,
+            exclude_ranks=exclude_ranks,
+            samples=wishes.samples,
+            weighted=wishes.weighted,
+        )
+        return _widened(made, topology, of_layer, current) if topology.places_of_rank else made
     ranks = tuple(rank for rank in range(topology.num_ranks) if rank not in exclude_ranks)
     if not ranks:
         raise InvalidLayoutError("no rank is left to plan for: exclude fewer ranks")
@@ -89,74 +113,41 @@ def plan_in_places(
     return replace(_pooled(problem, wishes), ranks=ranks)
 
 
-def _plan(
-    load: Load,
-    wishes: Wishes,
-    model: ModelShape,
-    topology: Topology,
-    current: Layout | None,
-    exclude_ranks: frozenset[int],
+def _widened(
+    made: Plan, topology: Topology, of_layer: tuple[int, ...], current: Layout | None
 ) -> Plan:
-    return plan(
-        load,
-        model=model,
-        topology=topology,
-        current=current,
-        algorithm=wishes.algorithm,
-        locality=wishes.locality,
-        max_moves=wishes.max_moves,
-        target_balancedness=wishes.target_balancedness,
-        exclude_ranks=exclude_ranks,
-        samples=wishes.samples,
-        weighted=wishes.weighted,
-    )
-
-
-def _per_layer(
-    load: Load,
-    wishes: Wishes,
-    model: ModelShape,
-    topology: Topology,
-    current: Layout | None,
-    exclude_ranks: frozenset[int],
-) -> Plan:
-    """Plan for the slots that each rank has in every layer; the other slots stay empty."""
-    of_layer = topology.slots_of_layer(model.num_layers)
-    narrow = Topology(
-        node_of_rank=topology.node_of_rank, slots_per_rank=max(of_layer), slots_of_rank=of_layer
-    )
-    held = None if current is None else _narrow_layout(current, topology, of_layer)
-    made = _plan(load, wishes, model, narrow, held, exclude_ranks)
+    """Spread a plan over all slots of its ranks; those that it does not use stay empty."""
     live = topology.only(made.ranks)
     own = tuple(of_layer[rank] for rank in made.ranks)
-    table = widened(made.expert_of_slot, live, own, fill=EMPTY)
-    shares = made.share_of_slot
+    table, shares = widened(made.expert_of_slot, live, own, fill=EMPTY), made.share_of_slot
     if shares is not None:
         shares = widened(shares, live, own, fill=0)
-    moves = made.moves
-    if current is not None:
-        before = Problem.of(
-            load, model=model, topology=topology, current=current, ranks=made.ranks
-        )
-        if shares is None:  # Experts that stay on their rank also stay in their slot.
-            wide = (with_blanks(one, model.num_experts) for one in (table, before.held))
-            aligned = align(*wide, first_slot=before.first_slot)
-            table = without_blanks(aligned, model.num_experts)
-        moves = count_moves(before.held, table)
-    return replace(made, expert_of_slot=table, share_of_slot=shares, moves=moves, steps=())
+    if current is None:
+        return replace(made, expert_of_slot=table, share_of_slot=shares, steps=())
+    columns = columns_of(topology, topology.slots_of_rank, ranks=made.ranks)
+    held = current.expert_of_slot[:, columns]
+    if shares is None:  # Experts that stay on their rank also stay in their slot.
+        wide = (with_blanks(one, current.num_experts) for one in (table, held))
+        aligned = align(*wide, first_slot=np.array(live.first_slot, dtype=np.int64))
+        table = without_blanks(aligned, current.num_experts)
+    return replace(
+        made,
+        expert_of_slot=table,
+        share_of_slot=shares,
+        moves=count_moves(held, table),
+        steps=(),
+    )
 
 
-def _narrow_layout(current: Layout, topology: Topology, of_layer: tuple[int, ...]) -> Layout:
-    """The current layout in fewer slots; layers that do not fit hold experts in order."""
-    model = (current.num_layers, current.num_experts)
+def _narrow_layout(
+    load: Load, current: Layout, *, model: ModelShape, topology: Topology, narrow: Topology
+) -> Layout:
+    """The current layout in the slots of a narrow topology, each of them filled."""
+    of_layer = narrow.slots_of_rank
     table = narrowed(current.expert_of_slot, topology, of_layer)
-    row = np.arange(table.shape[1], dtype=np.int32) % current.num_experts
-    twins = needless_twins(table, num_experts=current.num_experts, slots_of_rank=of_layer)
-    lacks = np.ones(model, dtype=np.bool_)
-    np.put_along_axis(lacks, table.astype(np.int64), values=False, axis=1)
-    does_not_fit = lacks.any(axis=1)
-    does_not_fit[twins[:, 0]] = True
-    table[does_not_fit] = row
+    for layer in np.flatnonzero((table == EMPTY).any(axis=1)).tolist():
+        fill(table[layer], load[layer], narrow)
+    table = cover(Problem(load=load, model=model, topology=narrow, held=table))
     columns = columns_of(topology, of_layer)
     fits = np.array_equal(table, current.expert_of_slot[:, columns])
     shares = current.share_of_slot
@@ -198,9 +189,9 @@ def _pooled(problem: Problem, wishes: Wishes) -> Plan:
         if not _have_places(problem, free):
             free = every
         placed = fresh if free.all() else _placed_again(problem, free=free)
-        if wishes.max_moves is not None and not is_lost.any():
-            if count_moves(problem.held, placed.table) > wishes.max_moves:
-                break
+        moves = count_moves(problem.held, placed.table)
+        if wishes.max_moves is not None and moves > wishes.max_moves and not is_lost.any():
+            break
         best = placed
         if is_lost.any() or _mean_balance(problem, placed) >= enough:
             break
@@ -218,9 +209,7 @@ def _have_places(problem: Problem, free: Bools) -> bool:
     return sum(problem.topology.places_of_rank) - kept >= needed
 
 
-def _worth_changing(
-    problem: Problem, gain: Load, samples: float | None
-) -> tuple[Bools, str]:
+def _worth_changing(problem: Problem, gain: Load, samples: float | None) -> tuple[Bools, str]:
     """Find layers that gain more than jitter and chance, [layers]; say why others do not."""
     changes: Bools = problem.is_busy & (gain > LEAST_LAYER_GAIN)
     if samples is None:

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness, compare, layout_loads
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.costs import MeasuredCosts
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.load import Shift
 from equipoise.planning.moves import waves
-from equipoise.planning.planner import Plan, plan
+from equipoise.planning.places import Wishes, plan_in_places
+from equipoise.planning.planner import Plan
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.verdict import Verdict, judge
@@ -73,16 +72,20 @@ def propose(request: ProposalRequest) -> Proposal:
         samples = BENEFIT_OF_DOUBT * samples if policy.min_assignments else None
     is_incremental = policy.algorithm is Algorithm.INCREMENTAL
     has_locality = is_incremental or policy.algorithm is Algorithm.LOCAL
-    planned = plan(
-        request.average,
-        model=request.model,
-        topology=request.topology,
-        current=request.current,
+    wishes = Wishes(
         algorithm=policy.algorithm,
+        slots=policy.slots,
         locality=policy.locality if has_locality else None,
         target_balancedness=policy.target_balancedness if is_incremental else None,
         weighted=policy.weighted,
         samples=samples,
+    )
+    planned = plan_in_places(
+        request.average,
+        wishes,
+        model=request.model,
+        topology=request.topology,
+        current=request.current,
     )
     current = request.current
     target = current.with_placement(
@@ -151,7 +154,7 @@ def propose_layout(
     has decided already.
     """
     assert fits(target, current), "layouts of one pool"
-    moves = int(np.count_nonzero(current.expert_of_slot != target.expert_of_slot))
+    moves = count_moves(current.expert_of_slot, target.expert_of_slot)
     return LayoutProposal(
         waves=waves(
             current,

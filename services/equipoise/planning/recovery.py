@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Load, Slots
+from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Load
 from equipoise.planning.layout import Layout, contiguous_layout
 from equipoise.planning.moves import Move, moves_into
-from equipoise.planning.placing.cover import cover
+from equipoise.planning.places import Wishes, plan_in_places
+from equipoise.planning.placing.blanks import widened
+from equipoise.planning.placing.cover import cover, fill
+from equipoise.planning.placing.cover_places import cover_in_places
 from equipoise.planning.placing.problem import Problem
-from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 
 
@@ -55,9 +58,7 @@ def recover(
         allowed = -(-max(topology.slots_of_rank) // model.num_experts)
         distinct = [None if own is None else _without_twins(own, allowed=allowed) for own in held]
         table = _side_by_side(distinct, committed.expert_of_slot if fits else nothing, topology)
-        for layer in range(model.num_layers):
-            _fill(table[layer], load[layer], topology)
-        placed = cover(Problem(load=load, model=model, topology=topology, held=table))
+        placed = _covered(Problem(load=load, model=model, topology=topology, held=table))
     if fits and committed is not None and np.array_equal(placed, committed.expert_of_slot):
         return committed
     return Layout(
@@ -85,16 +86,29 @@ def recovery_moves(
     return moves_into(before, target, topology=topology, checksums=checksums)
 
 
+def _covered(problem: Problem) -> ExpertTable:
+    """Cover all experts; slots that are not part of a pool of places are all filled."""
+    if problem.topology.places_of_rank:
+        return cover_in_places(problem)
+    for layer in range(problem.model.num_layers):
+        fill(problem.held[layer], problem.load[layer], problem.topology)
+    return cover(problem)
+
+
 def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> ExpertTable:
     """Place experts on workers that hold nothing; without load, as pools start."""
     if not load.any() and topology.has_equal_slots:
-        return contiguous_layout(
+        of_layer = topology.slots_of_layer(model.num_layers)
+        table = contiguous_layout(
             num_layers=model.num_layers,
             num_experts=model.num_experts,
             num_ranks=topology.num_ranks,
-            slots_per_rank=topology.slots_per_rank,
+            slots_per_rank=of_layer[0],
         ).expert_of_slot
-    return plan(load, model=model, topology=topology).expert_of_slot
+        return widened(table, topology, of_layer, fill=EMPTY)
+    wishes = Wishes(algorithm=Algorithm.AUTO)
+    planned = plan_in_places(load, wishes, model=model, topology=topology, current=None)
+    return planned.expert_of_slot
 
 
 def _side_by_side(
@@ -114,25 +128,6 @@ def _without_twins(own: ExpertTable, *, allowed: int) -> ExpertTable:
     ordered = np.take_along_axis(own, order, axis=1)
     is_twin = np.zeros(own.shape, dtype=bool)
     again = ordered[:, allowed:] == ordered[:, : max(0, own.shape[1] - allowed)]
+    again &= ordered[:, allowed:] != EMPTY
     np.put_along_axis(is_twin, order[:, allowed:], again, axis=1)
     return np.where(is_twin, np.int32(EMPTY), own)
-
-
-def _fill(slots: Slots, load: Load, topology: Topology) -> None:
-    """Put an expert into every empty slot of a layer, starting with the emptiest rank."""
-    num_experts, first_slot = len(load), topology.first_slot
-    replicas = np.bincount(slots[slots != EMPTY], minlength=num_experts)
-    while (slots == EMPTY).any():
-        rank = max(
-            range(topology.num_ranks),
-            key=lambda rank: np.count_nonzero(
-                slots[first_slot[rank] : first_slot[rank + 1]] == EMPTY
-            ),
-        )
-        own = slots[first_slot[rank] : first_slot[rank + 1]]
-        here = np.bincount(own[own != EMPTY], minlength=num_experts)
-        per_replica = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
-        # Fewest copies on this rank first, then experts without a replica, then the heaviest.
-        expert = int(np.lexsort((replicas, -load, -per_replica, here))[0])
-        own[int(np.flatnonzero(own == EMPTY)[0])] = expert
-        replicas[expert] += 1

@@ -127,5 +127,7 @@ class Topology:
             node_of_rank=tuple(self.node_of_rank[rank] for rank in ranks),
             slots_per_rank=max(slots_of_rank, default=self.slots_per_rank),
             slots_of_rank=slots_of_rank,
-            places_of_rank=tuple(self.places_of_rank[rank] for rank in ranks if self.places_of_rank),
+            places_of_rank=tuple(
+                self.places_of_rank[rank] for rank in ranks if self.places_of_rank
+            ),
         )

@@ -8,7 +8,7 @@ import numpy as np
 from equipoise.planning.arrays import Load
 from equipoise.planning.balance import Comparison
 from equipoise.planning.costs import MeasuredCosts, StepForecast
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.load import Shift, assignments_per_layer
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape
@@ -145,7 +145,7 @@ def _cost(
     the number of generations, because each stages a limited number of bytes. New shares alone need
     one generation that stages nothing.
     """
-    moved = target.expert_of_slot != current.expert_of_slot
+    moved = is_moved(current.expert_of_slot, target.expert_of_slot)
     # Even shares follow from the replicas and are not sent.
     is_uneven = target.share_of_slot is not None or current.share_of_slot is not None
     reshared = int(((target.shares() != current.shares()) & ~moved).sum()) if is_uneven else 0

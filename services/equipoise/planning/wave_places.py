@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, ShareTable
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, ShareTable
 from equipoise.planning.change import LayoutChange
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.shares import even_shares
 
 
@@ -42,9 +42,7 @@ def waves_in_places(
 class _Way:
     """The tables on the way, and the layers that have not reached their target."""
 
-    def __init__(
-        self, current: Layout, target: Layout, layers: list[int], most_moves: int
-    ) -> None:
+    def __init__(self, current: Layout, target: Layout, layers: list[int], most_moves: int) -> None:
         self._first_slot, self._num_experts = current.first_slot, current.num_experts
         self._experts, self._target = current.expert_of_slot.copy(), target.expert_of_slot
         is_even = current.share_of_slot is None and target.share_of_slot is None
@@ -135,17 +133,21 @@ class _Way:
 
     def _room(self) -> Indices:
         """Places that each rank has left."""
-        return self._most - self._by_rank(self._experts != EMPTY).sum(axis=0)
+        room: Indices = self._most - self._by_rank(self._experts != EMPTY).sum(axis=0)
+        return room
 
     def _growth(self, layer: int) -> Indices:
         """Places that each rank needs more for the target of a layer."""
         now, then = self._experts[layer] != EMPTY, self._target[layer] != EMPTY
-        return self._by_rank(then[None])[0] - self._by_rank(now[None])[0]
+        growth: Indices = self._by_rank(then[None])[0] - self._by_rank(now[None])[0]
+        return growth
 
     def _moves(self, layer: int) -> Indices:
         """Experts that each rank stages for a layer."""
-        target = self._target[layer]
-        return self._by_rank(((self._experts[layer] != target) & (target != EMPTY))[None])[0]
+        moved = is_moved(self._experts[layer], self._target[layer])
+        staged: Indices = self._by_rank(moved[None])[0]
+        return staged
 
-    def _by_rank(self, flags: np.ndarray) -> Indices:
-        return np.add.reduceat(flags, self._first_slot[:-1], axis=1, dtype=np.int64)
+    def _by_rank(self, flags: Bools) -> Indices:
+        by_rank: Indices = np.add.reduceat(flags, self._first_slot[:-1], axis=1, dtype=np.int64)
+        return by_rank

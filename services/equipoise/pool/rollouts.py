@@ -12,7 +12,7 @@ import numpy as np
 from equipoise.planning.arrays import Indices
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.costs import MeasuredWave
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.moves import moves_into
 from equipoise.planning.rollout import (
     Commands,
@@ -94,7 +94,7 @@ class _TrackedWave:
     def moves_of_rank(self) -> Indices:
         """Slots that change their expert, [ranks]."""
         base, target = self.wave.base, self.wave.target
-        moved = (base.expert_of_slot != target.expert_of_slot).sum(axis=0)
+        moved = is_moved(base.expert_of_slot, target.expert_of_slot).sum(axis=0)
         return np.add.reduceat(moved, target.first_slot[:-1])
 
     def step(self, event: Event, *, now: float) -> Commands:

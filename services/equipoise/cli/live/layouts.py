@@ -25,7 +25,7 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import expert_name
 from equipoise.settings.errors import InvalidSettingsError
@@ -92,7 +92,7 @@ def diff(settings: LayoutDiffSettings) -> int:
             f"cannot compare {settings.before} with {settings.after}: {_shape(before)} against "
             f"{_shape(after)}"
         )
-    changed = before.expert_of_slot != after.expert_of_slot
+    changed = is_moved(before.expert_of_slot, after.expert_of_slot)
     shares = before.shares() != after.shares()
     is_same = before.same_placement(after)
     document = {

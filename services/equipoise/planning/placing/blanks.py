@@ -3,6 +3,8 @@
 Each is an expert of its own, numbered after those of the model, so that empty slots are not alike.
 """
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from equipoise.planning.arrays import EMPTY, ExpertTable, Indices
@@ -29,23 +31,20 @@ def widened(
     return wide
 
 
-def narrowed(
-    table: ExpertTable, topology: Topology, slots_of_rank: tuple[int, ...]
-) -> ExpertTable:
-    """Keep the first `slots_of_rank` experts of each rank; int32 [layers, slots].
-
-    Where a rank holds fewer, its first expert is repeated: a needless twin, which no layout keeps.
-    """
+def narrowed(table: ExpertTable, topology: Topology, slots_of_rank: tuple[int, ...]) -> ExpertTable:
+    """Keep the first `slots_of_rank` experts of each rank; int32 [layers, slots] or EMPTY."""
     parts = []
     for rank, size in enumerate(slots_of_rank):
         own = table[:, topology.first_slot[rank] : topology.first_slot[rank + 1]]
         order = np.argsort(own == EMPTY, axis=1, kind="stable")[:, :size]
-        kept = np.take_along_axis(own, order, axis=1)
-        parts.append(np.where(kept == EMPTY, np.maximum(kept[:, :1], 0), kept))
+        parts.append(np.take_along_axis(own, order, axis=1))
     return np.concatenate(parts, axis=1)
 
 
-def columns_of(topology: Topology, slots_of_rank: tuple[int, ...]) -> Indices:
-    """Number the first `slots_of_rank` slots of each rank."""
-    pairs = zip(topology.first_slot, slots_of_rank, strict=False)
-    return np.concatenate([np.arange(first, first + size) for first, size in pairs])
+def columns_of(
+    topology: Topology, slots_of_rank: Sequence[int], *, ranks: Iterable[int] | None = None
+) -> Indices:
+    """Number the first `slots_of_rank` slots of each rank, or of some `ranks`."""
+    chosen = range(topology.num_ranks) if ranks is None else ranks
+    first = topology.first_slot
+    return np.concatenate([first[rank] + np.arange(slots_of_rank[rank]) for rank in chosen])

@@ -23,9 +23,7 @@ def upper_bounds(load: Load, *, num_slots: int, num_ranks: int) -> Load:
     return _upper_bounds(np.ascontiguousarray(load, dtype=np.float64), num_slots, num_ranks)
 
 
-def upper_bound_of_places(
-    load: Load, *, num_places: int, num_slots: int, num_ranks: int
-) -> float:
+def upper_bound_of_places(load: Load, *, num_places: int, num_slots: int, num_ranks: int) -> float:
     """Bound the mean balancedness of any layout in which layers share places; 1.0 if idle.
 
     A relaxation: layers may have fractions of slots, up to `num_slots` each, and are as balanced as
@@ -50,7 +48,7 @@ def upper_bound_of_places(
         part = min(1.0, max(left, 0.0) / width)
         reached += part * height
         left -= part * width
-    return reached / len(busy) if len(busy) else 1.0
+    return min(reached / len(busy), 1.0) if len(busy) else 1.0
 
 
 def _rises(slots: Sequence[int], bounds: Load) -> Iterator[tuple[float, int]]:

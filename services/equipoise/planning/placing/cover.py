@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.arrays import EMPTY, ExpertTable, Load, Slots
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.twins import repair_twins
+from equipoise.planning.topology import Topology
 
 
 def cover(problem: Problem) -> ExpertTable:
@@ -32,3 +33,23 @@ def cover(problem: Problem) -> ExpertTable:
         slots_of_rank=np.diff(problem.first_slot),
     )
     return table
+
+
+def fill(slots: Slots, load: Load, topology: Topology) -> None:
+    """Put an expert into every empty slot of a layer, in place, starting with the emptiest rank."""
+    num_experts, first_slot = len(load), topology.first_slot
+    replicas = np.bincount(slots[slots != EMPTY], minlength=num_experts)
+    while (slots == EMPTY).any():
+        rank = max(
+            range(topology.num_ranks),
+            key=lambda rank: np.count_nonzero(
+                slots[first_slot[rank] : first_slot[rank + 1]] == EMPTY
+            ),
+        )
+        own = slots[first_slot[rank] : first_slot[rank + 1]]
+        here = np.bincount(own[own != EMPTY], minlength=num_experts)
+        per_replica = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
+        # Fewest copies on this rank first, then experts without a replica, then the heaviest.
+        expert = int(np.lexsort((replicas, -load, -per_replica, here))[0])
+        own[int(np.flatnonzero(own == EMPTY)[0])] = expert
+        replicas[expert] += 1

@@ -180,7 +180,8 @@ def _pack_layers(load: Weights, num_slots: int, slots_of_rank: Indices) -> Slots
     Blanks, the experts from load.shape[1] on, fill the other slots.
     """
     num_experts = load.shape[1]
-    first_slot = np.cumsum(slots_of_rank) - slots_of_rank
+    first_slot = np.zeros(len(slots_of_rank) + 1, dtype=np.int64)
+    first_slot[1:] = np.cumsum(slots_of_rank)
     table = np.empty((len(load), slots_of_rank.sum()), dtype=np.int32)
     for layer in range(len(load)):
         count = _replicate(load[layer], num_slots, len(slots_of_rank))
@@ -190,7 +191,7 @@ def _pack_layers(load: Weights, num_slots: int, slots_of_rank: Indices) -> Slots
         slots[:] = EMPTY
         for expert in np.argsort(-share, kind="mergesort"):
             for _ in range(count[expert]):
-                best = _lightest(slots, expert, carried, filled, first_slot, slots_of_rank)
+                best = _lightest(slots, expert, carried, filled, first_slot)
                 slots[first_slot[best] + filled[best]] = expert
                 filled[best] += 1
                 carried[best] += share[expert]
@@ -204,17 +205,13 @@ def _pack_layers(load: Weights, num_slots: int, slots_of_rank: Indices) -> Slots
 
 @part
 def _lightest(
-    slots: Slots,
-    expert: int,
-    carried: Weights,
-    filled: Indices,
-    first_slot: Indices,
-    slots_of_rank: Indices,
+    slots: Slots, expert: int, carried: Weights, filled: Indices, first_slot: Indices
 ) -> int:
     """Find the least loaded rank with a free slot; of equal ones, that with most free slots."""
     best, open_rank = -1, -1
     for rank in range(len(carried)):
-        if filled[rank] == slots_of_rank[rank]:
+        begin = first_slot[rank]
+        if begin + filled[rank] == first_slot[rank + 1]:
             continue
         open_rank = rank
         if best >= 0 and (
@@ -222,7 +219,6 @@ def _lightest(
             or (carried[rank] == carried[best] and filled[rank] >= filled[best])
         ):
             continue
-        begin = first_slot[rank]
         if not (slots[begin : begin + filled[rank]] == expert).any():
             best = rank
     return best if best >= 0 else open_rank  # The caller separates twins.

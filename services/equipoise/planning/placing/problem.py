@@ -66,8 +66,8 @@ class Problem:
         """Build the problem for some `ranks` of a topology.
 
         Without a current layout, ranks hold what a pool starts with: experts in order, repeated
-        from the first in the redundant slots (or nothing, if layers share places). Shares become even if a rank is left out, because
-        the slots that served the rest are gone.
+        from the first in the redundant slots; or nothing, if layers share places. Shares become
+        even if a rank is left out, because the slots that served the rest are gone.
         """
         live = topology.only(ranks)
         shares = None

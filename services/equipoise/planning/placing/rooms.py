@@ -6,9 +6,9 @@ the experts that a rank holds over all layers can be brought down to its places 
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Slots
-from equipoise.planning.placing.compiled import compiled, part
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Slots, Weights
 from equipoise.planning.placing.blanks import with_blanks, without_blanks
+from equipoise.planning.placing.compiled import compiled, part
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.stay import align, relabel
 
@@ -97,37 +97,55 @@ def _exchange(sets: Slots, held: Slots, room: Indices, block: int, within: Indic
         over[rank // block] -= room[rank]
     is_stuck = np.zeros(num_blocks, dtype=np.bool_)
     while True:
-        full = -1
-        for one in range(num_blocks):
-            if over[one] > 0 and not is_stuck[one] and (full < 0 or over[one] > over[full]):
-                full = one
+        full = _fullest(over, is_stuck)
         if full < 0:
             return
-        best_layer, best, gain, least = -1, -1, 0, 0
-        for other in range(num_blocks):
-            if over[other] >= 0 or within[other * block] != within[full * block]:
-                continue
-            for layer in range(len(sets)):
-                less = sizes[layer, full] - sizes[layer, other]
-                lower = min(less, over[full]) - max(over[other] + less, 0)
-                if less <= 0 or lower < max(gain, 1):
-                    continue
-                lost = _lost(sets[layer], held[layer], full * block, other * block, block)
-                if lower > gain or lost < least:
-                    best_layer, best, gain, least = layer, other, lower, lost
-        if best < 0:
+        layer, other = _best_exchange(sets, held, sizes, over, full, within)
+        if layer < 0:
             is_stuck[full] = True
             continue
-        one, other = full * block, best * block
-        kept = sets[best_layer, one : one + block].copy()
-        sets[best_layer, one : one + block] = sets[best_layer, other : other + block]
-        sets[best_layer, other : other + block] = kept
-        less = sizes[best_layer, full] - sizes[best_layer, best]
+        for place in range(block):
+            one, two = full * block + place, other * block + place
+            kept = sets[layer, one].copy()
+            sets[layer, one] = sets[layer, two]
+            sets[layer, two] = kept
+        less = sizes[layer, full] - sizes[layer, other]
         over[full] -= less
-        over[best] += less
-        sizes[best_layer, full] -= less
-        sizes[best_layer, best] += less
+        over[other] += less
+        sizes[layer, full] -= less
+        sizes[layer, other] += less
         is_stuck[:] = False
+
+
+@part
+def _fullest(over: Indices, is_stuck: Bools) -> int:
+    """Find the block that is furthest beyond its room and may still change, or -1."""
+    full = -1
+    for one in range(len(over)):
+        if over[one] > 0 and not is_stuck[one] and (full < 0 or over[one] > over[full]):
+            full = one
+    return full
+
+
+@part
+def _best_exchange(  # noqa: PLR0917
+    sets: Slots, held: Slots, sizes: Indices, over: Indices, full: int, within: Indices
+) -> tuple[int, int]:
+    """Find the layer and the other block for the best exchange with a full block, or -1."""
+    block = len(within) // len(over)
+    best_layer, best, gain, least = -1, -1, 0, 0
+    for other in range(len(over)):
+        if over[other] >= 0 or within[other * block] != within[full * block]:
+            continue
+        for layer in range(len(sets)):
+            less = sizes[layer, full] - sizes[layer, other]
+            lower = min(less, over[full]) - max(over[other] + less, 0)
+            if less <= 0 or lower < max(gain, 1):
+                continue
+            lost = _lost(sets[layer], held[layer], full * block, other * block, block)
+            if lower > gain or lost < least:
+                best_layer, best, gain, least = layer, other, lower, lost
+    return best_layer, best
 
 
 @part
@@ -163,29 +181,34 @@ def _in_common(some: Slots, others: Slots) -> int:
 
 
 @compiled
-def _give_up(sets: Slots, load: Indices, room: Indices) -> None:
+def _give_up(sets: Slots, load: Weights, room: Indices) -> None:
     """Empty slots of ranks without room: of spare replicas, those that weigh least once gone.
 
     An expert without a spare replica goes to a rank with room and an empty slot.
     """
     for rank in range(len(room)):
         while _used(sets, rank) > room[rank]:
-            layer, place, least = -1, -1, np.inf
-            for candidate in range(len(sets)):
-                counts = _counts(sets[candidate], load.shape[1])
-                for slot in range(sets.shape[2]):
-                    expert = sets[candidate, rank, slot]
-                    if expert == EMPTY or counts[expert] < 2:
-                        continue
-                    weight = load[candidate, expert] / (counts[expert] - 1)
-                    total = load[candidate].sum()
-                    weight = weight / total if total > 0 else 0.0
-                    if weight < least:
-                        layer, place, least = candidate, slot, weight
+            layer, place = _lightest_spare(sets, load, rank)
             if layer >= 0:
                 sets[layer, rank, place] = EMPTY
             elif not _move_one(sets, rank, room):
                 return
+
+
+@part
+def _lightest_spare(sets: Slots, load: Weights, rank: int) -> tuple[int, int]:
+    """Find the spare replica of a rank whose expert is lightest per replica without it, or -1."""
+    layer, place, least = -1, -1, np.inf
+    for candidate in range(len(sets)):
+        counts = _counts(sets[candidate], load.shape[1])
+        total = max(load[candidate].sum(), 1e-300)
+        for slot in range(sets.shape[2]):
+            expert = sets[candidate, rank, slot]
+            if expert != EMPTY and counts[expert] > 1:
+                weight = load[candidate, expert] / (counts[expert] - 1) / total
+                if weight < least:
+                    layer, place, least = candidate, slot, weight
+    return layer, place
 
 
 @part

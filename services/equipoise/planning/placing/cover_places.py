@@ -1,0 +1,64 @@
+"""Gives every expert a slot after ranks were lost, where layers share places."""
+
+import numpy as np
+
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import count_replicas, used_places
+from equipoise.planning.placing.problem import Problem
+
+
+def cover_in_places(problem: Problem) -> ExpertTable:
+    """Return the placement in use with every expert in it, int32 [layers, slots] or EMPTY.
+
+    Each missing expert, the heaviest of its layer first, goes to the least loaded rank that has an
+    empty slot and a place left. Where there is none, it takes the slot of a spare replica; or a
+    rank with an empty slot gives up a spare replica of another layer. Other slots stay as they are.
+
+    Raises:
+        InvalidLayoutError: the ranks have fewer places than there are experts.
+    """
+    table, topology = problem.held.copy(), problem.topology
+    num_places = sum(topology.places_of_rank)
+    if num_places < problem.load.size:
+        raise InvalidLayoutError(
+            f"{topology.num_ranks} ranks with {num_places} places cannot hold "
+            f"{problem.model.num_experts} experts in each of {problem.model.num_layers} layers: "
+            "more workers are needed"
+        )
+    for layer in np.flatnonzero((problem.replicas(table) == 0).any(axis=1)).tolist():
+        missing = np.flatnonzero(problem.replicas(table[layer : layer + 1])[0] == 0)
+        for expert in missing[np.argsort(-problem.load[layer, missing], kind="stable")].tolist():
+            _place(problem, table, layer, expert)
+    return table
+
+
+def _place(problem: Problem, table: ExpertTable, layer: int, expert: int) -> None:
+    room = np.array(problem.topology.places_of_rank)
+    room -= used_places(table, first_slot=problem.topology.first_slot)
+    slots, carried = table[layer], problem.rank_loads(table[layer : layer + 1])[0]
+    is_free = slots == EMPTY
+    for allowed in (is_free & (room[problem.rank_of_slot] > 0), _spare(problem, table)[layer]):
+        if allowed.any():
+            slots[np.where(allowed, carried[problem.rank_of_slot], np.inf).argmin()] = expert
+            return
+    for slot in np.flatnonzero(is_free).tolist():
+        rank = int(problem.rank_of_slot[slot])
+        own = slice(problem.topology.first_slot[rank], problem.topology.first_slot[rank + 1])
+        spare = np.argwhere(_spare(problem, table)[:, own])
+        if len(spare):
+            other, place = spare[0].tolist()
+            table[other, own.start + place] = EMPTY
+            slots[slot] = expert
+            return
+    raise InvalidLayoutError(
+        f"no rank has a place left for expert {expert} of layer {layer}: more workers are needed"
+    )
+
+
+def _spare(problem: Problem, table: ExpertTable) -> Bools:
+    """Find the slots whose expert has another replica, bool [layers, slots]."""
+    counts = count_replicas(table, num_experts=problem.model.num_experts)
+    of_slot = np.take_along_axis(counts, np.maximum(table, 0).astype(np.int64), axis=1)
+    spare: Bools = (of_slot > 1) & (table != EMPTY)
+    return spare
