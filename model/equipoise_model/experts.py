@@ -7,6 +7,7 @@ decides which logical expert a slot holds; this module does not depend on it.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -42,6 +43,9 @@ class SlotMemory(Protocol):
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
         """Prepare payloads by slot for a switch, on any thread, or raise PayloadError."""
 
+    def empty(self, slot: int) -> None:
+        """Free the place of a slot; on the engine's thread. Only where layers share places."""
+
 
 class PhysicalSlots(SlotMemory, Protocol):
     """One rank's expert slots in one layer, in either data plane."""
@@ -52,6 +56,16 @@ class PhysicalSlots(SlotMemory, Protocol):
     def write(self, slot: int, payload: Tensor) -> None:
         """Overwrite one slot with a payload. Raises PayloadError if it does not fit."""
 
+    def own_places(self, num_slots: int, *, num_places: int, num_spare: int) -> None:
+        """Allocate places for the experts of several layers, and have `num_slots` empty slots."""
+
+    def share_places(self, owner: Self) -> None:
+        """Have as many empty slots as `owner`, in its places."""
+
+
+NO_PLACE = -1
+"""Place of an empty slot."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedExperts:
@@ -61,6 +75,8 @@ class StagedExperts:
     makes a few copies per changed layer and is the only part that serving waits for.
     """
 
+    empty: tuple[Callable[[], None], ...]
+    """Frees the place of one slot, for the experts of other slots."""
     settle: tuple[Settle, ...]
     """Puts one layer's experts into their slots."""
     arrive: Arrive
@@ -69,9 +85,15 @@ class StagedExperts:
     @classmethod
     @torch.no_grad()
     def prepare(
-        cls, payloads: Mapping[tuple[int, int], Tensor], layers: Sequence[SlotMemory]
+        cls,
+        payloads: Mapping[tuple[int, int], Tensor],
+        layers: Sequence[SlotMemory],
+        *,
+        emptied: Sequence[tuple[int, int]] = (),
     ) -> Self:
         """Decode payloads by (layer, slot of this rank) for the rank's MoE layers.
+
+        Slots that are `emptied` hold nothing after the switch.
 
         Raises:
             PayloadError: a payload does not have this model's expert size.
@@ -81,11 +103,14 @@ class StagedExperts:
             of_layer.setdefault(layer, {})[slot] = payloads[layer, slot]
         with beside(layers[0].device) as arrive:
             staged = tuple(layers[layer].stage(of_slot) for layer, of_slot in of_layer.items())
-        return cls(settle=staged, arrive=arrive)
+        empty = tuple(partial(layers[layer].empty, slot) for layer, slot in emptied)
+        return cls(empty=empty, settle=staged, arrive=arrive)
 
     @torch.no_grad()
     def apply(self) -> None:
         """Put them into their slots: call once, between steps, on the engine's thread."""
+        for empty in self.empty:
+            empty()
         for settle in self.settle:
             settle(self.arrive)
 

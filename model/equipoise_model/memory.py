@@ -46,6 +46,8 @@ class RankSizes:
     """Physical slots per MoE layer."""
     spare_slots: int
     """Places per MoE layer beyond the slots, in which experts are staged; FP8 only."""
+    places: int = 0
+    """Places that layers share, and share the spare ones with; 0 for one for each slot."""
     num_blocks: int
     """Blocks of the latent cache."""
     block_tokens: int
@@ -141,13 +143,7 @@ def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
 
     `config` is the model as it computes: with `quantization_config` in the FP8 plane.
     """
-    layers = _num_layers(config, sizes)
-    slot_bytes = layers * _slot_bytes(config, sizes)
-    least_slots = min(sizes.slots_per_rank, ceil(config.num_placed_experts / sizes.num_ranks))
-    spare = sizes.spare_slots if sizes.is_fp8 else 0
     dense_bytes = _dense_bytes(config, sizes)
-    form = "FP8" if sizes.is_fp8 else sizes.dtype_name
-    per_slot = f"{layers} MoE layers x {slot_bytes // layers / 1e6:.2f} MB in {form}"
     shared = "" if config.shared_as_routed else "shared experts, "
     held = f"in FP8 and {sizes.dtype_name}" if sizes.is_fp8 else f"in {sizes.dtype_name}"
     terms = [
@@ -158,20 +154,7 @@ def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
             basis=f"attention, dense layers, {shared}embeddings, draft modules, {held}",
             remedy="",
         ),
-        Term(
-            name="experts",
-            num_bytes=sizes.slots_per_rank * slot_bytes,
-            least_bytes=least_slots * slot_bytes,
-            basis=f"{sizes.slots_per_rank} slots x {per_slot}",
-            remedy=f"lower --slots-per-rank, to {least_slots} at the least, or add ranks",
-        ),
-        Term(
-            name="staging slots",
-            num_bytes=spare * slot_bytes,
-            least_bytes=0,
-            basis=f"{spare} spare slots x {per_slot}",
-            remedy="lower --spare-slots",
-        ),
+        *_expert_terms(config, sizes),
         *_working_terms(config, sizes),
     ]
     if not sizes.on_gpu:
@@ -184,6 +167,41 @@ def plan_memory(config: ModelConfig, sizes: RankSizes) -> MemoryPlan:
         remedy="",
     )
     return MemoryPlan(terms=(*terms, allowance), host_terms=_host_terms(config, sizes))
+
+
+def _expert_terms(config: ModelConfig, sizes: RankSizes) -> tuple[Term, ...]:
+    layers, slot_bytes = _num_layers(config, sizes), _slot_bytes(config, sizes)
+    spare = sizes.spare_slots if sizes.is_fp8 else 0
+    form = "FP8" if sizes.is_fp8 else sizes.dtype_name
+    each = f"{slot_bytes / 1e6:.2f} MB in {form}"
+    if sizes.places:
+        held, unit, option = sizes.places, f"x {each}", "--places"
+        least = ceil(config.num_placed_experts * layers / sizes.num_ranks)
+        staged, kind = spare, "places"
+    else:
+        held, unit, option = (
+            sizes.slots_per_rank,
+            f"x {layers} MoE layers x {each}",
+            "--slots-per-rank",
+        )
+        least = min(held, ceil(config.num_placed_experts / sizes.num_ranks))
+        staged, kind, slot_bytes = spare, "slots", layers * slot_bytes
+    return (
+        Term(
+            name="experts",
+            num_bytes=held * slot_bytes,
+            least_bytes=least * slot_bytes,
+            basis=f"{held} {kind} {unit}",
+            remedy=f"lower {option}, to {least} at the least, or add ranks",
+        ),
+        Term(
+            name="staging slots",
+            num_bytes=staged * slot_bytes,
+            least_bytes=0,
+            basis=f"{staged} spare {kind} {unit}",
+            remedy="lower --spare-slots",
+        ),
+    )
 
 
 def latent_token_bytes(config: ModelConfig, sizes: RankSizes) -> int:
@@ -295,7 +313,7 @@ def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
 
 
 def _host_terms(config: ModelConfig, sizes: RankSizes) -> tuple[Term, ...]:
-    payload = _num_layers(config, sizes) * config.expert_bytes
+    layers = _num_layers(config, sizes)
     process = Term(
         name="process",
         num_bytes=4 * GIB,
@@ -305,7 +323,7 @@ def _host_terms(config: ModelConfig, sizes: RankSizes) -> tuple[Term, ...]:
     )
     epoch = Term(
         name="experts of a new epoch",
-        num_bytes=sizes.slots_per_rank * payload,
+        num_bytes=(sizes.places or sizes.slots_per_rank * layers) * config.expert_bytes,
         least_bytes=0,
         basis="the payloads of all slots, if an epoch changes every one of them",
         remedy="lower --slots-per-rank",

@@ -184,25 +184,38 @@ class Operations:
         row_block: int | None,
         mtp: bool,
         max_graph_rows: int,
+        num_places: int = 0,
     ) -> ServingModel:
         """Build a model of a config, without weights.
+
+        With `num_places`, layers share places for as many experts and `num_spare` staged ones, and
+        their slots are empty. Without, each layer has a place for each slot and for `num_spare`.
 
         `num_spare` and `max_graph_rows` (rows of the largest captured step, 0 for none) only apply
         to the FP8 plane, `row_block` only to the plain one.
         """
+        own_slots, own_spare = (0, 0) if num_places else (num_slots, num_spare)
+        model: ServingModel
         with self.device:
             if self.fp8 is None:
-                return Transformer(
-                    config, num_slots=num_slots, row_block=row_block, dtype=self.dtype, mtp=mtp
+                model = Transformer(
+                    config, num_slots=own_slots, row_block=row_block, dtype=self.dtype, mtp=mtp
                 )
-            captures = self.device.type == "cuda" and max_graph_rows > 0
-            return Fp8Transformer(
-                config,
-                num_slots=num_slots,
-                num_spare=num_spare,
-                mtp=mtp,
-                graphs=DecodeGraphs(max_rows=max_graph_rows) if captures else None,
-            )
+            else:
+                captures = self.device.type == "cuda" and max_graph_rows > 0
+                model = Fp8Transformer(
+                    config,
+                    num_slots=own_slots,
+                    num_spare=own_spare,
+                    mtp=mtp,
+                    graphs=DecodeGraphs(max_rows=max_graph_rows) if captures else None,
+                )
+        if num_places:
+            first, *others = model.slots
+            first.own_places(num_slots, num_places=num_places, num_spare=num_spare)
+            for slots in others:
+                slots.share_places(first)
+        return model
 
     def exchange(
         self,

@@ -66,7 +66,7 @@ class PlacementTables:
         generation: int = 1,
         share_of_slot: npt.ArrayLike | None = None,
     ) -> Self:
-        """Build from the logical expert of every physical slot, integers [layers, slots].
+        """Build from the logical expert of every physical slot, integers [layers, slots]; -1 for none.
 
         `share_of_slot`, of the same shape, is the share of its expert's tokens that each slot
         serves, in 1/2^SHARE_BITS; None for even shares. The layout must be valid: every expert is
@@ -75,7 +75,8 @@ class PlacementTables:
         table_LP = np.asarray(expert_of_slot, dtype=np.int64)
         num_layers, num_slots = table_LP.shape
         assert num_slots % num_ranks == 0
-        flat = (table_LP + np.arange(num_layers)[:, None] * num_experts).ravel()
+        used = np.flatnonzero(table_LP.ravel() >= 0)
+        flat = (table_LP + np.arange(num_layers)[:, None] * num_experts).ravel()[used]
         count = np.bincount(flat, minlength=num_layers * num_experts)
         assert count.min() >= 1 and len(count) == num_layers * num_experts  # noqa: PT018
         # Sorted by expert, a slot's index among its expert's slots is its index less the expert's
@@ -84,11 +85,11 @@ class PlacementTables:
         experts = flat[order]
         place = np.arange(len(flat)) - (np.cumsum(count) - count)[experts]
         slots = np.full((num_layers * num_experts, int(count.max())), -1, dtype=np.int64)
-        slots[experts, place] = order % num_slots
+        slots[experts, place] = used[order] % num_slots
         ends = None
         if share_of_slot is not None:
             shares = np.zeros_like(slots)
-            shares[experts, place] = np.asarray(share_of_slot, dtype=np.int64).ravel()[order]
+            shares[experts, place] = np.asarray(share_of_slot, dtype=np.int64).ravel()[used[order]]
             ends = torch.from_numpy(shares.cumsum(axis=1).reshape(num_layers, num_experts, -1))
             assert ends[..., -1].eq(1 << SHARE_BITS).all()
         return cls(

@@ -9,8 +9,10 @@ are copied at the switch.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from equipoise_kernels.fp8.moe.row_order import RowOrder, most_rows, order_rows
 from equipoise_kernels.fp8.quant.group_quant import group_quant
 from equipoise_kernels.fp8.quant.silu_mul_quant import silu_mul_quant
 from equipoise_model.device import Arrive, to_host
-from equipoise_model.experts import Settle, check_payload
+from equipoise_model.experts import NO_PLACE, Settle, check_payload
 
 _BLOCK = GROUP_ALIGNMENT
 """Rows per block of one slot's expert; blocks are filled up with padding rows."""
@@ -62,8 +64,40 @@ class Fp8ExpertSlots(nn.Module):
         self.down = _empty_weight(num_places, dim, hidden_dim)
         self.place_of_slot = torch.arange(num_slots, dtype=torch.int32)
         self._place_of_slot = list(range(num_slots))
-        # Its methods are atomic: staging takes places on threads other than the engine's.
-        self._spare = deque(range(num_slots, num_places))
+        self._spare = _SparePlaces(range(num_slots, num_places))
+
+    def own_places(self, num_slots: int, *, num_places: int, num_spare: int) -> None:
+        """See `PhysicalSlots`."""
+        _, hidden_rows, dim = self.gate_up.codes.shape
+        with self.device:
+            self.gate_up = _empty_weight(num_places + num_spare, hidden_rows, dim)
+            self.down = _empty_weight(num_places + num_spare, dim, hidden_rows // 2)
+        self._spare = _SparePlaces(range(num_places + num_spare))
+        self._have_empty(num_slots)
+
+    def share_places(self, owner: Self) -> None:
+        """See `PhysicalSlots`."""
+        self.gate_up, self.down, self._spare = owner.gate_up, owner.down, owner._spare
+        self._have_empty(owner.num_slots)
+
+    def _have_empty(self, num_slots: int) -> None:
+        self.place_of_slot = self.place_of_slot.new_full((num_slots,), NO_PLACE)
+        self._place_of_slot = [NO_PLACE] * num_slots
+
+    def empty(self, slot: int) -> None:
+        """Free the place of a slot; rows that no expert is chosen for are never computed."""
+        self._spare.free(self._place_of_slot[slot])
+        self._set_place(slot, NO_PLACE)
+
+    def _set_place(self, slot: int, place: int) -> None:
+        self._place_of_slot[slot] = place
+        self.place_of_slot[slot] = place
+
+    def _place(self, slot: int) -> int:
+        """The place of a slot; an empty slot takes a spare one."""
+        if self._place_of_slot[slot] == NO_PLACE:
+            self._set_place(slot, self._spare.take_now())
+        return self._place_of_slot[slot]
 
     @property
     def num_slots(self) -> int:
@@ -132,7 +166,8 @@ class Fp8ExpertSlots(nn.Module):
         Raises:
             PayloadError: the payload does not have this model's expert size.
         """
-        self._fill(self._place_of_slot[slot], self._decode(payload))
+        parts = self._decode(payload)
+        self._fill(self._place(slot), parts)
 
     @torch.no_grad()
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
@@ -142,7 +177,7 @@ class Fp8ExpertSlots(nn.Module):
             PayloadError: a payload does not have this model's expert size.
         """
         decoded = {slot: self._decode(payload) for slot, payload in payloads.items()}
-        taken = _TakenPlaces(self._spare, most=len(decoded))
+        taken = self._spare.take(most=len(decoded))
         moved = dict(zip(decoded, taken.places, strict=False))
         for slot, place in moved.items():
             self._fill(place, decoded[slot])
@@ -158,11 +193,13 @@ class Fp8ExpertSlots(nn.Module):
             arrive(slots_M, places_M, *(part for parts in copied.values() for part in parts))
             self.place_of_slot.index_copy_(0, slots_M, places_M)
             # The places that the slots leave become spare once nothing refers to this list.
-            taken.places = [self._place_of_slot[slot] for slot in moved]
+            places = (self._place_of_slot[slot] for slot in moved)
+            taken.places = [place for place in places if place != NO_PLACE]
+            taken.is_left = True
             for slot, place in moved.items():
                 self._place_of_slot[slot] = place
             for slot, parts in copied.items():
-                self._fill(self._place_of_slot[slot], parts)
+                self._fill(self._place(slot), parts)
 
         return settle
 
@@ -223,6 +260,8 @@ class _TakenPlaces:
 
     def __init__(self, spare: deque[int], *, most: int) -> None:
         self.places: list[int] = []
+        self.is_left = False
+        """Whether the places are those that slots left at a switch."""
         self._spare = spare
         while len(self.places) < most:
             try:
@@ -232,6 +271,36 @@ class _TakenPlaces:
 
     def __del__(self) -> None:
         self._spare.extend(self.places)
+
+
+class _SparePlaces:
+    """Places that no slot has, of one layer or of several."""
+
+    def __init__(self, places: Iterable[int]) -> None:
+        # Its methods are atomic: staging takes places on threads other than the engine's.
+        self._spare = deque(places)
+        self._taken = WeakSet[_TakenPlaces]()
+
+    def take(self, *, most: int) -> _TakenPlaces:
+        """Take up to `most` places for staged experts, on any thread."""
+        taken = _TakenPlaces(self._spare, most=most)
+        self._taken.add(taken)
+        return taken
+
+    def free(self, place: int) -> None:
+        """A slot has left a place."""
+        self._spare.append(place)
+
+    def take_now(self) -> int:
+        """Take a place at a switch, on the engine's thread.
+
+        Its copies follow all steps that read what a slot has just left, so those places will do.
+        """
+        try:
+            return self._spare.popleft()
+        except IndexError:
+            left = next(one for one in self._taken if one.is_left and one.places)
+            return left.places.pop()
 
 
 def _empty_weight(*shape: int) -> QuantizedWeight:

@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.mlp: MoE | SwiGLU = (
             MoE(
                 config,
-                num_slots=num_slots or config.num_placed_experts,
+                num_slots=config.num_placed_experts if num_slots is None else num_slots,
                 row_block=row_block,
                 dtype=dtype,
             )

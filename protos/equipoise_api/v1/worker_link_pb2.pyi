@@ -236,6 +236,7 @@ class Hello(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     LATENT_FORM_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PLACES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool to serve in."""
     worker: _builtins.str
@@ -249,7 +250,7 @@ class Hello(_message.Message):
     rendezvous_address: _builtins.str
     """host:port of the rendezvous that this worker hosts as rank 0."""
     slots_per_rank: _builtins.int
-    """Physical slots per MoE layer that this worker has memory for."""
+    """Physical slots per MoE layer; with num_places, the most experts of one layer."""
     num_ranks: _builtins.int
     """Number of workers that the pool waits for before its first epoch; later it grows and shrinks."""
     checkpoint_fingerprint: _builtins.str
@@ -308,6 +309,10 @@ class Hello(_message.Message):
     """
     block_tokens: _builtins.int
     """Positions per block of the latent cache, the unit of exchange; 0 if not reported."""
+    num_places: _builtins.int
+    """Experts that this worker has memory for, over all MoE layers, at most num_layers *
+    slots_per_rank; 0 for one in each slot. Layers share the places, so slots may be empty.
+    """
     @_builtins.property
     def model(self) -> Global___ModelShape:
         """Shape of the model the worker will serve."""
@@ -358,10 +363,11 @@ class Hello(_message.Message):
         phase: Global___Phase.ValueType = ...,
         latent_form: _builtins.str = ...,
         block_tokens: _builtins.int = ...,
+        num_places: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "group_lost", b"group_lost", "model", b"model", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "latent_form", b"latent_form", "max_replicas", b"max_replicas", "model", b"model", "node", b"node", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost", "_running", b"_running", "address", b"address", "backends", b"backends", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "cache_token_bytes", b"cache_token_bytes", "checkpoint_fingerprint", b"checkpoint_fingerprint", "device", b"device", "engine", b"engine", "experts_digest", b"experts_digest", "group_lost", b"group_lost", "highest_epoch", b"highest_epoch", "highest_generation", b"highest_generation", "highest_term", b"highest_term", "host", b"host", "kernels", b"kernels", "latent_form", b"latent_form", "max_replicas", b"max_replicas", "model", b"model", "node", b"node", "num_places", b"num_places", "num_ranks", b"num_ranks", "phase", b"phase", "pool", b"pool", "protocol_version", b"protocol_version", "rendezvous_address", b"rendezvous_address", "running", b"running", "slots_per_rank", b"slots_per_rank", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_lost: _TypeAlias = _typing.Literal["group_lost"]  # noqa: Y015
     _WhichOneofArgType__group_lost: _TypeAlias = _typing.Literal["_group_lost", b"_group_lost"]  # noqa: Y015
@@ -458,7 +464,9 @@ class Layout(_message.Message):
     num_ranks: _builtins.int
     """Ranks; slots are divided evenly, rank r owns columns [r*s, (r+1)*s)."""
     expert_of_slot: _builtins.bytes
-    """int32 little-endian [num_layers, num_slots], row-major: logical expert of each slot."""
+    """int32 little-endian [num_layers, num_slots], row-major: logical expert of each slot; -1 for an
+    empty one, which only pools with num_places have.
+    """
     share_of_slot: _builtins.bytes
     """uint16 little-endian, same shape: each slot's share of its expert's assignments, in 1/32768ths.
     An expert's shares sum to 32768, so that all ranks divide identically, to the last assignment.
@@ -1079,7 +1087,7 @@ class GroupLost(_message.Message):
     """Why, as a message."""
     expert_of_slot: _builtins.bytes
     """int32 little-endian [num_layers, slots_per_rank]: the logical expert in each own slot, from
-    whichever layout; empty if the slots were never filled. Survivors keep their slots if possible.
+    whichever layout, -1 for an empty one; no bytes if the slots were never filled. Survivors keep their slots if possible.
     """
     generation: _builtins.int
     """Highest generation that it started in, ran or staged, 0 for none: numbers are never reused, even

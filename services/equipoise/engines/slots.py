@@ -53,6 +53,10 @@ class EngineSlots:
         with streams.stream(stream):
             return torch.cat(rows).to("cpu")
 
+    def empty(self, slot: int) -> None:
+        """An engine's layers do not share places: `Hello.num_places` is 0."""
+        raise AssertionError(f"slot {slot} of an engine is never empty")
+
     def stage(self, payloads: Mapping[int, Tensor]) -> Settle:
         """Copy payloads by slot to the device; settling is one copy for each tensor.
 

@@ -115,6 +115,8 @@ def next_epoch(
     policy: Policy,
     now: float,
     engine: str = "",
+    num_places: int = 0,
+    num_layers: int = 1,
 ) -> EpochDecision:
     """Decide whether a new epoch opens now.
 
@@ -135,6 +137,8 @@ def next_epoch(
         now: the clock that `since_s` is on.
         engine: the engine of another project that the ranks are part of. They form their group
             themselves and keep it, so no epoch opens for them; empty for our workers.
+        num_places: places of each worker over all layers; 0 for all its slots.
+        num_layers: layers that share them.
     """
     pool = _Workers(
         **{
@@ -145,6 +149,8 @@ def next_epoch(
     if engine:
         return _kept(candidates, engine=engine)
     least = -(-num_experts // slots_per_rank)
+    if num_places:
+        least = max(least, -(-num_experts * num_layers // num_places))
     opening = (
         _above(pool)
         or _without_quarantined(pool, least=least)
@@ -165,10 +171,10 @@ def next_epoch(
         )
     )
     num_slots = len(opening.workers) * slots_per_rank
-    if opening.workers and num_slots < num_experts:
+    if opening.workers and len(opening.workers) < least:
+        room = f"{len(opening.workers) * num_places} places" if num_places else f"{num_slots} slots"
         return EpochDecision(
-            reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {num_slots} slots "
-            f"cannot hold {num_experts} experts: {least} workers are needed; {opening.reason}",
+            reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {room} cannot hold {num_experts} experts: {least} workers are needed; {opening.reason}",
             is_down=True,
         )
     return opening

@@ -136,6 +136,7 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
     for kind, what, theirs, ours in (
         ("hello_model", "model shape", hello.model, rank.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, rank.slots_per_rank),
+        ("hello_places", "number of places", hello.num_places, rank.num_places),
         ("hello_engine", "engine", engine_of(hello), engine_of(rank)),
         ("hello_phase", "phase", hello.phase.value, rank.phase.value),
     ):

@@ -283,9 +283,11 @@ class Roster:
 
     def topology(self) -> Topology:
         """Nodes of the epoch's ranks, once they are known."""
+        hello = self._seated[0].hello
         return Topology(
             node_of_rank=tuple(peer.node for peer in self.peers),
-            slots_per_rank=self._seated[0].hello.slots_per_rank,
+            slots_per_rank=hello.slots_per_rank,
+            places_of_rank=(hello.num_places,) * len(self.peers) if hello.num_places else (),
         )
 
     def _note_seats(self) -> None:
@@ -408,5 +410,5 @@ class Roster:
             member.unseat()
 
 
-def _shape_of(hello: Hello) -> tuple[ModelShape, int, Phase]:
-    return hello.model, hello.slots_per_rank, hello.phase
+def _shape_of(hello: Hello) -> tuple[ModelShape, int, int, Phase]:
+    return hello.model, hello.slots_per_rank, hello.num_places, hello.phase

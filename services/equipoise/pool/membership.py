@@ -255,6 +255,8 @@ class Membership:
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.intended_ranks,
             slots_per_rank=shape.slots_per_rank,
+            num_places=shape.num_places,
+            num_layers=shape.model.num_layers,
             num_experts=shape.model.num_experts,
             unheard=self._unheard,
             is_on_record=self._resumption.is_on_record,

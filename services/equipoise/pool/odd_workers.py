@@ -48,6 +48,12 @@ _TRAITS = (
         of=lambda hello: hello.slots_per_rank,
         shown=lambda hello: hello.slots_per_rank,
     ),
+    _Trait(
+        kind="other_places",
+        name="number of places",
+        of=lambda hello: hello.num_places,
+        shown=lambda hello: hello.num_places,
+    ),
     _Trait(kind="other_engine", name="engine", of=engine_of, shown=engine_of),
     _Trait(
         kind="other_checkpoint",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from equipoise.planning.arrays import Checksums
+from equipoise.planning.arrays import EMPTY, Checksums
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import checksums_digest
 from equipoise.planning.topology import ModelShape, expert_text
@@ -104,6 +104,7 @@ def _difference(
     layers = np.arange(layout.num_layers)[:, None]
     # A checksum is compared as two numbers: every rank reports all its slots at every switch.
     wanted = np.ascontiguousarray(table).view(np.uint64)[layers, experts]
+    wanted[experts == EMPTY] = 0  # No bytes have no checksum.
     differs = (wanted != np.ascontiguousarray(held).view(np.uint64)).any(axis=2)
     if not differs.any():
         return None

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from equipoise.planning.arrays import Checksums, ExpertTable
-from equipoise.planning.layout import Layout
+from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.rank.errors import NotHeldError
 from equipoise_model.experts import SlotMemory, StagedExperts, checksum
@@ -21,6 +21,9 @@ _T = TypeVar("_T")
 _Tables = TypeVar("_Tables")
 """What an engine looks slots up in, made from a layout."""
 
+NO_CHECKSUM = bytes(CHECKSUM_BYTES)
+"""Of an empty slot."""
+
 _READ_ATTEMPTS = 100
 _READ_PAUSE_S = 0.002
 
@@ -31,7 +34,7 @@ class Contents:
 
     layout: Layout
     checksums: Checksums
-    """Of this rank's slots, uint8 [layers, slots_per_rank, 16]."""
+    """Of this rank's slots, uint8 [layers, slots_per_rank, 16]; zeros for an empty one."""
 
     def changed(self, layout: Layout, checksums: Mapping[SlotIndex, bytes]) -> "Contents":
         """Return the contents under another layout, with new checksums for some slots."""
@@ -97,7 +100,7 @@ class HeldExperts(Generic[_Tables]):
         self.rank = rank
         """The rank whose share of the layout the slots hold."""
         self._version = 0
-        self._contents = Contents(layout=layout, checksums=_checksums(slots))
+        self._contents = Contents(layout=layout, checksums=_checksums(slots, layout, rank))
 
     @property
     def contents(self) -> Contents:
@@ -115,6 +118,8 @@ class HeldExperts(Generic[_Tables]):
     ) -> StagedGeneration[_Tables]:
         """Copy payloads to staging memory and build the tables of `contents`; on any thread.
 
+        The switch empties the slots that hold nothing in `contents`.
+
         Raises:
             PayloadError: a payload does not have the size of this model's experts.
         """
@@ -122,7 +127,11 @@ class HeldExperts(Generic[_Tables]):
             base_generation=base.layout.generation,
             contents=contents,
             tables=self._tables(contents.layout),
-            experts=StagedExperts.prepare(payloads, self._slots),
+            experts=StagedExperts.prepare(
+                payloads,
+                self._slots,
+                emptied=emptied(base.layout, contents.layout, rank=self.rank),
+            ),
         )
 
     def switch(self, staged: StagedGeneration[_Tables]) -> None:
@@ -183,8 +192,8 @@ class HeldExperts(Generic[_Tables]):
             NotHeldError: the slots kept changing, or changed again meanwhile.
         """
         layout, own = self._contents.layout, self._contents.layout.own_slots(self.rank)
-        differs = layout.expert_of_slot[:, own] != since.layout.expert_of_slot[:, own]
-        found: dict[SlotIndex, bytes] = {}
+        differs = is_moved(since.layout.expert_of_slot[:, own], layout.expert_of_slot[:, own])
+        found = dict.fromkeys(emptied(since.layout, layout, rank=self.rank), NO_CHECKSUM)
         for layer, slot in np.argwhere(differs).tolist():
             hashed = self.hash_slot(layer, slot)
             if hashed.contents.layout is not layout:
@@ -200,7 +209,7 @@ class HeldExperts(Generic[_Tables]):
         """
         layout = self._contents.layout
         found: dict[SlotIndex, bytes] = {}
-        for layer, slot in np.ndindex(self.expert_of_slot.shape):
+        for layer, slot in np.argwhere(self.expert_of_slot != EMPTY).tolist():
             hashed = self.hash_slot(layer, slot)
             if hashed.contents.layout is not layout:
                 raise NotHeldError(f"rank {self.rank} has switched")
@@ -231,7 +240,18 @@ class HeldExperts(Generic[_Tables]):
         )
 
 
-def _checksums(slots: Sequence[SlotMemory]) -> Checksums:
-    sums = [[checksum(layer.read(slot)) for slot in range(layer.num_slots)] for layer in slots]
-    flat = np.frombuffer(b"".join(one for row in sums for one in row), dtype=np.uint8)
-    return flat.reshape(len(slots), -1, CHECKSUM_BYTES)
+def emptied(before: Layout, after: Layout, *, rank: int) -> tuple[SlotIndex, ...]:
+    """List a rank's own slots that hold an expert in `before` and none in `after`."""
+    own = after.own_slots(rank)
+    is_emptied = (before.expert_of_slot != EMPTY) & (after.expert_of_slot == EMPTY)
+    return tuple((layer, slot) for layer, slot in np.argwhere(is_emptied[:, own]).tolist())
+
+
+def _checksums(slots: Sequence[SlotMemory], layout: Layout, rank: int) -> Checksums:
+    table = layout.expert_of_slot[:, layout.own_slots(rank)]
+    sums = np.zeros((*table.shape, CHECKSUM_BYTES), dtype=np.uint8)
+    for layer, slot in np.argwhere(table != EMPTY).tolist():
+        found = checksum(slots[layer].read(slot))
+        sums[layer, slot] = np.frombuffer(found, dtype=np.uint8)
+    sums.flags.writeable = False
+    return sums

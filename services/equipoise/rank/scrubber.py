@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.planning.arrays import Checksums
+from equipoise.planning.arrays import EMPTY, Checksums
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.held import Contents, HeldExperts, SlotHash, SlotIndex
 
@@ -81,7 +81,9 @@ class Scrubber:
             self._due_s = clock() + self._pause_s
         while True:
             if await self._until_due(self._due_s):
-                await self._verify(*divmod(self._turn, num_slots))
+                layer, slot = divmod(self._turn, num_slots)
+                if self._held.expert_of_slot[layer, slot] != EMPTY:
+                    await self._verify(layer, slot)
                 self._turn = (self._turn + 1) % (num_layers * num_slots)
                 self._due_s = clock() + self._pause_s
             else:

@@ -14,10 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from equipoise.planning.layout import Layout
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.rank.engine import SwitchingEngine
 from equipoise.rank.errors import StageRejectedError, TransferError
-from equipoise.rank.held import Contents, HeldExperts, StagedGeneration
+from equipoise.rank.held import (
+    NO_CHECKSUM,
+    Contents,
+    HeldExperts,
+    StagedGeneration,
+    emptied,
+)
 from equipoise.rank.transfer import ExpertPuller, PullResult
 from equipoise.wire.balancer_messages import Abort, Stage
 from equipoise.wire.messages import LayoutRejected, Staged
@@ -180,10 +186,13 @@ class Stager:
     def _build(self, stage: Stage, pulled: PullResult, base: Contents) -> StagedGeneration[Any]:
         first = stage.layout.own_slots(self._held.rank).start
         indices = [(move.layer, move.slot - first) for move in stage.moves]
-        checksums = [move.checksum for move in stage.moves]
+        checksums = dict.fromkeys(
+            emptied(base.layout, stage.layout, rank=self._held.rank), NO_CHECKSUM
+        )
+        checksums |= dict(zip(indices, [move.checksum for move in stage.moves], strict=True))
         return self._held.prepare(
             base,
-            base.changed(stage.layout, dict(zip(indices, checksums, strict=True))),
+            base.changed(stage.layout, checksums),
             dict(zip(indices, pulled.payloads, strict=True)),
         )
 
@@ -214,7 +223,7 @@ def check_stage(stage: Stage, *, running: Layout, epoch: int, rank: int) -> None
             f"this pool's {_shape(running)}"
         )
     own = running.own_slots(rank)
-    changed = np.argwhere(layout.expert_of_slot[:, own] != running.expert_of_slot[:, own])
+    changed = np.argwhere(is_moved(running.expert_of_slot[:, own], layout.expert_of_slot[:, own]))
     needed = {(int(layer), int(slot) + own.start) for layer, slot in changed}
     moved = {(move.layer, move.slot) for move in stage.moves}
     for layer, slot in sorted(needed ^ moved):

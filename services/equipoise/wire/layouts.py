@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from equipoise.planning.arrays import Checksums, ShareTable
+from equipoise.planning.arrays import EMPTY, Checksums, ShareTable
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import DIGEST_BYTES, Layout
@@ -113,7 +113,7 @@ def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> 
 
 
 def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
-    """Check that a layout matches the worker's model and slots per rank.
+    """Check that a layout matches the worker's model, slots per rank and places.
 
     The number of ranks is not checked, because pools grow and shrink.
 
@@ -127,6 +127,19 @@ def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
             f"{kind}_shape",
             f"{kind}: the layout has (layers, experts, slots per rank) {has}, "
             f"but {hello.worker} serves {wanted}",
+        )
+    most = max(layout.used_places)
+    if hello.num_places and most > hello.num_places:
+        raise InvalidMessageError(
+            f"{kind}_places",
+            f"{kind}: a rank of the layout holds {most} experts, but {hello.worker} has "
+            f"{hello.num_places} places",
+        )
+    if not hello.num_places and (layout.expert_of_slot == EMPTY).any():
+        raise InvalidMessageError(
+            f"{kind}_places",
+            f"{kind}: the layout has empty slots, but {hello.worker} has no places that layers "
+            "share",
         )
 
 

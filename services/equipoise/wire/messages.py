@@ -82,7 +82,7 @@ class Hello:
     """Shape of the model."""
 
     slots_per_rank: int
-    """Physical slots per MoE layer that the worker has memory for."""
+    """Physical slots per MoE layer; with `num_places`, the most experts of one layer."""
 
     num_ranks: int
     """Workers that the pool waits for at its first start."""
@@ -149,6 +149,9 @@ class Hello:
 
     block_tokens: int = 0
     """Positions per block of the latent cache; 0 if unknown."""
+
+    num_places: int = 0
+    """Experts that the worker has memory for, over all MoE layers; 0 for one in each slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.arrays import EMPTY, ExpertTable
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
@@ -66,6 +66,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
         ),
         model=model,
         slots_per_rank=message.slots_per_rank,
+        num_places=message.num_places,
         num_ranks=message.num_ranks,
         backends=_backends(message),
         phase=_phase(message),
@@ -186,11 +187,18 @@ def _held_from_proto(message: pb.GroupLost, *, hello: Hello) -> ExpertTable:
     table = checks.table("group_lost", message, "expert_of_slot", dtype="<i4", shape=shape).astype(
         np.int32
     )
-    if table.min() < 0 or table.max() >= hello.model.num_experts:
+    least = EMPTY if hello.num_places else 0
+    if table.min() < least or table.max() >= hello.model.num_experts:
         raise InvalidMessageError(
             "group_lost_shape",
-            f"group_lost: experts must be from 0 to {hello.model.num_experts - 1}, "
+            f"group_lost: experts must be from {least} to {hello.model.num_experts - 1}, "
             f"not {table.min()} to {table.max()}",
+        )
+    used = np.count_nonzero(table != EMPTY)
+    if hello.num_places and used > hello.num_places:
+        raise InvalidMessageError(
+            "group_lost_places",
+            f"group_lost: {hello.worker} holds {used} experts, but has {hello.num_places} places",
         )
     return table
 
@@ -211,6 +219,20 @@ def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:
             f"hello: {message.num_ranks} ranks x {message.slots_per_rank} slots must be at least "
             f"the model's {model.num_experts} experts, and at most {checks.MAX_CELLS} over its "
             f"{model.num_layers} layers",
+        )
+    _check_places(message, model)
+
+
+def _check_places(message: pb.Hello, model: ModelShape) -> None:
+    """One place for each expert in the pool, and none beyond the slots."""
+    least = -(-model.num_layers * model.num_experts // message.num_ranks)
+    most = model.num_layers * message.slots_per_rank
+    if message.num_places and not least <= message.num_places <= most:
+        raise InvalidMessageError(
+            "hello_places",
+            f"hello: {message.num_places} places must be from {least}, for all experts on "
+            f"{message.num_ranks} ranks, to {most}, one in each of {message.slots_per_rank} slots "
+            f"of {model.num_layers} layers",
         )
 
 

@@ -35,7 +35,7 @@ def engine_alone(
     config = Checkpoint.open(settings.checkpoint, shared_as_routed=settings.shared_as_routed).config
     loading = loading or Loading(log_format=settings.log_format)
     core = ModelCore.load(
-        replace(settings, slots_per_rank=config.num_placed_experts), loading=loading
+        replace(settings, slots_per_rank=config.num_placed_experts, places=0), loading=loading
     )
     layout = contiguous_layout(
         num_layers=core.shape.num_layers,

@@ -77,6 +77,7 @@ class ModelCore:
         model = operations.model(
             config,
             num_slots=settings.slots_per_rank,
+            num_places=settings.places,
             num_spare=settings.spare_slots,
             row_block=ROW_BLOCK if settings.batch_invariant else None,
             mtp=settings.speculate > 0,

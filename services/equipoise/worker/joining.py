@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.planning.arrays import ExpertTable
+from equipoise.planning.arrays import EMPTY, ExpertTable
+from equipoise.planning.layout import is_moved
 from equipoise.planning.moves import Move
 from equipoise.rank.errors import GroupError
-from equipoise.rank.held import SlotIndex
+from equipoise.rank.held import NO_CHECKSUM, SlotIndex
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.worker.group import RankGroup, first_line, meet
@@ -78,15 +79,19 @@ class WorkerSlots:
             return lambda: self._hold(join_epoch)
         missing: dict[SlotIndex, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
-            for layer, slot in np.argwhere(wanted != held.expert_of_slot)
+            for layer, slot in np.argwhere(is_moved(held.expert_of_slot, wanted))
         }
+        is_emptied = (held.expert_of_slot != EMPTY) & (wanted == EMPTY)
+        emptied = [(layer, slot) for layer, slot in np.argwhere(is_emptied).tolist()]
         payloads = await self._fetch(missing, join_epoch, bound=bound)
         contents = await asyncio.to_thread(
             lambda: held.contents.changed(
-                layout, {index: checksum(payload) for index, payload in payloads.items()}
+                layout,
+                dict.fromkeys(emptied, NO_CHECKSUM)
+                | {index: checksum(payload) for index, payload in payloads.items()},
             )
         )
-        fill = await asyncio.to_thread(self._filling, payloads)
+        fill = await asyncio.to_thread(self._filling, payloads, emptied)
         return lambda: held.replace(contents, rank=rank, fill=fill)
 
     def open_exchange(self, group: RankGroup, join_epoch: JoinEpoch) -> SlotExchange | None:
@@ -126,14 +131,16 @@ class WorkerSlots:
         expert_bytes, done = self._core.shape.expert_bytes, 0
         with self._loading.of("experts") as report:
             for layer, row in enumerate(wanted.tolist()):
-                experts: dict[SlotIndex, int] = {(layer, slot): one for slot, one in enumerate(row)}
+                experts: dict[SlotIndex, int] = {
+                    (layer, slot): one for slot, one in enumerate(row) if one != EMPTY
+                }
                 pulled = {index: one for index, one in experts.items() if index in moved}
                 read = [{index: one} for index, one in experts.items() if index not in moved]
                 for batch in ([pulled] if pulled else []) + read:
                     payloads = await self._fetch(batch, join_epoch, bound=bound)
                     await asyncio.to_thread(self._write, payloads)
                     done += len(batch)
-                    report(done * expert_bytes, wanted.size * expert_bytes)
+                    report(done * expert_bytes, np.count_nonzero(wanted != EMPTY) * expert_bytes)
 
     async def _fetch(
         self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, bound: "_JoinBound"
@@ -159,16 +166,22 @@ class WorkerSlots:
         finally:
             await puller.close()
 
-    def _filling(self, payloads: Mapping[SlotIndex, Tensor]) -> Callable[[], None]:
+    def _filling(
+        self, payloads: Mapping[SlotIndex, Tensor], emptied: Sequence[SlotIndex]
+    ) -> Callable[[], None]:
         """Return what writes the payloads: from device memory if there is room, else the host."""
         try:
-            return StagedExperts.prepare(payloads, self._core.slots).apply
+            return StagedExperts.prepare(payloads, self._core.slots, emptied=emptied).apply
         except torch.OutOfMemoryError:
             # An epoch may change every slot. Writing from the host takes longer, and no memory.
             _log.info("%d experts stay on the host: not enough device memory", len(payloads))
-        return lambda: self._write(payloads)
+        return lambda: self._write(payloads, emptied)
 
-    def _write(self, payloads: Mapping[SlotIndex, Tensor]) -> None:
+    def _write(
+        self, payloads: Mapping[SlotIndex, Tensor], emptied: Sequence[SlotIndex] = ()
+    ) -> None:
+        for layer, slot in emptied:
+            self._core.slots[layer].empty(slot)
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
 

@@ -364,6 +364,7 @@ class Worker:
             rendezvous_address=self._rendezvous_address,
             model=self._core.shape,
             slots_per_rank=self._settings.slots_per_rank,
+            num_places=self._settings.places,
             num_ranks=self._settings.num_ranks,
             checkpoint_fingerprint=self._core.checkpoint.fingerprint,
             experts_digest=checksums_digest(self._core.payload_checksums),

@@ -47,6 +47,7 @@ def rank_sizes(
         num_ranks=settings.num_ranks,
         slots_per_rank=settings.slots_per_rank,
         spare_slots=settings.spare_slots,
+        places=settings.places,
         num_blocks=num_blocks(settings, block_tokens=block_tokens),
         block_tokens=block_tokens,
         fp8_latents=settings.latents == "fp8",

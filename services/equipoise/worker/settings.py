@@ -84,7 +84,14 @@ class WorkerSettings:
     are."""
 
     slots_per_rank: Annotated[int, Range(1)] = 32
-    """Physical slots per MoE layer that this worker has memory for."""
+    """Physical slots per MoE layer that this worker has memory for; with --places, the most experts
+    of one layer that it can hold."""
+
+    places: Annotated[int, Range(0)] = 0
+    """Experts that this worker has memory for, over all MoE layers, at most --slots-per-rank for
+    each. Layers share the places, so with planning.slots=pooled in the policy, layers that need
+    more replicas get them from layers that need fewer. 0 is one in each slot. All workers of a pool
+    must have equally many."""
 
     shared_as_routed: bool = False
     """Place the shared expert of each layer in slots, as if it were one more routed expert: it is
@@ -170,7 +177,7 @@ class WorkerSettings:
     faster with it or need it (FlashMLA), and 16 elsewhere."""
 
     spare_slots: Annotated[int, Range(0)] = 2
-    """Extra slots per MoE layer, beyond --slots-per-rank, in which FP8 experts are staged. A switch
+    """Extra slots per MoE layer (with --places, in all), in which FP8 experts are staged. A switch
     to a staged expert then changes a table; moves that exceed them are copied at the switch."""
 
     max_graph_rows: Annotated[int, Range(0)] = 512
