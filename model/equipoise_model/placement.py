@@ -66,7 +66,9 @@ class PlacementTables:
         generation: int = 1,
         share_of_slot: npt.ArrayLike | None = None,
     ) -> Self:
-        """Build from the logical expert of every physical slot, integers [layers, slots]; -1 for none.
+        """Build from the logical expert of every physical slot, integers [layers, slots].
+
+        Empty slots have expert -1, and no expert chooses them.
 
         `share_of_slot`, of the same shape, is the share of its expert's tokens that each slot
         serves, in 1/2^SHARE_BITS; None for even shares. The layout must be valid: every expert is

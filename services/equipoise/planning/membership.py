@@ -174,7 +174,8 @@ def next_epoch(
     if opening.workers and len(opening.workers) < least:
         room = f"{len(opening.workers) * num_places} places" if num_places else f"{num_slots} slots"
         return EpochDecision(
-            reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {room} cannot hold {num_experts} experts: {least} workers are needed; {opening.reason}",
+            reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {room} "
+            f"cannot hold {num_experts} experts: {least} workers are needed; {opening.reason}",
             is_down=True,
         )
     return opening

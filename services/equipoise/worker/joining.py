@@ -140,7 +140,7 @@ class WorkerSlots:
                     payloads = await self._fetch(batch, join_epoch, bound=bound)
                     await asyncio.to_thread(self._write, payloads)
                     done += len(batch)
-                    report(done * expert_bytes, np.count_nonzero(wanted != EMPTY) * expert_bytes)
+                    report(done * expert_bytes, int((wanted != EMPTY).sum()) * expert_bytes)
 
     async def _fetch(
         self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, bound: "_JoinBound"
