@@ -23,6 +23,7 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.format import Format
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
+from equipoise.planning.arrays import EMPTY
 
 Reader = TypeVar("Reader")
 
@@ -107,6 +108,11 @@ def write_placement(placement: ExpertPlacement, path: Path, *, form: Format) -> 
                 f"{form} cannot express shares and would split each expert evenly: write "
                 f"{Format.EQUIPOISE}, or plan without weights"
             )
+        if placement.has_empty_slots and form is not Format.EQUIPOISE:
+            raise FormatError(
+                f"{form} cannot express layers with different numbers of slots: write "
+                f"{Format.EQUIPOISE}, or plan without --places"
+            )
         _write(path, _PLACEMENT_WRITERS[form](placement))
 
 
@@ -168,7 +174,13 @@ def _recording(document: Any, form: Format | None, expected: Expected) -> Record
 
 
 def _placement(document: Any, form: Format | None, expected: Expected) -> ExpertPlacement:
-    return _reader(document, form, _PLACEMENTS, "a layout")(document, expected)
+    read = _reader(document, form, _PLACEMENTS, "a layout")
+    placement = read(document, expected)
+    if placement.has_empty_slots and read is not _PLACEMENTS[Format.EQUIPOISE].read:
+        raise FormatError(
+            f"a slot is empty ({EMPTY}), which only {Format.EQUIPOISE} files may have"
+        )
+    return placement
 
 
 def _reader(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.formats.errors import FormatError
-from equipoise.planning.arrays import ExpertTable, ShareTable
+from equipoise.planning.arrays import EMPTY, ExpertTable, ShareTable
 from equipoise.planning.layout import count_replicas
 from equipoise.planning.shares import fault_in_shares
 
@@ -20,7 +20,8 @@ class ExpertPlacement:
     """
 
     expert_of_slot: ExpertTable
-    """int32 [layers, slots], MoE layers only. Made read-only."""
+    """int32 [layers, slots], MoE layers only; EMPTY for a slot without expert, which only
+    Equipoise's own format can express. Made read-only."""
     num_experts: int
     num_ranks: int | None = None
     """None if the format does not have it."""
@@ -51,6 +52,11 @@ class ExpertPlacement:
         return int(self.expert_of_slot.shape[1])
 
     @property
+    def has_empty_slots(self) -> bool:
+        """Whether a slot is empty."""
+        return bool((self.expert_of_slot == EMPTY).any())
+
+    @property
     def layer_ids(self) -> range:
         """Layer numbers as in the file: those of the model, if known, else from 0."""
         first = self.first_moe_layer or 0
@@ -61,7 +67,7 @@ def _check(placement: ExpertPlacement) -> None:
     table, num_experts = placement.expert_of_slot, placement.num_experts
     if not table.size:
         raise FormatError(f"there are no slots: the table has the shape {list(table.shape)}")
-    outside = (table < 0) | (table >= num_experts)
+    outside = (table < EMPTY) | (table >= num_experts)
     if outside.any():
         row, slot = (int(index) for index in np.argwhere(outside)[0])
         raise FormatError(

@@ -88,6 +88,11 @@ class Layout:
         return self.slots_of_rank[0]
 
     @property
+    def has_empty_slots(self) -> bool:
+        """Whether a slot is empty."""
+        return bool((self.expert_of_slot == EMPTY).any())
+
+    @property
     def used_places(self) -> tuple[int, ...]:
         """Experts that each rank holds, over all layers."""
         return tuple(used_places(self.expert_of_slot, first_slot=self.first_slot).tolist())

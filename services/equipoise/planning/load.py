@@ -379,7 +379,9 @@ def common_steps(steps: Indices) -> int:
 def expert_load_of(slot_load: Load, layout: Layout) -> Load:
     """Sum the loads of slots, [layers, slots], by expert, [layers, experts]."""
     shape = (layout.num_layers, layout.num_experts)
-    cells = layout.expert_of_slot + np.arange(layout.num_layers)[:, None] * layout.num_experts
+    # An empty slot has no load, so any expert will do for it.
+    experts = np.maximum(layout.expert_of_slot, 0)
+    cells = experts + np.arange(layout.num_layers)[:, None] * layout.num_experts
     load = np.bincount(cells.ravel(), slot_load.ravel(), minlength=math.prod(shape))
     return load.astype(np.float64, copy=False).reshape(shape)
 

@@ -117,7 +117,7 @@ def waves(
     is_changed = changes.any(axis=1)
     layers = [layer for layer in np.argsort(priority, kind="stable").tolist() if is_changed[layer]]
     most_moves = max_wave_bytes // expert_bytes
-    if any((layout.expert_of_slot == EMPTY).any() for layout in (current, target)):
+    if current.has_empty_slots or target.has_empty_slots:
         return waves_in_places(current, target, layers=layers, most_moves=most_moves)
     batches = _batches(layers, moves_of_rank, most_moves=most_moves)
     return changes_by_layers(current, target, batches=batches, first_generation=target.generation)

@@ -182,6 +182,13 @@ def fits(layout: Layout, other: Layout) -> bool:
     )
 
 
+def has_places(layout: Layout, *, num_places: int) -> bool:
+    """Whether ranks with that many places each, 0 for one in each slot, can hold a layout."""
+    if not num_places:
+        return not layout.has_empty_slots
+    return max(layout.used_places) <= num_places
+
+
 def _balancedness(layout: Layout, window: Load | None) -> float:
     shape = (layout.num_layers, layout.num_experts)
     if window is None or window.shape != shape or not window.any():

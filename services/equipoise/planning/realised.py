@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.arrays import Load
+from equipoise.planning.arrays import EMPTY, Load
 from equipoise.planning.layout import Layout
 from equipoise.planning.shares import WHOLE
 
@@ -44,11 +44,12 @@ class RealisedShares:
 
 def realised_shares(slot_load: Load, layout: Layout) -> RealisedShares | None:
     """Compare `slot_load`, [layers, slots], with a layout's shares; None without enough load."""
-    table, shares = layout.expert_of_slot, layout.share_of_slot
+    table, shares = np.maximum(layout.expert_of_slot, 0), layout.share_of_slot
+    is_used = layout.expert_of_slot != EMPTY
     keys = table + np.arange(layout.num_layers)[:, None] * layout.num_experts
     of_expert = np.bincount(keys.ravel(), weights=slot_load.ravel())[keys]
     replicas = np.take_along_axis(layout.replica_counts(), table, axis=1)
-    counts = (replicas > 1) & (of_expert >= MIN_ASSIGNMENTS)
+    counts = is_used & (replicas > 1) & (of_expert >= MIN_ASSIGNMENTS)
     if not counts.any():
         return None
     planned = 1.0 / replicas if shares is None else shares / WHOLE

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from equipoise.planning.layout import Layout, digest_text
+from equipoise.planning.proposal import has_places
 from equipoise.planning.reconcile import contradiction, reconcile
 from equipoise.planning.rollout import State
 from equipoise.pool.attendance import Attendance
@@ -385,4 +386,5 @@ class Agreement:
             and layout.num_experts == shape.model.num_experts
             and layout.num_ranks == self._roster.num_ranks
             and layout.slots_per_rank == shape.slots_per_rank
+            and has_places(layout, num_places=shape.num_places)
         )

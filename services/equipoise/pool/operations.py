@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy
-from equipoise.planning.proposal import Proposal, fits
+from equipoise.planning.proposal import Proposal, fits, has_places
 from equipoise.pool.decisions import Decisions
 from equipoise.pool.effects import Chain, Effect, Propose, Reply, WriteAudit, WriteDecision
 from equipoise.pool.health import Diagnosis
@@ -169,8 +169,8 @@ class OperatorRequests:
         if current is None:
             return _rejected(request, f"the pool has no layout yet: {self._trouble()}", now=now)
         target = operation.layout or current
-        if not fits(target, current):
-            return _rejected(request, _misfit(current), now=now)
+        if not self._fits(target, current):
+            return _rejected(request, self._misfit(current), now=now)
         generation = current.generation if operation.layout is None else operation.generation
         words = f"generation {current.generation} stays until it is unpinned"
         if not current.same_placement(target):
@@ -195,6 +195,22 @@ class OperatorRequests:
         answer = Answer(accepted=True, reason=words)
         return _answered(request, answer, now=now, hold=Hold(paused=hold.paused), before=hold)
 
+    def _fits(self, layout: Layout, current: Layout) -> bool:
+        """Whether the pool's ranks can hold a layout."""
+        return fits(layout, current) and has_places(layout, num_places=self._num_places)
+
+    @property
+    def _num_places(self) -> int:
+        return 0 if self._roster.shape is None else self._roster.shape.num_places
+
+    def _misfit(self, current: Layout) -> str:
+        places = f" and {self._num_places} places a rank" if self._num_places else ""
+        return (
+            f"the layout does not fit the pool, which has {current.num_layers} "
+            f"layers of {current.num_experts} experts on {current.num_ranks} ranks with "
+            f"{current.num_slots} slots{places}"
+        )
+
     # Moving -------------------------------------------------------------------------------------
 
     def _roll_back(self, request: AdminRequest, operation: RollBack, *, now: float) -> Chain:
@@ -204,8 +220,8 @@ class OperatorRequests:
             return _rejected(request, f"unpin it first: pinned by {hold.pinned}", now=now)
         if current is None or not self._decisions.can_roll_out:
             return self._busy(request, now=now)
-        if not fits(target, current):
-            return _rejected(request, _misfit(current), now=now)
+        if not self._fits(target, current):
+            return _rejected(request, self._misfit(current), now=now)
         if current.same_placement(target):
             words = f"generation {current.generation} already has this placement"
             return _rejected(request, words, now=now)
@@ -301,11 +317,3 @@ def _answered(
     )
     write = WriteAudit(record=record, hold=hold, hold_before=before, request=request, answer=answer)
     return (write,)
-
-
-def _misfit(current: Layout) -> str:
-    return (
-        f"the layout does not fit the pool, which has {current.num_layers} "
-        f"layers of {current.num_experts} experts on {current.num_ranks} ranks with "
-        f"{current.num_slots} slots"
-    )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from equipoise.planning.arrays import EMPTY, Checksums, ShareTable
+from equipoise.planning.arrays import Checksums, ShareTable
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import DIGEST_BYTES, Layout
@@ -135,7 +135,7 @@ def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
             f"{kind}: a rank of the layout holds {most} experts, but {hello.worker} has "
             f"{hello.num_places} places",
         )
-    if not hello.num_places and (layout.expert_of_slot == EMPTY).any():
+    if not hello.num_places and layout.has_empty_slots:
         raise InvalidMessageError(
             f"{kind}_places",
             f"{kind}: the layout has empty slots, but {hello.worker} has no places that layers "

@@ -24,6 +24,7 @@ from equipoise.cli.live.settings import (
 from equipoise.formats.expected import Expected
 from equipoise.formats.files import read_placement, write_placement
 from equipoise.formats.placement import ExpertPlacement
+from equipoise.planning.arrays import EMPTY
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, is_moved
 from equipoise.planning.shares import WHOLE
@@ -238,6 +239,8 @@ def _ranks_table(layout: Layout, layer: int, nodes: list[str], name: ExpertName)
         cell = Text()
         for slot in range(layout.first_slot[rank], layout.first_slot[rank + 1]):
             expert = int(layout.expert_of_slot[layer, slot])
+            if expert == EMPTY:
+                continue
             cell.append(f" {name(expert):>3}", style="bold cyan" if counts[expert] > 1 else "")
             if shares is not None and counts[expert] > 1:
                 cell.append(f" ({shares[layer, slot] / WHOLE:.0%})", style="dim")
