@@ -16,7 +16,7 @@ def placed(rows, **facts):
     ("rows", "facts", "words"),
     [
         ([[0, 1], [0, 2]], {}, "layer 1, slot 1 holds expert 2, but experts are numbered 0 to 1"),
-        ([[0, 1], [-1, 0]], {"first_moe_layer": 3}, "layer 4, slot 0 holds expert -1"),
+        ([[0, 1], [-2, 0]], {"first_moe_layer": 3}, "layer 4, slot 0 holds expert -2"),
         ([[0, 1], [1, 1]], {"first_moe_layer": 3}, "layer 4 has no slot for expert 0"),
         ([[0]], {}, "1 slots cannot hold 2 experts"),
         ([[0, 1, 1]], {"num_ranks": 2}, "3 slots do not divide evenly over 2 ranks"),

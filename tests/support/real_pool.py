@@ -102,7 +102,7 @@ class Pool:
         self._folder, self._num_ranks, self._slots_per_rank = folder, num_ranks, slots_per_rank
         self.feed = StatusFeed(self.address, pool="default")
 
-    async def start_balancer(self, *, program=None):
+    async def start_balancer(self, *arguments, program=None):
         state = self._folder / "state.sqlite"
         await self.fleet.start(
             "balancer",
@@ -112,6 +112,7 @@ class Pool:
                 f"--store={state}",
                 "--interval-s=2",
                 "--min-assignments=100",
+                *arguments,
             ],
             program=program,
         )
@@ -162,14 +163,17 @@ class Pool:
 
 
 @asynccontextmanager
-async def pool_of(*names, folder, slots_per_rank=12, balancer=None, arguments=()):
+async def pool_of(
+    *names, folder, slots_per_rank=12, balancer=None, arguments=(), balancer_arguments=()
+):
     """The pool and its first status, as soon as all these workers serve.
 
-    `balancer` is the program of its balancer, if not ours; `arguments` are the workers'.
+    `balancer` is the program of its balancer, if not ours, with `balancer_arguments`; `arguments`
+    are the workers'.
     """
     pool = Pool(folder, num_ranks=len(names), slots_per_rank=slots_per_rank)
     async with pool.fleet:
-        await pool.start_balancer(program=balancer)
+        await pool.start_balancer(*balancer_arguments, program=balancer)
         for name in names:
             await pool.start_worker(name, *arguments)
         following = asyncio.create_task(pool.feed.run())

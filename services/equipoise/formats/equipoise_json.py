@@ -91,6 +91,7 @@ def placement(document: Any, expected: Expected) -> ExpertPlacement:
         num_ranks=_optional(document, "num_ranks", least=1),
         first_moe_layer=first,
         share_of_slot=_shares(document, first_layer=first or 0),
+        may_be_empty=True,
     )
 
 

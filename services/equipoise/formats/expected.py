@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from equipoise.formats.errors import FormatError
-from equipoise.formats.placement import ExpertPlacement
+from equipoise.formats.placement import ExpertPlacement, check_ids
 from equipoise.planning.arrays import ExpertTable, ShareTable
 
 
@@ -25,10 +25,12 @@ class Expected:
         num_ranks: int | None = None,
         first_moe_layer: int | None = None,
         share_of_slot: ShareTable | None = None,
+        may_be_empty: bool = False,
     ) -> ExpertPlacement:
         """Build a file's placement, [layers, slots]; unknown facts come from here.
 
-        Without a number of experts, there are as many as the ids need.
+        Without a number of experts, there are as many as the ids need. Slots may be empty (-1) if
+        the format `may_be_empty`.
 
         Raises:
             FormatError: the file disagrees, or the placement is not valid.
@@ -41,6 +43,8 @@ class Expected:
                 f"{self.first_moe_layer}"
             )
         experts = num_experts or self.num_experts or int(table.max(initial=0)) + 1
+        if not may_be_empty:
+            check_ids(table, num_experts=experts, first_layer=self.first_moe_layer or 0, least=0)
         placement = ExpertPlacement(
             expert_of_slot=table,
             num_experts=experts,

@@ -23,7 +23,6 @@ from equipoise.formats.expected import Expected
 from equipoise.formats.format import Format
 from equipoise.formats.placement import ExpertPlacement
 from equipoise.formats.recording import Recording
-from equipoise.planning.arrays import EMPTY
 
 Reader = TypeVar("Reader")
 
@@ -174,13 +173,7 @@ def _recording(document: Any, form: Format | None, expected: Expected) -> Record
 
 
 def _placement(document: Any, form: Format | None, expected: Expected) -> ExpertPlacement:
-    read = _reader(document, form, _PLACEMENTS, "a layout")
-    placement = read(document, expected)
-    if placement.has_empty_slots and read is not _PLACEMENTS[Format.EQUIPOISE].read:
-        raise FormatError(
-            f"a slot is empty ({EMPTY}), which only {Format.EQUIPOISE} files may have"
-        )
-    return placement
+    return _reader(document, form, _PLACEMENTS, "a layout")(document, expected)
 
 
 def _reader(

@@ -63,17 +63,22 @@ class ExpertPlacement:
         return range(first, first + self.num_layers)
 
 
+def check_ids(table: ExpertTable, *, num_experts: int, first_layer: int, least: int) -> None:
+    """Raise FormatError unless all ids are from `least` to below the number of experts."""
+    outside = (table < least) | (table >= num_experts)
+    if outside.any():
+        row, slot = (int(index) for index in np.argwhere(outside)[0])
+        raise FormatError(
+            f"layer {first_layer + row}, slot {slot} holds expert {int(table[row, slot])}, "
+            f"but experts are numbered 0 to {num_experts - 1}"
+        )
+
+
 def _check(placement: ExpertPlacement) -> None:
     table, num_experts = placement.expert_of_slot, placement.num_experts
     if not table.size:
         raise FormatError(f"there are no slots: the table has the shape {list(table.shape)}")
-    outside = (table < EMPTY) | (table >= num_experts)
-    if outside.any():
-        row, slot = (int(index) for index in np.argwhere(outside)[0])
-        raise FormatError(
-            f"layer {placement.layer_ids[row]}, slot {slot} holds expert {int(table[row, slot])}, "
-            f"but experts are numbered 0 to {num_experts - 1}"
-        )
+    check_ids(table, num_experts=num_experts, first_layer=placement.layer_ids[0], least=EMPTY)
     if num_experts > table.shape[1]:
         row, slot = divmod(int(table.argmax()), table.shape[1])
         raise FormatError(

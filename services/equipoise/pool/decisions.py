@@ -19,7 +19,7 @@ from equipoise.planning.expected_gain import (
 )
 from equipoise.planning.layout import Layout
 from equipoise.planning.policy import Policy, StoreDown, Weighting
-from equipoise.planning.proposal import Proposal, ProposalRequest, fits, propose_layout
+from equipoise.planning.proposal import Proposal, ProposalRequest, fits, has_places, propose_layout
 from equipoise.policy.digest import digest
 from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance
@@ -270,6 +270,9 @@ class Decisions:
         if hold.pin is None or current is None or not self.can_roll_out:
             return ()
         if current.same_placement(hold.pin) or not fits(hold.pin, current):
+            return ()
+        shape = self._roster.shape
+        if shape is None or not has_places(hold.pin, num_places=shape.num_places):
             return ()
         return self.adopt(hold.pin, algorithm="pin", reason=f"pinned by {hold.pinned}", now=now)
 
