@@ -1,4 +1,4 @@
-"""Layers share places in real processes: layouts go from perLayer to pooled and back, tokens stay."""
+"""Real processes whose layers share places: from perLayer to pooled slots and back."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,13 @@ NUM_SLOTS = 14
 POLICY = """
 apiVersion: equipoise.dev/v1alpha1
 kind: BalancePolicy
-planning:
-  algorithm: global
-  slots: {slots}
-judging:
-  minGain: 0
-  cooldown: 1s
+defaults:
+  planning:
+    algorithm: global
+    slots: {slots}
+  judging:
+    minGain: 0
+    cooldown: 1s
 """
 
 

@@ -126,6 +126,7 @@ def _widened(
         return replace(made, expert_of_slot=table, share_of_slot=shares, steps=())
     columns = columns_of(topology, topology.slots_of_rank, ranks=made.ranks)
     held = current.expert_of_slot[:, columns]
+    in_use = np.add.reduceat(held != EMPTY, live.first_slot[:-1], axis=1, dtype=np.int64)
     if shares is None:  # Experts that stay on their rank also stay in their slot.
         wide = (with_blanks(one, current.num_experts) for one in (table, held))
         aligned = align(*wide, first_slot=np.array(live.first_slot, dtype=np.int64))
@@ -136,6 +137,7 @@ def _widened(
         share_of_slot=shares,
         moves=count_moves(held, table),
         steps=(),
+        evened_layers=int((in_use != own).any(axis=1).sum()),
     )
 
 
@@ -237,7 +239,10 @@ def _made(
     comparison: str = "",
 ) -> Plan:
     """Build the plan with its figures and its reason."""
-    made = summary(problem, placed, wishes.algorithm)
+    is_incremental = wishes.algorithm is Algorithm.INCREMENTAL
+    made = summary(problem, placed, Algorithm.INCREMENTAL if is_incremental else Algorithm.GLOBAL)
+    if wishes.algorithm in {Algorithm.HIERARCHICAL, Algorithm.LOCAL}:
+        comparison += "; pooled slots do not keep expert groups on nodes"
     topology = problem.topology
     slots_of_layer = (placed.table != EMPTY).sum(axis=1)
     changed = int((placed.table != problem.held).any(axis=1).sum())

@@ -59,6 +59,8 @@ class Plan:
     returned_layers: int = 0
     """Layers whose expert groups return to their nodes, whatever balance that costs: `hierarchical`
     and a locality ask for it."""
+    evened_layers: int = 0
+    """Layers in which ranks get equally many slots again, whatever balance that costs."""
     curve: tuple[tuple[int, float], ...] = ()
     """(moves, balancedness) of an incremental plan: the most that any number of moves buys with
     even splits."""

@@ -101,6 +101,7 @@ def propose(request: ProposalRequest) -> Proposal:
         on_window=on_window,
         algorithm=planned.algorithm,
         returned_layers=planned.returned_layers,
+        evened_layers=planned.evened_layers,
         window=request.window,
         model=request.model,
         policy=policy,

@@ -52,6 +52,7 @@ def judge(
     on_window: Comparison,
     algorithm: Algorithm,
     returned_layers: int = 0,
+    evened_layers: int = 0,
     window: Load,
     model: ModelShape,
     policy: Policy,
@@ -75,6 +76,7 @@ def judge(
         algorithm: the algorithm that made the plan.
         returned_layers: layers whose expert groups the plan returns to their nodes. The policy asks
             for that, so the plan need not gain anything.
+        evened_layers: layers in which ranks get equally many slots again; likewise.
         window: the load of the latest window, [layers, experts].
         model: the shape of the model.
         policy: thresholds, and costs that are not measured.
@@ -85,13 +87,14 @@ def judge(
     """
     before, after = on_window.before, on_window.after
     cost = _cost(current, target, on_window, model=model, policy=policy, costs=costs)
+    required = _required(returned_layers, evened_layers)
     rejection = (
         ("the policy pauses rebalancing" if policy.pause else None)
         or _too_few_assignments(window, policy)
         or _cooling_down(policy, shift, now=now, last_switch_s=last_switch_s)
         or (
             None
-            if returned_layers
+            if required
             else _balanced_enough(before, policy)
             or _nothing_to_change(cost)
             or _gains_too_little(before, after, policy)
@@ -101,13 +104,12 @@ def judge(
     )
     if rejection is not None:
         return replace(cost, reason=rejection)
-    if returned_layers:
+    if required:
         return replace(
             cost,
             accepted=True,
-            reason=f"{algorithm} plan returns the expert groups of {returned_layers} layers to "
-            f"their nodes, as the policy asks: balancedness on the latest window goes from "
-            f"{before:.3f} to {after:.3f}; it takes {cost.moves} moves of "
+            reason=f"{algorithm} plan {required}, as the policy asks: balancedness on the latest "
+            f"window goes from {before:.3f} to {after:.3f}; it takes {cost.moves} moves of "
             f"{format_bytes(cost.bytes)} in total, which cost {format_number(cost.lost_s)} s of "
             "serving",
         )
@@ -122,6 +124,16 @@ def judge(
         f"{format_number(cost.lost_s)} s of serving and pay back after "
         f"{format_number(cost.payback_s)} s ({costs.move_cost(policy).reason}); {shift.reason}",
     )
+
+
+def _required(returned_layers: int, evened_layers: int) -> str:
+    """Say what the policy asks for whatever it costs; empty if that is nothing."""
+    words = []
+    if returned_layers:
+        words.append(f"returns the expert groups of {returned_layers} layers to their nodes")
+    if evened_layers:
+        words.append(f"gives each rank equally many slots again in {evened_layers} layers")
+    return " and ".join(words)
 
 
 def _gain_text(cost: Verdict, costs: MeasuredCosts) -> str:

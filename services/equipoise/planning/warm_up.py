@@ -10,8 +10,9 @@ import numpy as np
 
 from equipoise.planning.balance import compare
 from equipoise.planning.layout import Layout
+from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.planner import plan
-from equipoise.planning.policy import Algorithm, Weighting
+from equipoise.planning.policy import Algorithm, SlotUse, Weighting
 from equipoise.planning.topology import ModelShape, Topology
 
 
@@ -38,6 +39,16 @@ def warm_up() -> None:
         )
         place(load[:, ::-1], current=layout, weighted=weighted, samples=1e9)
         compare(layout, layout, load)
+    places = Topology(
+        node_of_rank=("a", "a", "b", "b"), slots_per_rank=4, places_of_rank=(3, 3, 3, 3)
+    )
+    for slots in (SlotUse.POOLED, SlotUse.PER_LAYER):
+        pooled = partial(plan_in_places, model=model, topology=places)
+        first = pooled(load, Wishes(slots=slots, weighted=Weighting.ON), current=None)
+        layout = Layout(
+            generation=1, num_experts=8, num_ranks=4, expert_of_slot=first.expert_of_slot
+        )
+        pooled(load[:, ::-1], Wishes(slots=slots, samples=1e9), current=layout)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,21 @@ def place_pooled(problem: Problem, *, free: Bools) -> ExpertTable:
     )
     sizes = list(_placed_with_sizes(part_of, num_places=int(room.sum())))
     chosen = _choose(sizes, num_places=int(room.sum()))
-    table = np.stack([sizes[size].placed.table[row] for row, size in enumerate(chosen)])
+    tables = [np.stack([sizes[size].placed.table[row] for row, size in enumerate(chosen)])]
+    # Few layers on few ranks may have no exchange that makes room; this needs none.
+    even = _with_equal_ranks(part_of, int(room.min()) // len(part_of.load) * topology.num_ranks)
+    if even is not None:
+        tables.append(even.table)
+    fitted = [into_rooms(part_of, table, room=room) for table in tables]
     placed = problem.held.copy()
-    placed[free] = into_rooms(part_of, table, room=room)
+    placed[free] = min(fitted, key=lambda table: _step_time(part_of, table))
     return placed
+
+
+def _step_time(problem: Problem, table: ExpertTable) -> float:
+    """The busiest rank's load summed over layers, in multiples of the mean rank load."""
+    placed = weigh(problem, table, may_chain=False)
+    return float((1.0 / problem.balancedness_of_layer(*placed)).sum())
 
 
 def _placed_with_sizes(problem: Problem, *, num_places: int) -> Iterator[_Sized]:
@@ -111,7 +122,8 @@ def _with_equal_ranks(problem: Problem, num_slots: int) -> Placed | None:
     """Place all layers in equally many slots on each rank, if `num_slots` allow it."""
     num_layers, topology = problem.model.num_layers, problem.topology
     per_rank, rest = divmod(num_slots, topology.num_ranks)
-    if rest or not topology.has_equal_slots:
+    is_enough = problem.model.num_experts <= num_slots <= topology.num_slots
+    if rest or not is_enough or not topology.has_equal_slots:
         return None
     narrow = replace(
         problem,
