@@ -13,7 +13,7 @@ from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.model_config import ModelDescription, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.arrays import ExpertTable, ShareTable
-from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.layout import Layout, contiguous_layout, used_places
 from equipoise.planning.placing.twins import repair_twins
 from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
 from equipoise.planning.topology import ModelShape, Topology
@@ -204,8 +204,19 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
             f"{path}: {placement.num_ranks} ranks, but --ranks is {topology.num_ranks}"
         )
     table = placement.expert_of_slot
+    if topology.places_of_rank:
+        used = used_places(table, first_slot=topology.first_slot)
+        if (used > topology.places_of_rank).any():
+            raise FormatError(
+                f"{path}: rank {int(used.argmax())} holds {used.max()} experts, but --places is "
+                f"{topology.places_of_rank[0]}"
+            )
+    elif placement.has_empty_slots:
+        raise FormatError(f"{path}: its layers share places: only `plan --places` reads it")
     # The load determines which duplicates are cheapest to replace.
-    repaired = repair_twins(table, load=case.recording.total(), num_ranks=topology.num_ranks)
+    repaired = table
+    if not placement.has_empty_slots:
+        repaired = repair_twins(table, load=case.recording.total(), num_ranks=topology.num_ranks)
     num_twins = int(np.count_nonzero(repaired != table))
     layout = Layout(
         generation=1,

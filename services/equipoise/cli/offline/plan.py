@@ -21,12 +21,15 @@ from equipoise.cli.offline.inputs import (
 from equipoise.cli.offline.settings import PlanSettings
 from equipoise.formats.files import write_placement
 from equipoise.formats.placement import ExpertPlacement
-from equipoise.planning.arrays import ExpertTable, Load
+from equipoise.planning.arrays import EMPTY, ExpertTable, Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import count_moves
 from equipoise.planning.load import assignments_per_layer
+from equipoise.planning.places import Wishes, plan_in_places
+from equipoise.planning.placing.blanks import widened
 from equipoise.planning.planner import Plan, plan
-from equipoise.planning.policy import Weighting
+from equipoise.planning.policy import SlotUse, Weighting
 from equipoise.planning.shared_expert import plan_with_shared_ranks
 from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import Topology
@@ -82,7 +85,7 @@ class _PlanReport:
     @property
     def moves(self) -> int:
         """Number of slots that change from the current layout."""
-        return int(np.count_nonzero(self.plan.expert_of_slot != self.held))
+        return count_moves(self.held, self.plan.expert_of_slot)
 
     @property
     def shared_replicas(self) -> list[int] | None:
@@ -120,6 +123,8 @@ def _make(settings: PlanSettings) -> _PlanReport:
         if settings.slots_of_rank
         else pool_topology(settings.pool, case.model)
     )
+    if settings.places:
+        topology = replace(topology, places_of_rank=(settings.places,) * topology.num_ranks)
     current = read_current(settings.pool, case=case, topology=topology)
     is_counts = bool((load == np.trunc(load)).all())
     arguments: dict[str, Any] = {
@@ -131,8 +136,18 @@ def _make(settings: PlanSettings) -> _PlanReport:
         # If the loads are counts, the plan makes no moves for noise.
         "samples": assignments_per_layer(load) if current and is_counts else None,
     }
-    if settings.shared_ranks is None:
-        planner: Callable[..., Plan] = plan
+    if settings.places:
+        planner: Callable[..., Plan] = _pooled
+        arguments["wishes"] = Wishes(
+            algorithm=arguments.pop("algorithm"),
+            slots=SlotUse.POOLED,
+            weighted=Weighting.AUTO if settings.weighted else Weighting.OFF,
+            max_moves=settings.max_moves,
+            target_balancedness=settings.target_balancedness,
+            samples=arguments.pop("samples"),
+        )
+    elif settings.shared_ranks is None:
+        planner = plan
         arguments["locality"] = settings.locality
         arguments["max_moves"] = settings.max_moves
         arguments["target_balancedness"] = settings.target_balancedness
@@ -142,9 +157,11 @@ def _make(settings: PlanSettings) -> _PlanReport:
         arguments["num_shared_ranks"] = settings.shared_ranks
     try:
         # The first call compiles or loads machine code; keep that out of the measured time.
-        planner(
-            load[:1], **{**arguments, "model": replace(case.model, num_layers=1), "current": None}
-        )
+        if not settings.places:
+            planner(
+                load[:1],
+                **{**arguments, "model": replace(case.model, num_layers=1), "current": None},
+            )
         started_s = time.perf_counter()
         made = planner(load, **arguments)
         plan_ms = (time.perf_counter() - started_s) * 1000
@@ -170,6 +187,10 @@ def _make(settings: PlanSettings) -> _PlanReport:
     )
 
 
+def _pooled(load: Load, *, wishes: Wishes, **arguments: Any) -> Plan:
+    return plan_in_places(load, wishes, **arguments)
+
+
 def _excluded(settings: PlanSettings, topology: Topology) -> frozenset[int]:
     ranks = numbers("--exclude-ranks", settings.exclude_ranks)
     unknown = [rank for rank in ranks if rank >= topology.num_ranks]
@@ -189,8 +210,9 @@ def _held(
 ) -> ExpertTable:
     """The experts in the slots of `ranks` now, [layers, slots]."""
     if current is None:
-        row = np.arange(live.num_slots, dtype=np.int32) % case.model.num_experts
-        return np.tile(row, (case.model.num_layers, 1))
+        in_use = live.slots_of_layer(case.model.num_layers)
+        row = np.arange(sum(in_use), dtype=np.int32) % case.model.num_experts
+        return widened(np.tile(row, (case.model.num_layers, 1)), live, in_use, fill=EMPTY)
     columns = np.concatenate(
         [np.arange(live.slots_per_rank) + rank * live.slots_per_rank for rank in ranks]
     )
@@ -221,6 +243,8 @@ def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
         "num_groups": model.num_groups,
         "num_ranks": len(made.ranks),
         "num_slots": int(made.expert_of_slot.shape[1]),
+        "num_places": settings.places,
+        "slots_of_layer": (made.expert_of_slot != EMPTY).sum(axis=1).tolist(),
         "num_windows": report.case.recording.num_windows,
         "first_moe_layer": report.case.recording.first_moe_layer,
         "expert_bytes": model.expert_bytes,
@@ -232,13 +256,19 @@ def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
 def _show(report: _PlanReport, settings: PlanSettings) -> None:
     made, model = report.plan, report.case.model
     out = console()
+    used = (made.expert_of_slot != EMPTY).sum(axis=1)
     num_slots = int(made.expert_of_slot.shape[1])
+    slots_text = f"{num_slots} slots ({num_slots - model.num_experts} redundant)"
+    if settings.places:
+        slots_text = (
+            f"{settings.places} places each: {used.min()} to {used.max()} slots in a layer "
+            f"({used.mean() - model.num_experts:.1f} redundant on average)"
+        )
     out.print(
         f"{model.num_layers} layers x {model.num_experts} experts, "
         f"{format_count(report.case.recording.num_windows, 'window')} of loads; "
         f"{format_count(len(made.ranks), 'rank')} on "
-        f"{format_count(len(report.topology.only(made.ranks).nodes), 'node')}, {num_slots} slots "
-        f"({num_slots - model.num_experts} redundant)\n"
+        f"{format_count(len(report.topology.only(made.ranks).nodes), 'node')}, {slots_text}\n"
     )
     now = balancedness_per_layer(report.rank_load_now)
     origin = "the current layout" if report.current else "experts in order"
@@ -252,7 +282,7 @@ def _show(report: _PlanReport, settings: PlanSettings) -> None:
         f"mean / max rank load; upper bound {made.bound:.4f}",
     )
     table.add_row("worst layer", f"{now.min():.4f}", f"{made.balancedness_of_layer.min():.4f}", "")
-    slots = model.num_layers * num_slots
+    slots = int(used.sum())
     table.add_row("moves", "", f"{report.moves:,}", f"of {slots:,} slots, from {origin}")
     table.add_row(
         "bytes",

@@ -159,6 +159,11 @@ class PlanSettings:
     """Let an expert's replicas serve unequal shares of its load. Only Equipoise's own format and
     workers support shares."""
 
+    places: Annotated[int, Range(0)] = 0
+    """Experts that each rank has room for over all layers. Layers then share them: each gets as
+    many slots as shorten the step most, on each rank at most --slots / --ranks. Only Equipoise's
+    own format and workers support that (--places, and planning.slots=pooled in the policy)."""
+
     shared_ranks: Annotated[int | None, Range(1)] = None
     """Number of ranks, the last ones, that hold only the shared expert. Needs --shared-expert and
     one slot per rank. Default: the plan chooses the shared expert's replicas."""
@@ -205,10 +210,24 @@ class PlanSettings:
                 f"--weighted works with --format {Format.EQUIPOISE} only: {self.format} cannot "
                 "represent shares"
             )
+        if self.places:
+            self._check_places()
         if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
             raise InvalidSettingsError(
                 f"--algorithm {self.algorithm} plans from scratch: --max-moves and "
                 "--target-balancedness work with incremental plans only"
+            )
+
+    def _check_places(self) -> None:
+        """Check that no option contradicts shared places."""
+        if self.out is not None and self.format is not Format.EQUIPOISE:
+            raise InvalidSettingsError(
+                f"--places works with --format {Format.EQUIPOISE} only: {self.format} cannot "
+                "represent layers with different numbers of slots"
+            )
+        if self.slots_of_rank or self.shared_ranks is not None or self.locality is not None:
+            raise InvalidSettingsError(
+                "--places cannot be combined with --slots-of-rank, --shared-ranks or --locality"
             )
 
     @property
