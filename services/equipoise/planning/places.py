@@ -151,7 +151,7 @@ def _narrow_layout(
         fill(table[layer], load[layer], narrow)
     table = cover(Problem(load=load, model=model, topology=narrow, held=table))
     columns = columns_of(topology, of_layer)
-    fits = np.array_equal(table, current.expert_of_slot[:, columns])
+    is_all = np.array_equal(widened(table, topology, of_layer, fill=EMPTY), current.expert_of_slot)
     shares = current.share_of_slot
     return Layout(
         generation=current.generation,
@@ -159,7 +159,7 @@ def _narrow_layout(
         num_ranks=current.num_ranks,
         expert_of_slot=table,
         slots_of_rank=of_layer,
-        share_of_slot=shares[:, columns] if shares is not None and fits else None,
+        share_of_slot=shares[:, columns] if shares is not None and is_all else None,
     )
 
 

@@ -1,0 +1,168 @@
+"""Plans for ranks whose layers share places."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equipoise.planning.balance import balancedness, layout_loads
+from equipoise.planning.errors import InvalidLayoutError
+from equipoise.planning.layout import Layout
+from equipoise.planning.places import Wishes, plan_in_places
+from equipoise.planning.placing.bound import upper_bound_of_places
+from equipoise.planning.planner import plan
+from equipoise.planning.policy import Algorithm, SlotUse, Weighting
+from equipoise.planning.topology import ModelShape, Topology
+
+NUM_POOLS = int(os.environ.get("EQUIPOISE_RANDOM_POOLS", "60"))
+POOLED, PER_LAYER = SlotUse.POOLED, SlotUse.PER_LAYER
+
+
+def skewed(rng, *, num_layers, num_experts):
+    """Loads of layers that are skewed differently, some experts idle."""
+    sigma = rng.uniform(0.1, 2.0, (num_layers, 1))
+    load = np.exp(sigma * rng.standard_normal((num_layers, num_experts)))
+    return load * (rng.random(load.shape) > 0.05)
+
+
+def laid_out(made, *, num_experts):
+    return Layout(
+        generation=1,
+        num_experts=num_experts,
+        num_ranks=len(made.ranks),
+        expert_of_slot=made.expert_of_slot,
+        share_of_slot=made.share_of_slot,
+    )
+
+
+def random_pool(rng):
+    num_ranks, num_layers = int(rng.integers(2, 9)), int(rng.integers(1, 9))
+    num_experts = int(rng.integers(num_ranks, 25))
+    least = -(-num_experts * num_layers // num_ranks)
+    # At least as many as for one slot of each layer.
+    places = max(least, -(-num_experts // num_ranks) * num_layers) + int(rng.integers(0, 9))
+    slots = -(-places // num_layers) + int(rng.integers(0, 4))
+    model = ModelShape(num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1)
+    topology = Topology(
+        node_of_rank=tuple(str(rank // 2) for rank in range(num_ranks)),
+        slots_per_rank=slots,
+        places_of_rank=(min(places, num_layers * slots),) * num_ranks,
+    )
+    return model, topology
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_fills_more_places_than_a_rank_has_whatever_it_comes_from(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(NUM_POOLS // 4):
+        model, topology = random_pool(rng)
+        current = None
+        for slots in rng.permutation([POOLED, POOLED, PER_LAYER]):
+            load = skewed(rng, num_layers=model.num_layers, num_experts=model.num_experts)
+            wishes = Wishes(
+                slots=SlotUse(slots),
+                algorithm=rng.choice([Algorithm.GLOBAL, Algorithm.INCREMENTAL]),
+                weighted=rng.choice([Weighting.OFF, Weighting.ON]),
+            )
+            made = plan_in_places(load, wishes, model=model, topology=topology, current=current)
+            current = laid_out(made, num_experts=model.num_experts)
+            assert max(current.used_places) <= topology.places_of_rank[0]
+            assert made.balancedness == pytest.approx(balancedness(layout_loads(current, load)))
+            assert made.balancedness <= made.bound + 1e-9
+
+
+def test_layers_that_need_more_replicas_get_them_from_those_that_need_fewer():
+    rng = np.random.default_rng(0)
+    sigma = np.array([[0.05]] * 4 + [[1.6]] * 4)
+    load = np.exp(sigma * rng.standard_normal((8, 64)))
+    model = ModelShape(num_layers=8, num_experts=64, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 32, slots_per_rank=5, places_of_rank=(8 * 3,) * 32)
+    balance = {}
+    for slots in (PER_LAYER, POOLED):
+        made = plan_in_places(
+            load, Wishes(slots=slots), model=model, topology=topology, current=None
+        )
+        in_use = (made.expert_of_slot >= 0).sum(axis=1)
+        assert in_use.sum() <= 8 * 3 * 32
+        balance[slots] = made.balancedness
+    assert in_use[4:].min() > in_use[:4].max()
+    assert balance[POOLED] > balance[PER_LAYER] + 0.02
+
+
+def test_without_places_a_plan_is_that_of_the_planner():
+    rng = np.random.default_rng(0)
+    load = skewed(rng, num_layers=3, num_experts=16)
+    model = ModelShape(num_layers=3, num_experts=16, num_groups=4, expert_bytes=1)
+    topology = Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=5)
+    wanted = plan(load, model=model, topology=topology, algorithm=Algorithm.GLOBAL)
+    for slots in (POOLED, PER_LAYER):
+        made = plan_in_places(
+            load, Wishes(slots=slots), model=model, topology=topology, current=None
+        )
+        assert np.array_equal(made.expert_of_slot, wanted.expert_of_slot)
+        assert made.reason == wanted.reason
+
+
+def test_traffic_as_before_moves_nothing():
+    rng = np.random.default_rng(0)
+    load = skewed(rng, num_layers=6, num_experts=32)
+    model = ModelShape(num_layers=6, num_experts=32, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 8, slots_per_rank=8, places_of_rank=(6 * 5,) * 8)
+    for slots in (POOLED, PER_LAYER):
+        where = {"model": model, "topology": topology}
+        first = plan_in_places(load, Wishes(slots=slots), current=None, **where)
+        current = laid_out(first, num_experts=32)
+        again = plan_in_places(
+            load, Wishes(slots=slots, algorithm=Algorithm.INCREMENTAL), current=current, **where
+        )
+        assert again.moves == 0
+        assert np.array_equal(again.expert_of_slot, first.expert_of_slot)
+
+
+def test_a_lost_rank_s_experts_go_to_the_places_of_the_others():
+    rng = np.random.default_rng(0)
+    load = skewed(rng, num_layers=6, num_experts=32)
+    model = ModelShape(num_layers=6, num_experts=32, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 8, slots_per_rank=8, places_of_rank=(6 * 5,) * 8)
+    first = plan_in_places(load, Wishes(slots=POOLED), model=model, topology=topology, current=None)
+    made = plan_in_places(
+        load,
+        Wishes(slots=POOLED),
+        model=model,
+        topology=topology,
+        current=laid_out(first, num_experts=32),
+        exclude_ranks=frozenset({3}),
+    )
+    layout = laid_out(made, num_experts=32)
+    assert layout.num_ranks == 7
+    assert max(layout.used_places) <= 30
+
+
+def test_too_few_places_are_an_error_that_says_how_many_are_needed():
+    model = ModelShape(num_layers=4, num_experts=8, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a", "a"), slots_per_rank=6, places_of_rank=(15, 15))
+    with pytest.raises(InvalidLayoutError, match="at least 16 places"):
+        plan_in_places(
+            np.ones((4, 8)), Wishes(slots=POOLED), model=model, topology=topology, current=None
+        )
+
+
+def test_a_bound_of_places_is_that_of_slots_where_layers_are_alike():
+    rng = np.random.default_rng(0)
+    row = np.exp(1.5 * rng.standard_normal(16))
+    load = np.tile(row, (4, 1))
+    few, many = (
+        upper_bound_of_places(load, num_places=places, num_slots=24, num_ranks=8)
+        for places in (4 * 16, 4 * 24)
+    )
+    assert few < many <= 1.0
+
+
+def test_topologies_say_how_many_slots_of_each_layer_are_in_use_per_layer():
+    topology = Topology(node_of_rank=("a", "a"), slots_per_rank=6, places_of_rank=(15, 17))
+    assert topology.slots_of_layer(4) == (3, 4)
+    assert topology.slots_of_layer(2) == (6, 6)
+    assert replace(topology, places_of_rank=()).slots_of_layer(4) == (6, 6)
+    with pytest.raises(ValueError, match="places_of_rank"):
+        replace(topology, places_of_rank=(1,))
