@@ -9,7 +9,7 @@ are copied at the switch.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Self
 from weakref import WeakSet
@@ -280,6 +280,9 @@ class _SparePlaces:
         # Its methods are atomic: staging takes places on threads other than the engine's.
         self._spare = deque(places)
         self._taken = WeakSet[_TakenPlaces]()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._spare))
 
     def take(self, *, most: int) -> _TakenPlaces:
         """Take up to `most` places for staged experts, on any thread."""
