@@ -284,6 +284,9 @@ class _SparePlaces:
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._spare))
 
+    def __len__(self) -> int:
+        return len(self._spare)
+
     def take(self, *, most: int) -> _TakenPlaces:
         """Take up to `most` places for staged experts, on any thread."""
         taken = _TakenPlaces(self._spare, most=most)
