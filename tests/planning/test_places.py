@@ -120,6 +120,23 @@ def test_traffic_as_before_moves_nothing():
         assert np.array_equal(again.expert_of_slot, first.expert_of_slot)
 
 
+def test_an_incremental_plan_moves_fewer_experts_than_one_from_scratch():
+    rng = np.random.default_rng(0)
+    loads = skewed(rng, num_layers=6, num_experts=32) * np.exp(
+        0.3 * rng.standard_normal((2, 6, 32))
+    )
+    model = ModelShape(num_layers=6, num_experts=32, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 8, slots_per_rank=8, places_of_rank=(6 * 5,) * 8)
+    where = {"model": model, "topology": topology}
+    first = plan_in_places(loads[0], Wishes(slots=POOLED), current=None, **where)
+    where["current"] = laid_out(first, num_experts=32)
+    few = Wishes(slots=POOLED, algorithm=Algorithm.INCREMENTAL, target_balancedness=0.95)
+    some = plan_in_places(loads[1], few, **where)
+    anew = plan_in_places(loads[1], replace(few, algorithm=Algorithm.GLOBAL), **where)
+    assert some.balancedness >= 0.95
+    assert 0 < some.moves < anew.moves / 2
+
+
 def test_a_lost_rank_s_experts_go_to_the_places_of_the_others():
     rng = np.random.default_rng(0)
     load = skewed(rng, num_layers=6, num_experts=32)

@@ -4,11 +4,12 @@ A rank has room for some number of experts over all layers, and in one layer at 
 Per layer, a rank fills equally many slots in every layer. Pooled, layers and ranks differ.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, Load
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.placing.blanks import (
@@ -21,6 +22,7 @@ from equipoise.planning.placing.blanks import (
 from equipoise.planning.placing.bound import upper_bound_of_places
 from equipoise.planning.placing.chance import gains_beyond_chance
 from equipoise.planning.placing.cover import cover, fill
+from equipoise.planning.placing.incremental import improve
 from equipoise.planning.placing.pooled import place_pooled
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.stay import align
@@ -33,8 +35,8 @@ from equipoise.planning.topology import ModelShape, Topology
 PARTS = (0.125, 0.25, 0.5, 1.0)
 """Parts of the layers worth placing again that are tried, those that lose most first."""
 
-ENOUGH = 0.9
-"""Part of the gain of placing all of them again at which fewer layers are enough."""
+ENOUGH = 0.7
+"""Part of the possible gain that is enough if the target is out of reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,7 @@ def _narrow_layout(
 
 
 def _pooled(problem: Problem, wishes: Wishes) -> Plan:
-    """Place the layers that lose most again, as few of them as gain enough."""
+    """Improve layers in the slots that they have; place those that lose most again, if need be."""
     held = Placed(problem.held, problem.held_shares)
     every = np.ones(problem.model.num_layers, dtype=np.bool_)
     fresh = _placed_again(problem, free=every)
@@ -175,29 +177,75 @@ def _pooled(problem: Problem, wishes: Wishes) -> Plan:
     worth, comparison = _worth_changing(problem, before - after, wishes.samples)
     if problem.weighted is not Weighting.OFF:
         held = weigh(problem, problem.held, may_chain=False)
-    standing = _mean_balance(problem, held)
+    standing, possible = (_mean_balance(problem, one) for one in (held, fresh))
     target = wishes.target_balancedness
     if not is_lost.any() and (not worth.any() or (target is not None and standing >= target)):
         return _made(problem, held, wishes, before=standing, comparison=comparison)
-    possible = _mean_balance(problem, fresh)
-    enough = standing + ENOUGH * (possible - standing)
+    enough = possible - LEAST_LAYER_GAIN
     if target is not None:
-        enough = min(enough, target)
-    order = np.argsort(np.where(worth, after - before, np.inf), kind="stable")
-    best = held
-    for part in PARTS:
-        free = is_lost.copy()
-        free[order[: int(np.ceil(part * worth.sum()))]] = True
-        if not _have_places(problem, free):
-            free = every
-        placed = fresh if free.all() else _placed_again(problem, free=free)
+        enough = target if possible >= target else standing + ENOUGH * (possible - standing)
+    best, lose = held, np.where(worth, before - after, 0.0)
+    ways: Iterable[Placed] = (fresh,)
+    if wishes.algorithm is Algorithm.INCREMENTAL:
+        ways = _candidates(problem, fresh, lose=lose, enough=enough)
+    for placed in ways:
         moves = count_moves(problem.held, placed.table)
         if wishes.max_moves is not None and moves > wishes.max_moves and not is_lost.any():
             break
-        best = placed
-        if is_lost.any() or _mean_balance(problem, placed) >= enough:
+        if is_lost.any() or _mean_balance(problem, placed) > _mean_balance(problem, best):
+            best = placed
+        if is_lost.any() or _mean_balance(problem, best) >= enough:
             break
     return _made(problem, best, wishes, before=standing, comparison=comparison)
+
+
+def _candidates(problem: Problem, fresh: Placed, *, lose: Load, enough: float) -> Iterator[Placed]:
+    """Yield placements that move more and more; `lose` is what layers lose by staying, [layers]."""
+    is_lost = ~problem.is_valid
+    near = problem
+    if not is_lost.any():
+        near = replace(problem, held=_improved_in_place(problem, layers=lose > 0, enough=enough))
+        yield weigh(problem, near.held, may_chain=False)
+    order = np.argsort(-lose, kind="stable")
+    for part in PARTS:
+        free = is_lost.copy()
+        free[order[: int(np.ceil(part * (lose > 0).sum()))]] = True
+        if not _have_places(problem, free):
+            free[:] = True
+        yield fresh if free.all() else _placed_again(near, free=free)
+    yield fresh
+
+
+def _improved_in_place(problem: Problem, *, layers: Bools, enough: float) -> ExpertTable:
+    """Make the moves that gain most in the slots that each rank has in use, layer by layer.
+
+    Stops in a layer whose balancedness is `enough`.
+    """
+    table = problem.held.copy()
+    for layer in np.flatnonzero(layers).tolist():
+        columns = np.flatnonzero(problem.held[layer] != EMPTY)
+        ranks, sizes = np.unique(problem.rank_of_slot[columns], return_counts=True)
+        slots_of_rank = tuple(sizes.tolist())
+        small = Problem(
+            load=problem.load[layer : layer + 1],
+            model=replace(problem.model, num_layers=1),
+            topology=Topology(
+                node_of_rank=tuple(problem.topology.node_of_rank[rank] for rank in ranks),
+                slots_per_rank=max(slots_of_rank),
+                slots_of_rank=slots_of_rank,
+            ),
+            held=np.ascontiguousarray(problem.held[layer, columns][None]),
+        )
+        improved = improve(
+            small,
+            layers=np.ones(1, dtype=np.bool_),
+            fresh=small.held,
+            standing=small.balancedness_of_layer(small.held),
+            least_gain=LEAST_LAYER_GAIN,
+            target=enough,
+        )
+        table[layer, columns] = improved.table[0]
+    return table
 
 
 def _placed_again(problem: Problem, *, free: Bools) -> Placed:

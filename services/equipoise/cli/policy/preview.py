@@ -192,7 +192,12 @@ def _current_situation(client: BalancerClient) -> Situation:
         current=current,
         model=model_from_proto(status.model),
         topology=Topology(
-            node_of_rank=tuple(layout.node_of_rank), slots_per_rank=current.slots_per_rank
+            node_of_rank=tuple(layout.node_of_rank),
+            slots_per_rank=current.slots_per_rank,
+            # At least these, and in a pool whose layers share places hardly any is free.
+            places_of_rank=(max(current.used_places),) * current.num_ranks
+            if current.has_empty_slots
+            else (),
         ),
         slow=slow,
         slow_samples=loads.slow_samples,
