@@ -48,6 +48,22 @@ def test_a_worker_that_crashes_again_and_again_interrupts_the_others_ever_less(m
     assert f"{LOOPING} gets no rank: it died or restarted in " in reason
 
 
+def test_workers_of_a_bad_machine_that_crash_at_different_times_are_excluded(make_harness):
+    fleet = Fleet(make_harness, num_ranks=8, slots_per_rank=8)
+    fleet.live(seconds=90)
+    bad = ["worker-5", "worker-6", "worker-7"]
+    for _ in range(10):
+        for name in bad:
+            crash(fleet, name, after_s=2, back_s=1)
+    before = len(fleet.opened())
+    for _ in range(30):
+        for name in bad:
+            crash(fleet, name, after_s=2, back_s=1)
+    assert len(fleet.opened()) - before <= 30
+    reason = fleet.harness.pool.diagnosis().reason
+    assert any(f"{name} gets no rank: it died or restarted in " in reason for name in bad)
+
+
 def test_workers_that_die_in_turn_are_all_taken_back(make_harness):
     fleet = Fleet(make_harness)
     fleet.live(seconds=5)

@@ -51,7 +51,7 @@ def soak(seams: Seams, *, epochs: int, switches: int, terms: int, every: int) ->
         rounds += 1
         world.do_shift(rounds % 7)
         if rounds % WORKER_DIES_EVERY == 0:
-            world.do_kill_worker(f"w{rounds % 4}", 0.3)
+            world.do_kill_worker(f"w{rounds // WORKER_DIES_EVERY % 4}", 0.3)
         if rounds % LEADER_DIES_EVERY == 0:
             world.do_kill_leader(0.3)
         world.loop.run_until(world.loop.time() + ROUND_S)

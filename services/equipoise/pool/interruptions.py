@@ -3,7 +3,7 @@
 Each loss of a group costs all ranks a pause, and the worker that is blamed need not be at fault: a
 flaky network looks the same. So no worker is excluded for good, but each time for longer.
 
-If a rank is gone, it is blamed if it was the only one, and the same as before. Otherwise, if the
+If a rank is gone, it is blamed, unless most of the pool's workers die in turn. Otherwise, if the
 group served, the rank that reports its end first is blamed. If the ranks never met, the
 first report only shows which timeout was shorter. Then those are blamed that several ranks could
 not connect to (`reachability`). If the reports do not show that, the ranks that were not in the
@@ -15,6 +15,7 @@ help. So after a few epochs in a row that failed at once, the next ones open eve
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ MAX_SHORT = 3
 """Short epochs that a worker may end in succession before it is excluded."""
 
 MAX_CRASHES = 5
-"""Short epochs in succession of which a worker alone may be gone before it is excluded."""
+"""Short epochs in which a worker may die before it is excluded."""
 
 FIRST_ABSENCE_S = 30.0
 """How long it is excluded the first time; twice as long after each further short epoch."""
@@ -94,8 +95,8 @@ class Interruptions:
         self._failed = Setbacks()
         self._tried: set[str] = set()
         self._needs_no_wait = False
-        # The worker without which the latest short epochs ended, and how many in a row.
-        self._gone, self._num_gone = "", 0
+        # Short epochs in which a worker died or restarted.
+        self._deaths: Counter[str] = Counter()
 
     @property
     def failed_hosts(self) -> Container[str]:
@@ -117,10 +118,9 @@ class Interruptions:
         """A long epoch makes up for what its ranks did before. It runs before ranks change."""
         served_s = self._served_s(now=now)
         if served_s >= SHORT_S:
-            names = [member.name for member in self._roster.seated()]
-            for name in names:
-                self._short.pop(name, None)
-            self._num_gone = 0 if self._gone in names else self._num_gone
+            for member in self._roster.seated():
+                self._short.pop(member.name, None)
+                self._deaths.pop(member.name, None)
         if served_s >= FAILED_S:
             self._failed = Setbacks()
             self._tried.clear()
@@ -149,8 +149,8 @@ class Interruptions:
     def judge(self, *, silent: Container[str], now: float) -> Chain:
         """Another epoch is due: exclude the worker that ended this one if it does so repeatedly.
 
-        No worker is blamed if several ranks are gone or have restarted, or one is `silent`. An
-        epoch is judged once, however long the next one has to wait.
+        If ranks are gone or have restarted, no other worker is blamed, and none if one is `silent`.
+        An epoch is judged once, however long the next one has to wait.
         """
         enders = tuple(self._enders)
         reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
@@ -164,7 +164,7 @@ class Interruptions:
             return ()
         self._is_judged = True
         if departed:
-            return self._count_gone(departed, now=now)
+            return self._count_deaths(departed, now=now)
         is_agreed = 2 * len(enders) > len(seated)
         warning = self._note_failure(now=now) if is_agreed else ()
         if self._serving_since_s is not None or not is_agreed:
@@ -230,19 +230,26 @@ class Interruptions:
         for forgotten in list(self._failed_hosts)[:-MAX_WORKERS]:
             del self._failed_hosts[forgotten]
 
-    def _count_gone(self, departed: Collection[str], *, now: float) -> Chain:
-        """Exclude a worker that alone is gone from several short epochs in a row."""
-        is_alone = len(departed) == 1 < self._roster.num_ranks
-        name = next(iter(departed)) if is_alone else ""
-        self._num_gone = self._num_gone + 1 if name == self._gone else 1
-        self._gone = name
-        if not name or self._num_gone < MAX_CRASHES:
-            return ()
-        what = (
-            f"it died or restarted in {self._num_gone} epochs in a row, before they had served for "
-            f"{SHORT_S:g} s"
-        )
-        return self._exclude(name, now=now, what=what)
+    def _count_deaths(self, departed: Collection[str], *, now: float) -> Chain:
+        """Exclude workers that died in one short epoch after another.
+
+        If more than half of the workers die in turn, none of them is the cause.
+        """
+        self._deaths.update(departed)
+        if 2 * len(self._deaths) > self._roster.intended_ranks:
+            self._deaths.clear()
+        looping = [name for name in departed if self._deaths[name] >= MAX_CRASHES]
+        chains = [
+            self._exclude(
+                name,
+                now=now,
+                what=f"it died or restarted in {self._deaths[name]} epochs before they had served "
+                f"for {SHORT_S:g} s",
+                after=place,
+            )
+            for place, name in enumerate(looping)
+        ]
+        return tuple(effect for chain in chains for effect in chain)
 
     def _count(self, culprit: str, *, now: float, what: str = "", after: int = 0) -> Chain:
         """Exclude a worker, as `_exclude` does, if it has ended enough epochs by now."""

@@ -80,7 +80,7 @@ MEMBER_PLANTS = {
     ),
     "crashes-unblamed": Plant(
         breaks="a worker that crashes again and again gets a rank each time at once",
-        patches=lambda: [(Interruptions, "_count_gone", always(()))],
+        patches=lambda: [(Interruptions, "_count_deaths", always(()))],
         kinds=("crash_loop", "shift"),
     ),
     "failures-unlimited": Plant(
