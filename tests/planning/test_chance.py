@@ -71,7 +71,8 @@ def test_without_a_sample_size_a_plan_follows_noise(current, algorithm):
 def test_other_traffic_moves_experts_in_every_layer(current, algorithm):
     made = planned(counted(shares(8), seed=2), current, algorithm, SAMPLES)
     assert (made.expert_of_slot != current.expert_of_slot).any(axis=1).all()
-    assert made.balancedness > 0.99
+    # Small steps stop where chance hides what is left: at about 2 %.
+    assert made.balancedness > (0.97 if algorithm is Algorithm.INCREMENTAL else 0.99)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

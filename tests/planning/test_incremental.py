@@ -9,7 +9,7 @@ from equipoise.planning.placing.from_scratch import place_globally
 from equipoise.planning.placing.incremental import improve
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.relieve import relieve
-from equipoise.planning.placing.search_state import SearchSpace
+from equipoise.planning.placing.search_state import Goal, SearchSpace
 from equipoise.planning.planner import LEAST_LAYER_GAIN, plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
@@ -167,7 +167,8 @@ def test_between_equal_gains_the_move_with_a_source_on_its_node_is_made(hot_slot
         np.arange(0, 9, 2), np.repeat(np.arange(4), 2), np.array([0, 0, 1, 1]),
         np.zeros(7, dtype=np.int64), 1.0, 0.0, 0.0,
     )  # fmt: skip
-    path = relieve(start, np.array([4.0, 1, 1, 1, 1, 1, 1]), space, 3.1, np.inf)
+    load = np.array([[4.0], [1], [1], [1], [1], [1], [1]])
+    path = relieve(start, load, space, Goal(np.array([3.1]), np.ones(1), np.inf))
     np.testing.assert_array_equal(path.steps[0], [near_slot, 0, -1, -1])
 
 

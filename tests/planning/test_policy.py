@@ -28,7 +28,6 @@ def test_the_defaults_are_valid_and_move_few_experts():
         ("report_timeout_s", 0.0),
         ("algorithm", "random"),
         ("locality", 1.1),
-        ("target_balancedness", 0.0),
         ("plan_below", 1.5),
         ("risk_z", -1.0),
         ("bandwidth_bytes_per_s", 0.0),

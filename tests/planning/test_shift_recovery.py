@@ -55,6 +55,8 @@ def windows_until_recovered(policy):
             target=target,
             on_average=on_average,
             on_window=on_window,
+            on_expected=on_window,
+            lasts_s=policy.payback_s,
             algorithm=made.algorithm,
             window=window,
             model=MODEL,

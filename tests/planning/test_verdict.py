@@ -52,6 +52,8 @@ def verdict_on(**changed):
     current, proposed = case["current"], case.pop("proposed")
     case["target"] = current.with_placement(proposed, generation=current.generation + 1)
     on_average, on_window = compare(current, case["target"], case.pop("average"), case["window"])
+    case.setdefault("on_expected", on_window)
+    case.setdefault("lasts_s", case["policy"].payback_s)
     return judge(on_average=on_average, on_window=on_window, **case)
 
 
@@ -110,7 +112,7 @@ def test_a_small_gain_is_not_worth_moving():
     nearly_even = np.array([[510.0, 500.0, 490.0, 500.0]])
     verdict = verdict_on(window=nearly_even)
     assert not verdict.accepted
-    assert "gains too little on the latest window" in verdict.reason
+    assert "gains too little on the traffic to expect" in verdict.reason
     assert "the minimum gain is 0.050" in verdict.reason
 
 
@@ -119,7 +121,7 @@ def test_a_plan_that_is_worse_on_the_latest_window_is_rejected_however_good_on_t
     verdict = verdict_on(window=other_pair)
     assert not verdict.accepted
     assert verdict.reason == (
-        "the plan is worse on the latest window: balancedness would fall from 1.000 to 0.556"
+        "the plan is worse on the traffic to expect: balancedness would fall from 1.000 to 0.556"
     )
 
 
@@ -139,7 +141,8 @@ def test_a_plan_that_pays_too_late_is_rejected_with_its_price():
     assert not verdict.accepted
     assert verdict.reason == (
         "the plan costs more than it gains: 2 moves of 2.0 MiB in total cost 0.25 s of serving "
-        "(1 s of fetching) and pay back after 0.562 s; the limit is 0.5 s"
+        "(1 s of fetching) and pay back after 0.562 s; the limit is half of the 0.5 s that "
+        "layouts last"
     )
 
 
@@ -247,7 +250,7 @@ def test_the_least_gain_may_be_given_as_throughput(least, accepted):
     assert verdict.accepted is accepted
     if not accepted:
         assert verdict.reason == (
-            "the plan gains too little on the latest window: it shortens a step of 20 ms by 4 "
+            "the plan gains too little on the traffic to expect: it shortens a step of 20 ms by 4 "
             "± 0.2 ms, which raises throughput by 25.0%, but the minimum gain is 26.0%"
         )
 

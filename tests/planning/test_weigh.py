@@ -175,6 +175,8 @@ def judged(current, proposed, load):
         target=proposed,
         on_average=on_average,
         on_window=on_window,
+        on_expected=on_window,
+        lasts_s=Policy().payback_s,
         algorithm=Algorithm.INCREMENTAL,
         window=window,
         model=model,

@@ -102,6 +102,12 @@ def test_options_apply_where_the_file_sets_nothing():
             "defaults.averages.shiftThreshold",
             "was replaced by averages.shiftFactor, a multiple of noise and not a share of the load",
         ),
+        (
+            "defaults:\n  planning:\n    targetBalancedness: 0.98",
+            5,
+            "defaults.planning.targetBalancedness",
+            "was removed, because plans make the moves that pay for themselves: remove it, and set",
+        ),
         ("policy: {}", 3, "policy", "the fields are apiVersion, kind, defaults, pools"),
         (
             "pools:\n  a:\n    waves:\n      maxByte: 1",

@@ -30,7 +30,6 @@ def engine_bench(make_harness, policy):
                 policy,
                 weighted=Weighting.ON,
                 algorithm=Algorithm.INCREMENTAL,
-                target_balancedness=1.0,
                 min_gain=0.001,
             )
         ),

@@ -9,8 +9,13 @@ from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
 from equipoise.pool.records import Hold
 
+# At this gain no second rollout follows before the first is judged.
 POLICY = Policy(
-    interval_s=10.0, min_assignments=100.0, rollback_windows=2, rollback_cooldown_s=100.0
+    interval_s=10.0,
+    min_assignments=100.0,
+    min_gain=0.02,
+    rollback_windows=2,
+    rollback_cooldown_s=100.0,
 )
 
 

@@ -299,7 +299,7 @@ def test_a_preview_shows_the_plan_and_changes_nothing(serving_harness, operator,
     operator.ask(Pause())
     serving_harness.run_traffic(skewed(1), seconds=10)
     decisions = len(serving_harness.decisions())
-    policy = replace(serving_harness.pool.policy.values, target_balancedness=0.9)
+    policy = replace(serving_harness.pool.policy.values, payback_s=300.0)
     answer = operator.ask(Preview(policy=policy))
     assert answer.accepted
     assert answer.reason.startswith("would be adopted: ")

@@ -37,3 +37,14 @@ def test_with_a_hysteresis_nothing_moves_once_both_are_served_well(make_harness,
     assert any(moves)
     assert not any(moves[SETTLING:])
     assert harness.pool.windows.closed[-1].balancedness > 0.85
+
+
+def test_the_kinds_of_traffic_that_recur_are_recognised(serving_harness, skewed):
+    run_back_and_forth(serving_harness, skewed, period_s=10)
+    traffic = serving_harness.pool.windows.traffic
+    assert 2 <= len(traffic.kinds) <= 4
+    assert traffic.num_switches > 0
+    assert (
+        traffic.expected(most_s=600.0, most_kinds=4, least_weight=0.01, window_s=10.0).weights.max()
+        < 0.7
+    )

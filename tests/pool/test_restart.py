@@ -116,6 +116,20 @@ async def test_averages_and_the_last_decision_survive(serving_harness, skewed, r
     assert harness.pool.windows.loads.slow.per_second() == pytest.approx(known)
 
 
+async def test_a_new_leader_learns_kinds_of_traffic_from_the_average_on(
+    serving_harness, skewed, restart
+):
+    serving_harness.run_traffic(skewed(1), seconds=60)
+    (known,) = serving_harness.pool.windows.traffic.kinds
+    harness = await restart(serving_harness)
+    assert not harness.pool.windows.traffic.kinds
+    reconnect(harness)
+    harness.run_traffic(skewed(1), seconds=10)
+    (kind,) = harness.pool.windows.traffic.kinds
+    assert kind.average.shares == pytest.approx(known.average.shares, abs=0.01)
+    assert kind.average.samples > 0.8 * known.average.samples, "more than a window's"
+
+
 async def test_assignments_counted_before_the_restart_are_no_load_of_the_first_window(
     serving_harness, skewed, restart
 ):

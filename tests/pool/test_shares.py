@@ -14,7 +14,6 @@ def weighted_bench(make_harness, policy):
         policy,
         weighted=Weighting.ON,
         algorithm=Algorithm.INCREMENTAL,
-        target_balancedness=1.0,
         min_gain=0.001,
         shift_factor=1000,
     )

@@ -439,7 +439,7 @@ class PreviewRequest(_message.Message):
     @_builtins.property
     def policy(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Policy values that differ from the pool's own, by their names in the policy, for example
-        min_gain or target_balancedness.
+        min_gain or payback_s.
         """
 
     def __init__(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load, ShareTable
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load, ShareTable, Weights
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.tally import split_by_rank
 from equipoise.planning.shares import WHOLE
@@ -77,6 +77,12 @@ def balancedness(rank_load: Load) -> float:
 def mean_if_busy(per_layer: Load, *, is_busy: Bools) -> float:
     """Average over the layers with traffic; 1.0 if there are none."""
     return float(per_layer[is_busy].mean()) if is_busy.any() else 1.0
+
+
+def mean_over_kinds(of_kinds: Sequence[Load] | Load, weights: Weights) -> Load:
+    """Average arrays, one for each kind of traffic; `weights`, [kinds], sum to 1."""
+    mean: Load = np.asarray(np.tensordot(weights, of_kinds, axes=1), dtype=np.float64)
+    return mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -122,6 +122,20 @@ class MeasuredCosts:
             num_waves=0,
         )
 
+    def lost_s(
+        self, most_bytes: int, *, expert_bytes: int, is_reshared: bool, policy: Policy
+    ) -> float:
+        """Seconds of serving that a change of layout costs.
+
+        Ranks fetch in parallel, so the rank with the most bytes, `most_bytes`, sets the duration.
+        They also set the number of generations, because each stages a limited number of bytes. New
+        shares alone need one generation that stages nothing.
+        """
+        cost = self.move_cost(policy)
+        pull_s = most_bytes / cost.bandwidth_bytes_per_s
+        num_switches = max(-(-most_bytes // policy.wave_bytes(expert_bytes)), int(is_reshared))
+        return pull_s * policy.pull_slowdown + num_switches * cost.switch_stall_s
+
 
 def _measured(waves: Sequence[MeasuredWave]) -> MoveCost | None:
     if len(waves) < MIN_WAVES:

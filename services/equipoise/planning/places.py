@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load, Weights
+from equipoise.planning.balance import mean_over_kinds
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.placing.blanks import (
@@ -51,6 +52,9 @@ class Wishes:
     target_balancedness: float | None = None
     max_moves: int | None = None
     samples: float | None = None
+    weights: Weights | None = None
+    """For a load of several kinds of traffic. Pooled, plans are for their mean."""
+    least_gain_per_move: float = 0.0
 
 
 def plan_in_places(
@@ -67,6 +71,7 @@ def plan_in_places(
     Raises:
         InvalidLayoutError: there are fewer slots or places than experts, or no ranks.
     """
+    mean = load if wishes.weights is None else mean_over_kinds(load, wishes.weights)
     if not topology.places_of_rank or wishes.slots is SlotUse.PER_LAYER:
         of_layer = topology.slots_of_layer(model.num_layers)
         if min(of_layer) < 1:
@@ -79,7 +84,7 @@ def plan_in_places(
         )
         held = current
         if current is not None and topology.places_of_rank:
-            held = _narrow_layout(load, current, model=model, topology=topology, narrow=narrow)
+            held = _narrow_layout(mean, current, model=model, topology=topology, narrow=narrow)
         made = plan(
             load,
             model=model,
@@ -92,13 +97,15 @@ def plan_in_places(
             exclude_ranks=exclude_ranks,
             samples=wishes.samples,
             weighted=wishes.weighted,
+            weights=wishes.weights,
+            least_gain_per_move=wishes.least_gain_per_move,
         )
         return _widened(made, topology, of_layer, current) if topology.places_of_rank else made
     ranks = tuple(rank for rank in range(topology.num_ranks) if rank not in exclude_ranks)
     if not ranks:
         raise InvalidLayoutError("no rank is left to plan for: exclude fewer ranks")
     problem = Problem.of(
-        load,
+        mean,
         model=model,
         topology=topology,
         current=current,

@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable
-from equipoise.planning.balance import balancedness, balancedness_per_layer, mean_if_busy
+from equipoise.planning.arrays import Bools, ExpertTable, Load, ShareTable, Weights
+from equipoise.planning.balance import mean_if_busy
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, count_moves
-from equipoise.planning.placing.bound import upper_bounds
-from equipoise.planning.placing.chance import gains_beyond_chance
+from equipoise.planning.placing.chance import chance_of_layer, gains_beyond_chance
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
-from equipoise.planning.placing.incremental import MoveStep, improve
+from equipoise.planning.placing.incremental import Improvement, MoveStep, improve
 from equipoise.planning.placing.locality import Homes, place_locally, strays
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.weigh import Placed, mixed, weigh
@@ -75,6 +74,7 @@ class _Task:
     locality: float | None
     max_moves: int | None
     target: float | None
+    least_gain_per_move: float
 
 
 def plan(
@@ -90,6 +90,8 @@ def plan(
     exclude_ranks: frozenset[int] = frozenset(),
     samples: float | None = None,
     weighted: Weighting = Weighting.OFF,
+    weights: Weights | None = None,
+    least_gain_per_move: float = 0.0,
 ) -> Plan:
     """Place experts so that ranks carry even parts of a load.
 
@@ -100,7 +102,8 @@ def plan(
     more nodes than allowed, even at a loss.
 
     Args:
-        load: [layers, experts] in any unit.
+        load: [layers, experts] in any unit; [kinds, layers, experts] with `weights`. Balancedness
+            is then the mean over kinds of traffic.
         model: the shape of the model.
         topology: the ranks and their nodes.
         current: the layout in use; None for a pool that holds nothing yet.
@@ -117,6 +120,8 @@ def plan(
             relieved by new shares where their experts are, which moves nothing. Plans that may put
             any expert anywhere also try placements made for uneven shares (`place_weighted`). No
             layer is less balanced than with even splits.
+        weights: the part of the time that each kind of traffic takes, [kinds]; sums to 1.
+        least_gain_per_move: the balancedness that a move must gain, for `incremental`.
 
     Raises:
         InvalidLayoutError: there are fewer slots than experts, or no ranks.
@@ -130,7 +135,13 @@ def plan(
     assert algorithm is Algorithm.INCREMENTAL or not is_limited, "only incremental has limits"
     assert locality is None or algorithm in {Algorithm.LOCAL, Algorithm.INCREMENTAL}
     problem = Problem.of(
-        load, model=model, topology=topology, current=current, ranks=ranks, weighted=weighted
+        load,
+        model=model,
+        topology=topology,
+        current=current,
+        ranks=ranks,
+        weighted=weighted,
+        weights=weights,
     )
     task = _Task(
         problem=problem,
@@ -138,6 +149,7 @@ def plan(
         locality=LOCALITY if locality is None and algorithm is Algorithm.LOCAL else locality,
         max_moves=max_moves,
         target=target_balancedness,
+        least_gain_per_move=least_gain_per_move,
     )
     obstacle = None
     if algorithm is Algorithm.INCREMENTAL:
@@ -177,9 +189,9 @@ def _plan_globally(task: _Task) -> Plan:
 
 
 def _plan_incrementally(task: _Task) -> Plan:
-    problem, target, max_moves = task.problem, task.target, task.max_moves
+    problem, target, samples = task.problem, task.target, task.samples
     held = Placed(problem.held, problem.held_shares)
-    before = balancedness(problem.rank_loads(*held))
+    before = problem.balancedness(*held)
     returns = np.zeros_like(problem.is_busy)
     if task.locality is not None:
         # At even splits, as steps are made: new shares alone never make a layer stray.
@@ -190,7 +202,7 @@ def _plan_incrementally(task: _Task) -> Plan:
         return replace(
             made, reason=f"nothing to move: {before:.3f} has reached the target of {target:.3f}"
         )
-    kept = _kept(problem, samples=task.samples)
+    kept = _kept(problem, samples=samples)
     standing = problem.balancedness_of_layer(*kept)
     if target is not None and may_stay:
         made = summary(problem, kept, Algorithm.INCREMENTAL)
@@ -199,45 +211,63 @@ def _plan_incrementally(task: _Task) -> Plan:
                 made,
                 reason=f"incremental: {made.balancedness:.3f} after {before:.3f} by shares alone",
             )
-    fresh, homes = place_globally(problem), None
-    anew = fresh
-    if task.locality is not None:
-        fresh = place_locally(problem, locality=task.locality)
-        # Groups keep their nodes: to give them others takes most of the moves there are.
-        anew = np.where(returns[:, None], fresh, cover(problem))
-        homes = Homes.of_table(problem, anew, locality=task.locality)
-    fresh_shared = weigh(problem, fresh, may_chain=homes is None)
-    layers, comparison = _worth_changing(problem, kept, fresh_shared, samples=task.samples)
-    better = improve(
-        problem,
-        layers=layers,
-        fresh=anew,
-        standing=standing,
-        least_gain=LEAST_LAYER_GAIN,
-        target=target,
-        max_moves=max_moves,
-        homes=homes,
-        returns=returns,
-    )
-    moved = (better.table != problem.held).any(axis=1)
-    placed = mixed(problem, moved, kept, weigh(problem, better.table, may_chain=False))
-    if problem.weighted is not Weighting.OFF and max_moves is None and homes is None:
-        placed = _from_scratch_where_needed(
-            problem, placed, fresh_shared, layers=layers, target=target
-        )
+    layers, hopeless = _gaining(problem, standing, problem.bound_of_layer, samples=samples)
+    placed, better = _improved(task, kept, layers, returns)
+    changes, comparison = _worth_changing(problem, kept, placed, samples=samples)
+    placed = mixed(problem, changes | returns, kept, placed)
     made = summary(problem, placed, Algorithm.INCREMENTAL)
     reason = f"incremental: {made.balancedness:.3f} after {before:.3f} by {made.moves} moves"
     if target is not None and made.balancedness < target:
         reason += f"; the target of {target:.3f} is out of reach"
     if returns.any():
         reason += f"; expert groups of {returns.sum()} layers return to their nodes"
+    steps = tuple(step for step in better.steps if changes[step.layer] or returns[step.layer])
     return replace(
         made,
         returned_layers=int(returns.sum()),
-        steps=better.steps if placed.shares is None else (),
+        steps=steps if placed.shares is None else (),
         curve=better.curve,
-        reason=reason + _shares_text(problem, placed) + comparison,
+        reason=reason + _shares_text(problem, placed) + (comparison or hopeless),
     )
+
+
+def _improved(
+    task: _Task, kept: Placed, layers: Bools, returns: Bools
+) -> tuple[Placed, Improvement]:
+    """Improve some layers by moves, or by placements from scratch where shares need them.
+
+    Those that return begin from one that keeps groups on their nodes.
+    """
+    problem = task.problem
+    fresh, homes = place_globally(problem), None
+    if task.locality is not None:
+        local = place_locally(problem, locality=task.locality)
+        # Groups keep their nodes: to give them others takes most of the moves there are.
+        fresh = np.where(returns[:, None], local, cover(problem))
+        homes = Homes.of_table(problem, fresh, locality=task.locality)
+    # Steps stop where chance hides what is left.
+    noise = None if task.samples is None else chance_of_layer(problem, samples=task.samples) / 2
+    better = improve(
+        problem,
+        layers=layers,
+        fresh=fresh,
+        standing=problem.balancedness_of_layer(*kept),
+        least_gain=LEAST_LAYER_GAIN,
+        target=task.target,
+        max_moves=task.max_moves,
+        homes=homes,
+        returns=returns,
+        least_slope=task.least_gain_per_move,
+        noise=noise,
+    )
+    moved = (better.table != problem.held).any(axis=1)
+    placed = mixed(problem, moved, kept, weigh(problem, better.table, may_chain=False))
+    if problem.weighted is not Weighting.OFF and task.max_moves is None and homes is None:
+        chained = weigh(problem, fresh, may_chain=True)
+        placed = _from_scratch_where_needed(
+            problem, placed, chained, layers=layers, target=task.target
+        )
+    return placed, better
 
 
 def _from_scratch_where_needed(
@@ -297,8 +327,15 @@ def _kept(problem: Problem, *, samples: float | None) -> Placed:
 def _worth_changing(
     problem: Problem, one: Placed, other: Placed, *, samples: float | None
 ) -> tuple[Bools, str]:
-    """Find layers that gain more than jitter and chance, [layers]; say why others do not."""
+    """Find layers that the other placement improves, [layers]; say why others do not gain."""
     before, after = (problem.balancedness_of_layer(*placed) for placed in (one, other))
+    return _gaining(problem, before, after, samples=samples)
+
+
+def _gaining(
+    problem: Problem, before: Load, after: Load, *, samples: float | None
+) -> tuple[Bools, str]:
+    """Find layers that gain more than jitter and chance, [layers]; say why others do not."""
     # A pool that holds nothing yet has no placement worth keeping.
     least_gain = 0.0 if problem.is_new else LEAST_LAYER_GAIN
     changes, comparison = after - before > least_gain, ""
@@ -321,21 +358,15 @@ def _shares_text(problem: Problem, placed: Placed) -> str:
 
 def summary(problem: Problem, placed: Placed, algorithm: Algorithm) -> Plan:
     """Build a plan with all its figures for all ranks of the problem; the reason is empty."""
-    busy, rank_load = problem.is_busy, problem.rank_loads(*placed)
-    per_layer = balancedness_per_layer(rank_load)
-    bounds = upper_bounds(
-        problem.load,
-        num_slots=problem.topology.num_slots,
-        num_ranks=problem.topology.num_ranks,
-    )
+    busy, per_layer = problem.is_busy, problem.balancedness_of_layer(*placed)
     return Plan(
         expert_of_slot=placed.table,
         share_of_slot=placed.shares,
         ranks=tuple(range(problem.topology.num_ranks)),
         algorithm=algorithm,
-        balancedness=mean_if_busy(per_layer, is_busy=rank_load.max(axis=1) > 0),
+        balancedness=mean_if_busy(per_layer, is_busy=busy),
         balancedness_of_layer=per_layer,
-        bound=float(bounds[busy].mean()) if busy.any() else 1.0,
+        bound=mean_if_busy(problem.bound_of_layer, is_busy=busy),
         moves=count_moves(problem.held, placed.table),
         off_node_share=_off_node_share(problem, placed),
         reason="",

@@ -121,7 +121,8 @@ class Policy:
     """Distance between the fast and the slow average that counts as a shift, in multiples of what
     chance explains or, if that is more, of what is usual in the latest windows. The distance is the
     share of the load that has moved to other experts. A shift restarts the averages and ends
-    cooldowns. Raise it if shifts are detected falsely."""
+    cooldowns. A window that is as far from all known kinds of traffic is a new kind. Raise it if
+    shifts are detected falsely."""
 
     algorithm: Annotated[Algorithm, Key("planning.algorithm")] = Algorithm.INCREMENTAL
     """How to place replicas. `incremental` makes the most useful moves from the current placement;
@@ -135,15 +136,9 @@ class Policy:
     model reach a balancedness of 0.97. Lower it for group-limited routing over slow links between
     nodes. `local` needs a value below 1. Groups that do not divide evenly over nodes have none."""
 
-    target_balancedness: Annotated[
-        float, Range(0.01, 1), Key("planning.targetBalancedness", "balancedness")
-    ] = 0.98
-    """For `incremental`: the balancedness at which moves stop. Lower it to move less: the last
-    two hundredths take most of the moves. At 1, every move that gains more than noise is made."""
-
     plan_below: Annotated[float, Range(0.01, 1), Key("planning.planBelow", "balancedness")] = 1.0
-    """Plan only if the latest window's balancedness is below this. A value below the target
-    balancedness adds hysteresis; 1 always plans."""
+    """Plan only if the latest window's balancedness is below this. Lower it to leave layouts alone
+    that serve well enough; 1 always plans."""
 
     weighted: Annotated[Weighting, Key("planning.weighted")] = Weighting.OFF
     """Whether an expert's replicas may take unequal shares of its load: `on`, `off`, or `auto`,
@@ -166,23 +161,26 @@ class Policy:
     """Assignments per layer that a window needs before anything is decided on it. Fewer than a
     few dozen per expert are mostly noise. 0 also plans as if loads were exact."""
 
-    min_gain: Annotated[float, Range(0, 1), Key("judging.minGain", "balancedness")] = 0.02
-    """Balancedness (mean / max rank load) that a plan must gain on the latest window. Raise it to
-    move less often. A gain of 0.02 saves about as much as the moves cost."""
+    min_gain: Annotated[float, Range(0, 1), Key("judging.minGain", "balancedness")] = 0.003
+    """Balancedness (mean / max rank load) that a plan must gain on the traffic to expect, besides
+    paying for its moves; twice as much once no new kind of traffic has come for three windows.
+    Raise it to move less often. A gain of 0.003 is the least that shows above noise."""
 
     min_throughput_gain: Annotated[
         float, Range(0, 1), Key("judging.minThroughputGain", "share of throughput")
     ] = 0.0
-    """Gain in throughput that a plan must have on the latest window, by measured step times: 0.02
-    is 2 %. Until enough is measured, an upper bound of the gain is compared. It applies in addition
-    to the minimum gain in balancedness (set that to 0 to decide by throughput alone), also to
-    requested plans unless they are forced."""
+    """Gain in throughput that a plan must have on the traffic to expect, by measured step times:
+    0.02 is 2 %. Until enough is measured, an upper bound of the gain is compared. It applies in
+    addition to the minimum gain in balancedness (set that to 0 to decide by throughput alone), also
+    to requested plans unless they are forced."""
 
     cooldown_s: Annotated[float, Range(0, DAY_S), Key("judging.cooldown")] = 0.0
     """Time after a switch in which nothing is planned, unless traffic shifts."""
 
     payback_s: Annotated[float, Range(0, DAY_S), Key("judging.payback")] = 600.0
-    """Time within which a plan must earn back its cost. Shorter for loads that change quickly."""
+    """The longest that layouts are taken to last. Each move must earn back its cost in the time
+    that layouts last, as learned from the pool's own history, and a plan in half of it. Lower it to
+    move less; 0 moves nothing that costs anything."""
 
     bandwidth_bytes_per_s: Annotated[float, Range(1, 1e15), Key("judging.bandwidth")] = 1e9
     """Bytes per second that one rank can pull while it serves. Set it to a share of your network's;

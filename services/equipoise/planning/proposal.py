@@ -1,10 +1,18 @@
 """`propose`: a plan and its verdict, the expensive part of a decision; and `propose_layout`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from equipoise.planning.arrays import Load
-from equipoise.planning.balance import balancedness, compare, layout_loads
+from equipoise.planning.balance import (
+    Comparison,
+    balancedness,
+    compare,
+    layout_loads,
+    mean_over_kinds,
+)
 from equipoise.planning.change import LayoutChange
 from equipoise.planning.costs import MeasuredCosts
 from equipoise.planning.layout import Layout, count_moves
@@ -14,6 +22,7 @@ from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.planner import Plan
 from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.traffic import ExpectedTraffic, Traffic
 from equipoise.planning.verdict import Verdict, judge
 
 BENEFIT_OF_DOUBT = 4.0
@@ -34,6 +43,8 @@ class ProposalRequest:
     None to plan as if it were exact."""
     window: Load
     """[layers, experts] in assignments: the load to judge the plan on."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """The kinds of traffic that the pool has learned."""
     shift: Shift
     model: ModelShape
     topology: Topology
@@ -72,16 +83,31 @@ def propose(request: ProposalRequest) -> Proposal:
         samples = BENEFIT_OF_DOUBT * samples if policy.min_assignments else None
     is_incremental = policy.algorithm is Algorithm.INCREMENTAL
     has_locality = is_incremental or policy.algorithm is Algorithm.LOCAL
+    lasts_s = request.traffic.layouts_last_s(policy.payback_s)
+    load = average = request.average
+    weights, expected = None, None
+    if is_incremental and request.traffic.kinds and not policy.risk_z:
+        expected = request.traffic.expected(
+            most_s=policy.payback_s,
+            most_kinds=min(MAX_KINDS, max(1, MAX_KINDS_RANKS // request.topology.num_ranks)),
+            least_weight=_least_weight(request.topology),
+            window_s=policy.interval_s,
+        )
+        load, weights = expected.shares, expected.weights
+        average = mean_over_kinds(load, weights)
+        if samples is not None:
+            samples = BENEFIT_OF_DOUBT * expected.samples
     wishes = Wishes(
         algorithm=policy.algorithm,
         slots=policy.slots,
         locality=policy.locality if has_locality else None,
-        target_balancedness=policy.target_balancedness if is_incremental else None,
         weighted=policy.weighted,
         samples=samples,
+        weights=weights,
+        least_gain_per_move=_price_of_move(request, lasts_s) if is_incremental else 0.0,
     )
     planned = plan_in_places(
-        request.average,
+        load,
         wishes,
         model=request.model,
         topology=request.topology,
@@ -93,18 +119,23 @@ def propose(request: ProposalRequest) -> Proposal:
         generation=request.first_generation,
         share_of_slot=planned.share_of_slot,
     )
-    on_average, on_window = compare(current, target, request.average, request.window)
+    on_average, on_window = compare(current, target, average, request.window)
+    on_expected = on_window
+    if expected is not None:
+        on_expected = _mixed(current, target, on_window, expected, request.window)
     verdict = judge(
         current=current,
         target=target,
         on_average=on_average,
         on_window=on_window,
+        on_expected=on_expected,
+        lasts_s=lasts_s,
         algorithm=planned.algorithm,
         returned_layers=planned.returned_layers,
         evened_layers=planned.evened_layers,
         window=request.window,
         model=request.model,
-        policy=policy,
+        policy=replace(policy, min_gain=_least_gain(request)),
         now=request.now,
         last_switch_s=request.last_switch_s,
         shift=request.shift,
@@ -118,9 +149,78 @@ def propose(request: ProposalRequest) -> Proposal:
             expert_bytes=request.model.expert_bytes,
             max_wave_bytes=policy.wave_bytes(request.model.expert_bytes),
             # The layers that gain most on the latest window go first.
-            gain_of_layer=on_window.gain_of_layer,
+            gain_of_layer=on_expected.gain_of_layer,
         )
     return Proposal(request=request, plan=planned, verdict=verdict, waves=way)
+
+
+UNEVENNESS = 1.5
+"""Moves of the rank with the most, which sets the cost, relative to the mean over ranks."""
+
+
+MAX_KINDS = 4
+"""Kinds of traffic that a plan is made for."""
+
+MAX_KINDS_RANKS = 1024
+"""Ranks times kinds of a plan: each kind adds to its time."""
+
+LEAST_WEIGHT = 0.01
+"""Expected fraction of time below which a kind is left out of a plan."""
+
+SLOTS_FOR_KINDS = 3
+"""Slots of a rank from which one layout serves several kinds well."""
+
+LEAST_WEIGHT_OF_FEW_SLOTS = 0.25
+"""`LEAST_WEIGHT` where ranks have fewer: only kinds that take turns quickly are worth it there."""
+
+WINDOWS_TO_SETTLE = 3
+"""Windows without a new kind of traffic after which layouts are not refined for every little gain:
+what the planner learns from then on about traffic that it knows is mostly noise."""
+
+SETTLED = 2.0
+"""Multiple of the minimum gain that plans for such traffic need."""
+
+
+def _least_weight(topology: Topology) -> float:
+    """Expected fraction of time below which a kind is left out of a plan."""
+    has_room = min(topology.slots_of_rank) >= SLOTS_FOR_KINDS
+    return LEAST_WEIGHT if has_room else LEAST_WEIGHT_OF_FEW_SLOTS
+
+
+def _least_gain(request: ProposalRequest) -> float:
+    """Balancedness that a plan must gain: more for settled traffic than for new traffic."""
+    is_settled = request.traffic.num_familiar >= WINDOWS_TO_SETTLE
+    return min(1.0, request.policy.min_gain * (SETTLED if is_settled else 1.0))
+
+
+def _price_of_move(request: ProposalRequest, lasts_s: float) -> float:
+    """Balancedness that a move must gain to pay for itself while layouts last."""
+    policy, model = request.policy, request.model
+    cost = request.costs.move_cost(policy)
+    of_bytes = policy.pull_slowdown / cost.bandwidth_bytes_per_s
+    of_bytes += cost.switch_stall_s / policy.wave_bytes(model.expert_bytes)
+    lost_s = UNEVENNESS * of_bytes * model.expert_bytes / request.topology.num_ranks
+    return lost_s / max(lasts_s, 1e-3)
+
+
+def _mixed(
+    current: Layout,
+    target: Layout,
+    on_window: Comparison,
+    expected: ExpectedTraffic,
+    window: Load,
+) -> Comparison:
+    """Compare two layouts on the expected traffic; the latest window stands for its kind."""
+    total = window.sum(axis=1, keepdims=True)
+    others = compare(current, target, *(shares * total for shares in expected.shares[1:]))
+    parts = list(zip(expected.weights.tolist(), (on_window, *others), strict=True))
+    return Comparison(
+        before=sum(part * one.before for part, one in parts),
+        after=sum(part * one.after for part, one in parts),
+        gain_of_layer=np.sum([part * one.gain_of_layer for part, one in parts], axis=0),
+        busiest_before=sum(part * one.busiest_before for part, one in parts),
+        busiest_after=sum(part * one.busiest_after for part, one in parts),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

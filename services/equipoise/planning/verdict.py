@@ -14,6 +14,9 @@ from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.topology import ModelShape
 from equipoise.settings.numbers import format_bytes, format_number
 
+MARGIN = 2.0
+"""Multiple of a plan's payback time that layouts must last: traffic may change before they did."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -50,6 +53,8 @@ def judge(
     target: Layout,
     on_average: Comparison,
     on_window: Comparison,
+    on_expected: Comparison,
+    lasts_s: float,
     algorithm: Algorithm,
     returned_layers: int = 0,
     evened_layers: int = 0,
@@ -61,18 +66,20 @@ def judge(
     shift: Shift,
     costs: MeasuredCosts,
 ) -> Verdict:
-    """Weigh the gain of a plan on the latest window against its cost.
+    """Weigh what a plan gains while layouts last against its cost.
 
-    A plan is made for the average load. The window is more recent, so a plan that is worse on it is
-    rejected however good it is on the average. The saving is what the pool's measured step times
-    predict. Without enough of them it is an upper bound, as if a step consisted only of the expert
-    computation of the busiest rank, and the reason says so.
+    The gain is that on the traffic to expect. The latest window stands for the present kind of
+    traffic: it is more recent than the average that the plan was made for. The saving is what the
+    pool's measured step times predict. Without enough of them it is an upper bound, as if a step
+    consisted only of the expert computation of the busiest rank, and the reason says so.
 
     Args:
         current: the layout in use.
         target: the layout of the plan.
         on_average: both layouts compared on the load that the plan was made for.
         on_window: both layouts compared on the latest window.
+        on_expected: both layouts compared on the traffic to expect while layouts last.
+        lasts_s: how long layouts last, seconds.
         algorithm: the algorithm that made the plan.
         returned_layers: layers whose expert groups the plan returns to their nodes. The policy asks
             for that, so the plan need not gain anything.
@@ -86,7 +93,7 @@ def judge(
         costs: what the pool has measured.
     """
     before, after = on_window.before, on_window.after
-    cost = _cost(current, target, on_window, model=model, policy=policy, costs=costs)
+    cost = _cost(current, target, on_window, on_expected, model=model, policy=policy, costs=costs)
     required = _required(returned_layers, evened_layers)
     rejection = (
         ("the policy pauses rebalancing" if policy.pause else None)
@@ -97,9 +104,9 @@ def judge(
             if required
             else _balanced_enough(before, policy)
             or _nothing_to_change(cost)
-            or _gains_too_little(before, after, policy)
-            or _gains_too_little_throughput(cost, policy, costs)
-            or _never_pays(cost, policy)
+            or _gains_too_little(on_expected, policy)
+            or _gains_too_little_throughput(on_expected, policy, costs)
+            or _never_pays(cost, lasts_s)
         )
     )
     if rejection is not None:
@@ -113,16 +120,23 @@ def judge(
             f"{format_bytes(cost.bytes)} in total, which cost {format_number(cost.lost_s)} s of "
             "serving",
         )
+    expected = ""
+    if on_expected is not on_window:
+        expected = (
+            f", on the traffic to expect from {on_expected.before:.3f} to {on_expected.after:.3f}"
+        )
     shares = f" and other shares in {cost.reshared} slots" if cost.reshared else ""
     return replace(
         cost,
         accepted=True,
-        reason=f"{algorithm} plan raises balancedness on the latest window from {before:.3f} to "
-        f"{after:.3f} (on the average load from {on_average.before:.3f} to "
-        f"{on_average.after:.3f}): {_gain_text(cost, costs)}; it takes {cost.moves} "
+        reason=f"{algorithm} plan {'raises' if after >= before else 'lowers'} balancedness on the "
+        f"latest window from {before:.3f} to {after:.3f} (on the average load from "
+        f"{on_average.before:.3f} to {on_average.after:.3f}{expected}): "
+        f"{_gain_text(on_window, costs)}; it takes {cost.moves} "
         f"moves of {format_bytes(cost.bytes)} in total{shares}, which cost "
         f"{format_number(cost.lost_s)} s of serving and pay back after "
-        f"{format_number(cost.payback_s)} s ({costs.move_cost(policy).reason}); {shift.reason}",
+        f"{format_number(cost.payback_s)} s, where layouts last {format_number(lasts_s)} s "
+        f"({costs.move_cost(policy).reason}); {shift.reason}",
     )
 
 
@@ -136,16 +150,24 @@ def _required(returned_layers: int, evened_layers: int) -> str:
     return " and ".join(words)
 
 
-def _gain_text(cost: Verdict, costs: MeasuredCosts) -> str:
-    if cost.step is not None:
-        return cost.step.text
-    return f"it raises throughput by at most {cost.throughput_gain:.1%} ({costs.unknown})"
+def _throughput_gain(on_load: Comparison, costs: MeasuredCosts) -> float:
+    step = costs.forecast(on_load)
+    return on_load.after / on_load.before - 1 if step is None else step.throughput_gain
+
+
+def _gain_text(on_load: Comparison, costs: MeasuredCosts) -> str:
+    step = costs.forecast(on_load)
+    if step is not None:
+        return step.text
+    gain = _throughput_gain(on_load, costs)
+    return f"it raises throughput by at most {gain:.1%} ({costs.unknown})"
 
 
 def _cost(
     current: Layout,
     target: Layout,
     on_window: Comparison,
+    on_expected: Comparison,
     *,
     model: ModelShape,
     policy: Policy,
@@ -163,15 +185,11 @@ def _cost(
     reshared = int(((target.shares() != current.shares()) & ~moved).sum()) if is_uneven else 0
     moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
     most_bytes = int(moves_of_rank.max()) * model.expert_bytes
-    move_cost = costs.move_cost(policy)
-    pull_s = most_bytes / move_cost.bandwidth_bytes_per_s
-    num_switches = max(
-        -(-most_bytes // policy.wave_bytes(model.expert_bytes)), 1 if reshared else 0
+    pull_s = most_bytes / costs.move_cost(policy).bandwidth_bytes_per_s
+    lost_s = costs.lost_s(
+        most_bytes, expert_bytes=model.expert_bytes, is_reshared=reshared > 0, policy=policy
     )
-    lost_s = pull_s * policy.pull_slowdown + num_switches * move_cost.switch_stall_s
-    step = costs.forecast(on_window)
-    gain = on_window.after / on_window.before - 1 if step is None else step.throughput_gain
-    speedup = 1 - 1 / (1 + gain)  # Fraction of time that is saved.
+    speedup = 1 - 1 / (1 + _throughput_gain(on_expected, costs))  # Fraction of time that is saved.
     return Verdict(
         accepted=False,
         reason="",
@@ -182,8 +200,8 @@ def _cost(
         pull_s=pull_s,
         lost_s=lost_s,
         payback_s=lost_s / speedup if speedup > 0 else math.inf,
-        step=step,
-        throughput_gain=gain,
+        step=costs.forecast(on_window),
+        throughput_gain=_throughput_gain(on_window, costs),
         reshared=reshared,
     )
 
@@ -227,35 +245,39 @@ def _nothing_to_change(cost: Verdict) -> str | None:
     )
 
 
-def _gains_too_little(before: float, after: float, policy: Policy) -> str | None:
+def _gains_too_little(on_expected: Comparison, policy: Policy) -> str | None:
+    before, after = on_expected.before, on_expected.after
     if after < before:
         return (
-            f"the plan is worse on the latest window: balancedness would fall from {before:.3f} "
-            f"to {after:.3f}"
+            f"the plan is worse on the traffic to expect: balancedness would fall from "
+            f"{before:.3f} to {after:.3f}"
         )
     if after - before < policy.min_gain:
         return (
-            f"the plan gains too little on the latest window: balancedness would go from "
+            f"the plan gains too little on the traffic to expect: balancedness would go from "
             f"{before:.3f} to {after:.3f}, but the minimum gain is {policy.min_gain:.3f}"
         )
     return None
 
 
-def _gains_too_little_throughput(cost: Verdict, policy: Policy, costs: MeasuredCosts) -> str | None:
-    if cost.throughput_gain >= policy.min_throughput_gain:
+def _gains_too_little_throughput(
+    on_expected: Comparison, policy: Policy, costs: MeasuredCosts
+) -> str | None:
+    if _throughput_gain(on_expected, costs) >= policy.min_throughput_gain:
         return None
     return (
-        f"the plan gains too little on the latest window: {_gain_text(cost, costs)}, but the "
-        f"minimum gain is {policy.min_throughput_gain:.1%}"
+        f"the plan gains too little on the traffic to expect: {_gain_text(on_expected, costs)}, "
+        f"but the minimum gain is {policy.min_throughput_gain:.1%}"
     )
 
 
-def _never_pays(cost: Verdict, policy: Policy) -> str | None:
-    if cost.payback_s <= policy.payback_s:
+def _never_pays(cost: Verdict, lasts_s: float) -> str | None:
+    if MARGIN * cost.payback_s <= lasts_s:
         return None
     return (
         f"the plan costs more than it gains: {cost.moves} moves of {format_bytes(cost.bytes)} "
         f"in total cost {format_number(cost.lost_s)} s of serving "
         f"({format_number(cost.pull_s)} s of fetching) and pay back after "
-        f"{format_number(cost.payback_s)} s; the limit is {policy.payback_s:g} s"
+        f"{format_number(cost.payback_s)} s; the limit is half of the {format_number(lasts_s)} s "
+        "that layouts last"
     )

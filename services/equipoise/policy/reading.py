@@ -21,7 +21,9 @@ MAX_BYTES = 256 * 1024
 
 REPLACED = {
     "shiftThreshold": "was replaced by averages.shiftFactor, a multiple of noise and not a share "
-    "of the load: remove it, or set averages.shiftFactor (2 unless set)"
+    "of the load: remove it, or set averages.shiftFactor (2 unless set)",
+    "targetBalancedness": "was removed, because plans make the moves that pay for themselves: "
+    "remove it, and set judging.payback lower to move less",
 }
 """Fields of earlier versions, and what to do about them."""
 

@@ -152,6 +152,7 @@ class Decisions:
             average=loads.slow.at_risk(policy.risk_z),
             samples=loads.slow.samples(),
             window=window.load,
+            traffic=self._windows.traffic,
             balancedness=window.balancedness,
             shift=window.shift,
             model=shape.model,
@@ -224,6 +225,7 @@ class Decisions:
         if not decision.accepted:
             return (WriteDecision(record=decision),)
         self._watch(proposal)
+        self._windows.note_switch()
         started = self._rollouts.start(
             proposal.waves, base=request.current, decision=decision, now=now
         )

@@ -7,10 +7,12 @@ import numpy as np
 
 from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
+from equipoise.planning.load import LoadAverage, assignments_per_layer
 from equipoise.planning.ratio import RanksAdvice
 from equipoise.planning.slowness import RankPace, SlowRank, find_slow
 from equipoise.planning.step_cost import Imbalance, StepCost, StepCostFit, imbalance
 from equipoise.planning.topology import ModelShape
+from equipoise.planning.traffic import Traffic
 from equipoise.pool.counters import Counters
 from equipoise.pool.demand import Demand
 from equipoise.pool.loads import ClosedWindow, PoolLoads, drop_old_tables
@@ -44,6 +46,8 @@ class Windows:
         self.slow: Mapping[int, SlowRank] = {}
         """Ranks that compute slower than their peers."""
         self._step_times = StepCostFit()
+        self.traffic = Traffic()
+        """The kinds of traffic learned since this balancer leads."""
 
     @property
     def closed(self) -> Sequence[ClosedWindow]:
@@ -145,9 +149,30 @@ class Windows:
         self._closed.append(window)
         if window.step is not None and window.assignments and not (window.switched or window.doubt):
             self._step_times.add(window.step)
+        if window.assignments and not window.doubt:
+            self._learn(window, self.loads.slow)
         drop_old_tables(self._closed)
         self._tally.note_window(shifted=window.shift.detected)
         return window
+
+    def _learn(self, window: ClosedWindow, average: LoadAverage) -> None:
+        """Learn kinds of traffic; a new leader begins with the average that the store remembers."""
+        load = window.load
+        if not self.traffic.kinds:
+            rate = average.per_second()
+            load = rate * (average.samples() / assignments_per_layer(rate))
+        policy = self._policy.values
+        self.traffic = self.traffic.after(
+            load,
+            duration_s=policy.interval_s,
+            half_life_s=policy.slow_half_life_s,
+            recent_half_life_s=policy.fast_half_life_s,
+            factor=policy.shift_factor,
+        )
+
+    def note_switch(self) -> None:
+        """A plan is rolled out: a layout has ended."""
+        self.traffic = self.traffic.switched()
 
     def find_slow(self, window: ClosedWindow) -> Sequence[SlowRank]:
         """Look for slow ranks, `window` included; returns those that were not slow before."""

@@ -18,6 +18,7 @@ from equipoise.planning.load import LoadAverage, Shift, follow_traffic
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import Proposal, ProposalRequest, propose
 from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,9 @@ class ReplayedWindow:
 
     bytes: int
     """Bytes of those experts."""
+
+    lost_s: float
+    """Seconds of serving that copying them costs, at the policy's price."""
 
     next_kept: float | None
     """Balancedness of the next window had the layout been kept; None if it has no traffic, or
@@ -119,7 +123,7 @@ def replay(
     interval spans several windows, the verdict considers them together, as the balancer does.
     `on_window` is called after each window.
     """
-    decider = None if policy is None else _Decider(policy, model=model, topology=topology)
+    decider = None if policy is None else Decider(policy, model=model, topology=topology)
     layout = start
     windows: list[ReplayedWindow] = []
     for index, window in enumerate(recording.windows):
@@ -144,6 +148,7 @@ def replay(
                 reason="" if proposal is None else proposal.verdict.reason,
                 moves=0 if adopted is None else adopted.verdict.moves,
                 bytes=0 if adopted is None else adopted.verdict.bytes,
+                lost_s=0.0 if adopted is None else adopted.verdict.lost_s,
                 next_kept=None if following is None else _balancedness(layout, following),
                 next_taken=None if following is None else _balancedness(taken, following),
             )
@@ -153,7 +158,7 @@ def replay(
     return ReplayRun(name=name, policy=policy, windows=tuple(windows))
 
 
-class _Decider:
+class Decider:
     """The balancer's averages and decisions, driven by window ends instead of a clock."""
 
     def __init__(self, policy: Policy, *, model: ModelShape, topology: Topology) -> None:
@@ -166,6 +171,7 @@ class _Decider:
         self._due_s = policy.interval_s
         self._shifts: Sequence[Shift] = ()
         self._last_switch_s: float | None = None
+        self._traffic = Traffic()
 
     def close(self, window: Load, layout: Layout, *, now: float) -> Proposal | None:
         """Count a window; propose a layout if a decision is due and there was traffic."""
@@ -177,6 +183,13 @@ class _Decider:
         self._open, self._opened_s = np.zeros_like(load), now
         self._due_s = max(self._due_s, now - self._policy.interval_s) + self._policy.interval_s
         shift = self._fold(load, duration_s=duration_s, now=now)
+        self._traffic = self._traffic.after(
+            load,
+            duration_s=duration_s,
+            half_life_s=self._policy.slow_half_life_s,
+            recent_half_life_s=self._policy.fast_half_life_s,
+            factor=self._policy.shift_factor,
+        )
         if not load.any():
             return None
         proposal = propose(
@@ -185,6 +198,7 @@ class _Decider:
                 average=self._slow.per_second(),
                 samples=self._slow.samples(),
                 window=load,
+                traffic=self._traffic,
                 shift=shift,
                 model=self._model,
                 topology=self._topology,
@@ -196,6 +210,7 @@ class _Decider:
         )
         if proposal.verdict.accepted:
             self._last_switch_s = now
+            self._traffic = self._traffic.switched()
         return proposal
 
     def _fold(self, load: Load, *, duration_s: float, now: float) -> Shift:

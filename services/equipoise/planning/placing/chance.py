@@ -10,35 +10,44 @@ from equipoise.planning.shares import WHOLE
 from equipoise.settings.numbers import format_number
 
 
-def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> tuple[Bools, str]:
-    """Find layers whose gain exceeds chance, [layers], and describe the comparison.
+def chance_of_layer(problem: Problem, *, samples: float) -> Weights:
+    """Compute how much of max / mean rank load chance explains, [layers].
 
     A plan fits the noise of the sample it is made for, while the placement in use fits an earlier
     sample. So the latter looks worse than it is by about the largest of R normal deviations of
     sqrt(2) sigma: sqrt(2) sigma sqrt(2 ln R). Here R is the number of ranks and sigma the relative
     standard deviation of a rank's load, with counts taken as Poisson.
 
-    If the mean gain over layers is below that, single layers may still stand out. Each is compared
-    with twice the largest deviation among the ranks of all layers, because a gain found after the
-    largest of many deviations is likely to shrink by the same amount.
+    `samples` are assignments per layer in the load, averaged over the layers.
+    """
+    load, num_ranks = problem.load, problem.topology.num_ranks
+    total = np.where(problem.is_busy, load.sum(axis=1), 1.0)
+    variance = _variance_of_rank_loads(problem)
+    # A count that a unit of load stands for; a layer that drafts counts fewer than the others.
+    count = samples / max(float(load.sum(axis=1).mean()), 1e-300)
+    sigma = np.sqrt(variance.max(axis=1) / count) / (total / num_ranks)
+    chance: Weights = math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_ranks, 2)))
+    return chance
+
+
+def gains_beyond_chance(problem: Problem, gain: Weights, *, samples: float) -> tuple[Bools, str]:
+    """Find layers whose gain exceeds chance, [layers], and describe the comparison.
+
+    If the mean gain over layers is below chance, single layers may still stand out. Each is
+    compared with twice the largest deviation among the ranks of all layers, because a gain found
+    after the largest of many deviations is likely to shrink by the same amount.
 
     Args:
         problem: the load and the placement in use.
         gain: the decrease of max / mean rank load under the plan, [layers].
         samples: assignments per layer in the load, averaged over the layers.
     """
-    load, busy = problem.load, problem.is_busy
+    busy, num_ranks = problem.is_busy, problem.topology.num_ranks
     if not busy.any():
         return busy, "there is no traffic"
-    num_ranks = problem.topology.num_ranks
-    total = np.where(busy, load.sum(axis=1), 1.0)
-    variance = _variance_of_rank_loads(problem)
-    # A count that a unit of load stands for; a layer that drafts counts fewer than the others.
-    count = samples / load.sum(axis=1).mean()
-    sigma = np.sqrt(variance.max(axis=1) / count) / (total / num_ranks)
-    chance = math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_ranks, 2)))
+    chance = chance_of_layer(problem, samples=samples)
     num_cells = num_ranks * int(busy.sum())
-    single = 2.0 * math.sqrt(2.0) * sigma * math.sqrt(2.0 * math.log(max(num_cells, 2)))
+    single = 2.0 * chance * math.sqrt(math.log(max(num_cells, 2)) / math.log(max(num_ranks, 2)))
     mean_gain, mean_chance = float(gain[busy].mean()), float(chance[busy].mean())
     beyond = busy & (gain > (chance if mean_gain > mean_chance else single))
     words = (

@@ -100,14 +100,15 @@ def take_steepest(
     start: float,
     target: float | None,
     max_moves: int | None,
+    least_slope: float = 0.0,
 ) -> tuple[list[Point], list[tuple[int, float]]]:
     """Climb the hulls of all layers, most gain per move first.
 
-    Stops when the mean balancedness over `num_busy` layers, initially `start`, reaches `target`;
-    skips segments that do not fit into `max_moves`.
+    Stops when the mean balancedness over `num_busy` layers, initially `start`, reaches `target`, or
+    a move gains less of it than `least_slope`; skips segments that do not fit into `max_moves`.
 
     Returns:
-        the point where each layer ends, and the whole curve without either limit: (moves, mean
+        the point where each layer ends, and the whole curve without any limit: (moves, mean
         balancedness).
     """
     taken = [hull[0] for hull in hulls]
@@ -121,6 +122,7 @@ def take_steepest(
         total_moves, total = total_moves + after.moves - before.moves, total + gain
         curve.append((total_moves, total))
         is_enough = target is not None and reached >= target
+        is_enough = is_enough or slope(before, after) / num_busy < least_slope
         too_many = max_moves is not None and moves + after.moves - before.moves > max_moves
         is_closed[layer] = is_closed[layer] or is_enough or too_many
         if not is_closed[layer]:

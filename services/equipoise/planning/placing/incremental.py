@@ -6,16 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots
-from equipoise.planning.placing.bound import upper_bounds
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
 from equipoise.planning.placing.locality import Homes
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.relieve import relieve
-from equipoise.planning.placing.search_state import SearchSpace
+from equipoise.planning.placing.search_state import Goal, SearchSpace
 
-THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3)
+THRESHOLDS = (1.0, 1.02, 1.06, 1.15)
 """Relief thresholds of paths, in multiples of the lowest possible load of the busiest rank."""
 
 COST_OF_JOINING = 0.5
@@ -27,7 +26,7 @@ node only and 7 % more moves are made; at a cost of 0, 21 % are, and at 1, 2 % f
 COST_OF_LEAVING = 10.0
 """Moves that are made rather than let a mean rank load leave its home node."""
 
-TARGET_THRESHOLDS = (0.25, 0.5, 0.8, 1.1, 1.5, 2.2, 3.5)
+TARGET_THRESHOLDS = (0.25, 0.8, 1.5, 3.0)
 """Relief thresholds on the way to a target, in multiples of the excess that the target leaves:
 layers that gain easily exceed the target, others stop short of it."""
 
@@ -73,6 +72,8 @@ def improve(
     max_moves: int | None = None,
     homes: Homes | None = None,
     returns: Bools | None = None,
+    least_slope: float = 0.0,
+    noise: Weights | None = None,
 ) -> Improvement:
     """Improve the placement in use.
 
@@ -93,18 +94,31 @@ def improve(
         homes: where experts should be served; anywhere by default.
         returns: the layers that start from the fresh placement, because groups must return to
             their nodes; none by default.
+        least_slope: stop where a move gains less balancedness than this.
+        noise: the excess that chance hides, in mean rank loads, [layers]: to take it off a rank
+            gains nothing.
     """
     start, is_kept = cover(problem), problem.is_valid
     if returns is not None:
         start, is_kept = np.where(returns[:, None], fresh, start), is_kept & ~returns
     busy = problem.is_busy
     num_busy = max(int(busy.sum()), 1)
+    noise = np.zeros(len(start)) if noise is None else noise
     reached = np.where(is_kept, standing, problem.balancedness_of_layer(start))
+    reached = np.minimum(reached, 1.0 / (1.0 + noise))
     if target is not None and busy.any():
         # Layers that stay cannot help to reach it, and the others shall not make up for them.
         target = float(np.where(layers, target, reached)[busy].mean())
     paths = [
-        _paths(problem, start, layer, reached=reached[layer], target=target, homes=homes)
+        _paths(
+            problem,
+            start[layer],
+            layer,
+            reached=reached[layer],
+            target=target,
+            homes=homes,
+            noise=noise[layer],
+        )
         if layers[layer] and busy[layer]
         else [
             LayerPath(
@@ -116,7 +130,7 @@ def improve(
         for layer in range(len(start))
     ]
     if max_moves is None and not _reach(paths, busy, target):
-        reached_fresh = problem.balancedness_of_layer(fresh)
+        reached_fresh = np.minimum(problem.balancedness_of_layer(fresh), 1.0 / (1.0 + noise))
         for layer in np.flatnonzero(layers & busy).tolist():
             best = max(path.balancedness.max() for path in paths[layer])
             if reached_fresh[layer] > best + least_gain:
@@ -135,6 +149,7 @@ def improve(
         start=float(reached[busy].mean()) if busy.any() else 1.0,
         target=target,
         max_moves=max_moves,
+        least_slope=least_slope,
     )
     steps = [
         step
@@ -151,20 +166,20 @@ def improve(
 
 def _paths(
     problem: Problem,
-    start: ExpertTable,
+    start: Slots,
     layer: int,
     *,
     reached: float,
     target: float | None,
     homes: Homes | None,
+    noise: float,
 ) -> list[LayerPath]:
     """Build one path per threshold; the common start is the first point."""
-    load, num_ranks = problem.load[layer], problem.topology.num_ranks
-    mean = float(load.sum()) / num_ranks
-    bound = upper_bounds(load[None], num_slots=start.shape[1], num_ranks=num_ranks)[0]
+    load, weights = np.ascontiguousarray(problem.load_of_kinds[layer]), problem.weights
+    bounds = problem.bounds_of_kinds[:, layer]
     thresholds = THRESHOLDS
-    if target is not None and target < bound:
-        left = bound / target - 1.0
+    if target is not None and target < problem.bound_of_layer[layer]:
+        left = problem.bound_of_layer[layer] / target - 1.0
         thresholds = tuple(1.0 + left * part for part in TARGET_THRESHOLDS)
     home_of_expert, per_leaving, may_leave = np.zeros(len(load), dtype=np.int64), 0.0, np.inf
     if homes is not None:
@@ -180,9 +195,9 @@ def _paths(
         COST_OF_JOINING if homes is None and problem.num_nodes > 1 else 0.0,
     )
     paths = []
-    for threshold in thresholds:
-        made = relieve(start[layer], load, space, threshold * mean / bound, may_leave)
-        balancedness = mean / made.busiest
+    for threshold in sorted({max(threshold, 1.0 + noise) for threshold in thresholds}):
+        made = relieve(start, load, space, Goal(threshold / bounds, weights, may_leave))
+        balancedness = (weights / np.maximum(made.busiest, 1.0 + noise)).sum(axis=1)
         balancedness[0] = reached
         paths.append(LayerPath(changes=made.steps, moves=made.moves, balancedness=balancedness))
     return paths

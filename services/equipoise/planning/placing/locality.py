@@ -10,13 +10,12 @@ from typing import Self
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Indices, ShareTable, Slots, Weights
-from equipoise.planning.placing.bound import upper_bounds
+from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, ShareTable, Slots, Weights
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.relieve import relieve
-from equipoise.planning.placing.search_state import SearchSpace
+from equipoise.planning.placing.search_state import Goal, SearchSpace
 
 THRESHOLDS = (1.0, 1.01, 1.07)
 """Relief thresholds, in multiples of the lowest possible load of a layer's busiest rank."""
@@ -41,7 +40,7 @@ class Homes:
     of_expert: Indices
     """Home node of each expert, that of its group; int64 [layers, experts]."""
     may_leave: Weights
-    """Load that may be served off its home node, [layers]."""
+    """Load that may be served off its home node, in mean rank loads, [layers]."""
 
     @classmethod
     def of_table(cls, problem: Problem, table: ExpertTable, *, locality: float) -> Self:
@@ -54,7 +53,7 @@ class Homes:
         allowed = np.maximum(
             locality * (1.0 - 1.0 / problem.num_nodes), problem.off_node_share_of_layer(table)
         )
-        may_leave = allowed * problem.load.sum(axis=1) * (1.0 + 1e-9)
+        may_leave = allowed * problem.topology.num_ranks * (1.0 + 1e-9)
         return cls(of_expert=np.repeat(node_of_group, size, axis=1), may_leave=may_leave)
 
 
@@ -87,12 +86,10 @@ def place_locally(problem: Problem, *, locality: float) -> ExpertTable:
     home_of_expert = np.empty(problem.load.shape, dtype=np.int64)
     node_of_slot = np.broadcast_to(problem.node_of_rank[problem.rank_of_slot], homes.shape)
     np.put_along_axis(home_of_expert, homes.astype(np.int64), node_of_slot, axis=1)
-    may_leave = locality * (1.0 - 1.0 / problem.num_nodes) * problem.load.sum(axis=1)
+    may_leave = locality * (1.0 - 1.0 / problem.num_nodes) * problem.topology.num_ranks
     table = homes.copy()
     for layer in np.flatnonzero(problem.is_busy).tolist():
-        table[layer] = _best_within(
-            problem, homes[layer], layer, home_of_expert[layer], float(may_leave[layer])
-        )
+        table[layer] = _best_within(problem, homes[layer], layer, home_of_expert[layer], may_leave)
     return _refined_within(problem, table, home_of_expert, may_leave)
 
 
@@ -100,9 +97,7 @@ def _best_within(
     problem: Problem, start: Slots, layer: int, home_of_expert: Indices, may_leave: float
 ) -> Slots:
     """Find the most balanced placement of one layer that keeps enough load at home."""
-    load, num_ranks = problem.load[layer], problem.topology.num_ranks
-    bound = upper_bounds(load[None], num_slots=len(start), num_ranks=num_ranks)[0]
-    least_busiest = float(load.sum()) / num_ranks / bound
+    load, weights = np.ascontiguousarray(problem.load_of_kinds[layer]), problem.weights
     space = SearchSpace(
         problem.first_slot,
         problem.rank_of_slot,
@@ -112,25 +107,24 @@ def _best_within(
         1.0,
         0.0,
     )
-    best, busiest = start, np.inf
+    best, most = start, -np.inf
     for threshold in THRESHOLDS:
-        path = relieve(start, load, space, threshold * least_busiest, may_leave)
-        end = int(path.busiest.argmin())
-        if path.busiest[end] < busiest:
-            best, busiest = start.copy(), float(path.busiest[end])
+        thresholds = threshold / problem.bounds_of_kinds[:, layer]
+        path = relieve(start, load, space, Goal(thresholds, weights, may_leave))
+        balancedness = (weights / path.busiest).sum(axis=1)
+        end = int(balancedness.argmax())
+        if balancedness[end] > most:
+            best, most = start.copy(), float(balancedness[end])
             for slot, expert in path.steps[:end].reshape(-1, 2).tolist():
                 if slot >= 0:
                     best[slot] = expert
-        if busiest < EVEN_ENOUGH * least_busiest:
+        if most * EVEN_ENOUGH > problem.bound_of_layer[layer]:
             break
     return best
 
 
 def _refined_within(
-    problem: Problem,
-    table: ExpertTable,
-    home_of_expert: Indices,
-    may_leave: Weights,
+    problem: Problem, table: ExpertTable, home_of_expert: Indices, may_leave: float
 ) -> ExpertTable:
     """Refine within each node, in layers where not too much load leaves its home by that."""
     refined = refine(
@@ -139,7 +133,8 @@ def _refined_within(
         first_slot=problem.first_slot,
         block_of_rank=problem.node_of_rank,
     )
-    of_replica = problem.load / np.maximum(problem.replicas(refined), 1)
+    load: Load = problem.load_of_kinds @ problem.weights
+    of_replica = load / np.maximum(problem.replicas(refined), 1)
     is_off_home = (
         np.take_along_axis(home_of_expert, refined, axis=1)
         != problem.node_of_rank[problem.rank_of_slot]

@@ -1,14 +1,20 @@
 """`Problem`: the input of every placement algorithm, checked once and in arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, ShareTable
-from equipoise.planning.balance import balancedness_per_layer, rank_loads
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, ShareTable, Weights
+from equipoise.planning.balance import (
+    balancedness_per_layer,
+    mean_if_busy,
+    mean_over_kinds,
+    rank_loads,
+)
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import Layout, needless_twins
+from equipoise.planning.placing.bound import upper_bounds
 from equipoise.planning.placing.tally import (
     count_replicas_of,
     split_by_group_and_node,
@@ -28,7 +34,7 @@ class Problem:
     """
 
     load: Load
-    """float64 [layers, experts] in any unit."""
+    """float64 [layers, experts] in any unit: that of the only kind of traffic, or their mean."""
     model: ModelShape
     topology: Topology
     held: ExpertTable
@@ -40,6 +46,11 @@ class Problem:
     """Whether the ranks hold nothing yet, so that no placement costs moves."""
     weighted: Weighting = Weighting.OFF
     """Whether the slots of an expert may serve unequal shares."""
+    kinds: tuple[Load, ...] = ()
+    """The load of each kind of traffic, float64 [layers, experts], if there are several. Those of a
+    layer sum to the same."""
+    weights: Weights = field(default_factory=lambda: np.ones(1))
+    """Part of the time that each kind takes, [kinds]; sums to 1."""
 
     def __post_init__(self) -> None:
         model, topology = self.model, self.topology
@@ -62,8 +73,11 @@ class Problem:
         current: Layout | None,
         ranks: tuple[int, ...],
         weighted: Weighting = Weighting.OFF,
+        weights: Weights | None = None,
     ) -> "Problem":
         """Build the problem for some `ranks` of a topology.
+
+        `load` is [layers, experts], or [kinds, layers, experts] with `weights`.
 
         Without a current layout, ranks hold what a pool starts with: experts in order, repeated
         from the first in the redundant slots; or nothing, if layers share places. Shares become
@@ -81,6 +95,11 @@ class Problem:
             columns = np.flatnonzero(np.isin(rank_of_slot, ranks))
             held = np.take(current.expert_of_slot, columns, axis=1)
             shares = current.share_of_slot if live.num_ranks == topology.num_ranks else None
+        kinds: tuple[Load, ...] = ()
+        if weights is not None:
+            total = load.sum(axis=2, keepdims=True)
+            kinds = tuple(load / np.where(total > 0, total, 1.0) * total[0])
+            load = mean_over_kinds(kinds, weights)
         return cls(
             load=np.array(load, dtype=np.float64, order="C"),
             model=model,
@@ -89,6 +108,8 @@ class Problem:
             held_shares=shares,
             is_new=current is None,
             weighted=weighted,
+            kinds=kinds,
+            weights=np.ones(1) if weights is None else weights,
         )
 
     @cached_property
@@ -139,19 +160,54 @@ class Problem:
 
     def rank_loads(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
         """Compute the load of each rank under a placement, [layers, ranks]."""
+        return self._rank_loads(self.load, table, shares)
+
+    def _rank_loads(self, load: Load, table: ExpertTable, shares: ShareTable | None) -> Load:
         if shares is None:
-            return split_by_rank(table, self.load, self.rank_of_slot)
+            return split_by_rank(table, load, self.rank_of_slot)
         return rank_loads(
             table,
-            load=self.load,
+            load=load,
             num_ranks=self.topology.num_ranks,
             first_slot=self.topology.first_slot,
             share_of_slot=shares,
         )
 
     def balancedness_of_layer(self, table: ExpertTable, shares: ShareTable | None = None) -> Load:
-        """Compute mean / max rank load under a placement, [layers]."""
-        return balancedness_per_layer(self.rank_loads(table, shares))
+        """Compute mean / max rank load under a placement, [layers]: the mean over kinds."""
+        reached = [
+            balancedness_per_layer(self._rank_loads(load, table, shares))
+            for load in self.kinds or (self.load,)
+        ]
+        return mean_over_kinds(reached, self.weights)
+
+    def balancedness(self, table: ExpertTable, shares: ShareTable | None = None) -> float:
+        """Average `balancedness_of_layer` over the layers with traffic; 1.0 if there are none."""
+        return mean_if_busy(self.balancedness_of_layer(table, shares), is_busy=self.is_busy)
+
+    @cached_property
+    def bound_of_layer(self) -> Load:
+        """A balancedness that no placement exceeds, [layers]: the mean over kinds."""
+        return mean_over_kinds(self.bounds_of_kinds, self.weights)
+
+    @cached_property
+    def bounds_of_kinds(self) -> Load:
+        """A balancedness that no placement exceeds in each kind, [kinds, layers]."""
+        slots, ranks = self.topology.num_slots, self.topology.num_ranks
+        return np.array(
+            [
+                upper_bounds(load, num_slots=slots, num_ranks=ranks)
+                for load in self.kinds or (self.load,)
+            ]
+        )
+
+    @cached_property
+    def load_of_kinds(self) -> Load:
+        """The load of each expert in each kind, [layers, experts, kinds], in mean rank loads."""
+        loads = np.stack(self.kinds or (self.load,), axis=2)
+        mean = loads.sum(axis=1, keepdims=True) / self.topology.num_ranks
+        relative: Load = loads / np.where(mean > 0, mean, 1.0)
+        return relative
 
     def slot_load(self, table: ExpertTable, shares: ShareTable) -> Load:
         """Compute the load of each slot, [layers, slots]."""

@@ -1,24 +1,19 @@
 """`relieve`: the cheapest steps that take load off overloaded ranks of a placement in use.
 
-Load of a rank above a threshold is excess. Each step is the action that removes the most excess per
-cost: overwrite a spare replica with one more replica of an expert that needs it (one move), or swap
-two slots of different ranks (two moves). The best threshold depends on the goal, so callers try
-several. `refine` has the same actions but minimises the maximum at any number of moves; the loops
-share no code, because the price decides here which candidates can be skipped.
+Traffic may be of several kinds, each with a load of its own: experts that are busy at different
+times can share a rank. Load of a rank above a kind's threshold is excess and counts by how much of
+that kind is expected. Each step is the action that removes the most excess per cost: overwrite a
+spare replica with one more replica of an expert that needs it (one move), or swap two slots of
+different ranks (two moves). The best threshold depends on the goal, so callers try several.
+`refine` has the same actions but minimises the maximum at any number of moves; the loops share no
+code, because the price decides here which candidates can be skipped.
 """
 
 import numpy as np
 
-from equipoise.planning.arrays import Indices, Slots, Weights
+from equipoise.planning.arrays import Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
-from equipoise.planning.placing.search_state import (
-    ExpertTotals,
-    RankTotals,
-    SearchPath,
-    SearchSpace,
-    SearchState,
-    Swaps,
-)
+from equipoise.planning.placing.search_state import Goal, SearchPath, SearchSpace, SearchState
 
 MAX_STEPS_PER_SLOT = 2
 """Bound on the length of a path: two steps per slot. Real paths end long before."""
@@ -26,8 +21,8 @@ MAX_STEPS_PER_SLOT = 2
 MOST_RANKS = 32
 """A step looks for a swap between this many of the busiest and of the least loaded ranks."""
 
-MOST_PAIRS = 1 << 17
-"""Pairs of ranks whose best swap is cached; enough for all pairs of 362 ranks."""
+LEAST_EXCESS = 1e-9
+"""Less excess, in mean rank loads, is rounding."""
 
 FROM_AFAR = 1.02
 """Cost of a move from another node, relative to one within the node. Slightly above 1, so that a
@@ -36,240 +31,316 @@ one, a quarter otherwise, and the number of moves stays about the same."""
 
 
 @compiled
-def relieve(
-    start: Slots, load: Weights, space: SearchSpace, threshold: float, max_off_home: float
-) -> SearchPath:
-    """Take load above `threshold` off the ranks of one layer until no step helps.
+def relieve(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchPath:
+    """Take load above the thresholds off the ranks of one layer until no step helps.
 
-    `start` is int32 [slots] and holds every expert; `load` is [experts]. The path ends before a
-    step that would raise the load served off its home node above `max_off_home`.
+    `start` is int32 [slots] and holds every expert; `load` is [experts, kinds], where the mean load
+    of a rank is 1. The path ends before a step that lets more load leave its home node than may.
     """
-    layer = _start(start, load, space)
-    slots, ranks = layer.slots, layer.ranks
-    max_steps = MAX_STEPS_PER_SLOT * len(start)
+    layer = _start(start, load, space, goal)
+    max_steps, num_kinds = MAX_STEPS_PER_SLOT * len(start), len(goal.weight)
     steps = np.full((max_steps, 4), -1)
-    busiest, off_home = np.zeros(max_steps + 1), np.zeros(max_steps + 1)
+    busiest, off_home = np.zeros((max_steps + 1, num_kinds)), np.zeros(max_steps + 1)
     moves = np.zeros(max_steps + 1, dtype=np.int64)
-    busiest[0], off_home[0] = ranks.carried.max(), _off_home(layer)
-    count = 0
-    while count < max_steps:
-        copy_gain, copy_slot, expert = _best_copy(layer, threshold)
-        swap_gain, own, other = _best_swap(layer, threshold, copy_gain, count)
-        if swap_gain > copy_gain:
-            steps[count, 0], steps[count, 1] = own, slots[other]
-            steps[count, 2], steps[count, 3] = other, slots[own]
-        elif copy_slot >= 0:
-            steps[count, 0], steps[count, 1] = copy_slot, expert
-        else:
-            break
+    count = -1
+    while True:
         count += 1
-        _take(layer, steps[count - 1], count)
-        moves[count] = ranks.num_changed.sum()
-        busiest[count], off_home[count] = ranks.carried.max(), _off_home(layer)
-        if off_home[count] > max_off_home:
+        off_home[count] = (layer.mean_load * layer.num_off_home / layer.num_replicas).sum()
+        if count > 0 and off_home[count] > goal.max_off_home:
             count -= 1
             break
+        for kind in range(num_kinds):
+            busiest[count, kind] = layer.carried[:, kind].max()
+        if count == max_steps or _best_swap(layer, _best_copy(layer)) <= 0.0:
+            break
+        steps[count] = layer.step
+        moves[count + 1] = moves[count] + _take(layer)
     return SearchPath(
         steps[:count], busiest[: count + 1], moves[: count + 1], off_home[: count + 1]
     )
 
 
 @part
-def _start(start: Slots, load: Weights, space: SearchSpace) -> SearchState:
-    num_experts, num_ranks = len(load), len(space.node_of_rank)
-    num_pairs = min(num_ranks * num_ranks, MOST_PAIRS)
+def _start(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchState:
+    num_experts, num_kinds = load.shape
+    num_ranks, num_nodes = len(space.node_of_rank), space.node_of_rank.max() + 1
     layer = SearchState(
         start,
         start.copy(),
-        np.zeros(len(start)),
-        np.zeros((num_experts, num_ranks), dtype=np.int16),
-        np.zeros((num_experts, space.node_of_rank.max() + 1), dtype=np.int16),
-        np.zeros((num_experts, space.node_of_rank.max() + 1), dtype=np.bool_),
         space,
-        ExpertTotals(
-            load,
-            np.zeros(num_experts, dtype=np.int64),
-            np.zeros(num_experts, dtype=np.int64),
-            np.zeros(num_experts),
-            np.zeros(num_experts),
-            np.zeros(num_experts),
-            np.arange(num_experts),
-        ),
-        RankTotals(
-            np.zeros(num_ranks),
-            np.zeros(num_ranks),
-            np.zeros(num_ranks),
-            np.zeros(num_ranks, dtype=np.int64),
-            np.zeros(num_ranks, dtype=np.int64),
-            np.arange(num_ranks),
-        ),
-        Swaps(
-            np.full(num_pairs, -1),
-            np.zeros(num_pairs, dtype=np.int64),
-            np.zeros(num_pairs),
-            np.zeros(num_pairs, dtype=np.int64),
-            np.zeros(num_pairs, dtype=np.int64),
-        ),
+        goal,
+        load,
+        np.zeros((num_experts, num_kinds)),
+        np.zeros((num_experts, num_kinds)),
+        np.zeros((num_experts, num_kinds)),
+        (load * goal.weight).sum(axis=1),
+        np.zeros(num_experts, dtype=np.int64),
+        np.zeros(num_experts, dtype=np.int64),
+        np.zeros((num_experts, num_ranks), dtype=np.int16),
+        np.zeros((num_experts, num_nodes), dtype=np.int16),
+        np.zeros((num_experts, num_nodes), dtype=np.bool_),
+        np.zeros((num_ranks, num_kinds)),
+        np.zeros(num_ranks),
+        np.arange(num_experts),
+        np.arange(num_ranks),
+        np.full(4, -1),
     )
     for slot in range(len(start)):
-        expert, rank = start[slot], space.rank_of_slot[slot]
-        layer.is_near[expert, space.node_of_rank[rank]] = True
-        layer.num_held[expert, rank] += 1
-        layer.num_on_node[expert, space.node_of_rank[rank]] += 1
-    _split(layer, np.arange(num_experts))
-    _weigh(layer, np.arange(num_experts), 0)
+        _count(layer, start[slot], space.rank_of_slot[slot], 1)
+        layer.is_near[start[slot], space.node_of_rank[space.rank_of_slot[slot]]] = True
+    for expert in range(num_experts):
+        _split(layer, expert)
+    for rank in range(num_ranks):
+        _weigh(layer, rank)
     return layer
 
 
 @part
-def _take(layer: SearchState, step: Indices, now: int) -> None:
-    """Apply one or two changes and update all totals."""
-    slots, num_held, rank_of_slot = layer.slots, layer.num_held, layer.space.rank_of_slot
-    num_on_node, node_of_rank = layer.num_on_node, layer.space.node_of_rank
-    concerned = np.array([slots[step[0]], step[1]])
+def _count(layer: SearchState, expert: int, rank: int, change: int) -> None:
+    """Count one replica more or less."""
+    layer.num_replicas[expert] += change
+    layer.num_held[expert, rank] += change
+    layer.num_on_node[expert, layer.space.node_of_rank[rank]] += change
+    if layer.space.home_of_expert[expert] != layer.space.node_of_rank[rank]:
+        layer.num_off_home[expert] += change
+
+
+@part
+def _split(layer: SearchState, expert: int) -> None:
+    """Recompute the shares of an expert."""
+    count = layer.num_replicas[expert]
+    for kind in range(len(layer.goal.weight)):
+        load = layer.load[expert, kind]
+        layer.share[expert, kind] = load / max(count, 1)
+        layer.share_of_more[expert, kind] = load / (count + 1)
+        layer.share_of_fewer[expert, kind] = load / (count - 1) if count > 1 else np.inf
+
+
+@part
+def _weigh(layer: SearchState, rank: int) -> None:
+    """Recompute the load and the excess of a rank."""
+    layer.excess[rank] = 0.0
+    for kind in range(len(layer.goal.weight)):
+        carried = 0.0
+        for slot in range(layer.space.first_slot[rank], layer.space.first_slot[rank + 1]):
+            carried += layer.share[layer.slots[slot], kind]
+        layer.carried[rank, kind] = carried
+        layer.excess[rank] += layer.goal.weight[kind] * max(
+            carried - layer.goal.threshold[kind], 0.0
+        )
+
+
+@part
+def _take(layer: SearchState) -> int:
+    """Apply the step found, update all totals, and return the change in moves."""
+    step, slots, moves = layer.step, layer.slots, 0
+    one, two = slots[step[0]], step[1]
     for half in range(0, 4, 2):
-        slot = step[half]
+        slot, expert = step[half], step[half + 1]
         if slot >= 0:
-            rank = rank_of_slot[slot]
-            num_held[slots[slot], rank] -= 1
-            num_on_node[slots[slot], node_of_rank[rank]] -= 1
-            slots[slot] = step[half + 1]
-            num_held[slots[slot], rank] += 1
-            num_on_node[slots[slot], node_of_rank[rank]] += 1
-    _split(layer, concerned)
-    _weigh(layer, concerned, now)
+            rank = layer.space.rank_of_slot[slot]
+            moves += int(expert != layer.start[slot]) - int(slots[slot] != layer.start[slot])
+            _count(layer, slots[slot], rank, -1)
+            _count(layer, expert, rank, 1)
+            slots[slot] = expert
+    _split(layer, one)
+    _split(layer, two)
+    for rank in range(len(layer.excess)):
+        if layer.num_held[one, rank] or layer.num_held[two, rank]:
+            _weigh(layer, rank)
+    return moves
 
 
 @part
-def _split(layer: SearchState, concerned: Indices) -> None:
-    """Recompute replicas and shares of some experts."""
-    num_held, node_of_rank = layer.num_held, layer.space.node_of_rank
-    load, home_of_expert = layer.experts.load, layer.space.home_of_expert
-    experts = layer.experts
-    for expert in concerned:
-        count, off_home = 0, 0
-        for rank in range(len(node_of_rank)):
-            count += num_held[expert, rank]
-            if node_of_rank[rank] != home_of_expert[expert]:
-                off_home += num_held[expert, rank]
-        experts.num_replicas[expert], experts.num_off_home[expert] = count, off_home
-        experts.share[expert] = load[expert] / max(count, 1)
-        experts.share_of_more[expert] = load[expert] / (count + 1)
-        experts.share_of_fewer[expert] = load[expert] / (count - 1) if count > 1 else np.inf
-
-
-@part
-def _weigh(layer: SearchState, concerned: Indices, now: int) -> None:
-    """Recompute the totals of the ranks that hold any of some experts."""
-    slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
-    share, ranks, first_slot = layer.experts.share, layer.ranks, layer.space.first_slot
-    num_held = layer.num_held
-    for rank in range(len(first_slot) - 1):
-        is_concerned = False
-        for expert in concerned:
-            is_concerned = is_concerned or num_held[expert, rank] > 0
-        if not is_concerned:
-            continue
-        carried, heaviest, lightest, changed = 0.0, 0.0, np.inf, 0
-        for slot in range(first_slot[rank], first_slot[rank + 1]):
-            here = share[slots[slot]]
-            share_of_slot[slot] = here
-            carried += here
-            heaviest, lightest = max(heaviest, here), min(lightest, here)
-            changed += 1 if slots[slot] != start[slot] else 0
-        ranks.carried[rank], ranks.num_changed[rank] = carried, changed
-        ranks.heaviest[rank], ranks.lightest[rank] = heaviest, lightest
-        ranks.weighed_at[rank] = now
-
-
-@part
-def _off_home(layer: SearchState) -> float:
-    return float((layer.experts.share * layer.experts.num_off_home).sum())
-
-
-@part
-def _excess(load: float, threshold: float) -> float:
-    return max(load - threshold, 0.0)
-
-
-@part
-def _best_copy(layer: SearchState, threshold: float) -> tuple[float, int, int]:
-    """Find the slot to overwrite and its new expert; returns the excess removed per cost first.
+def _best_copy(layer: SearchState) -> float:
+    """Find the slot to overwrite and its new expert; returns the excess removed per cost.
 
     A rank that holds both experts is counted as if they were on different ranks; excess is convex,
     so a step never removes less than computed. Experts are tried in the order of the excess that
     one more replica removes elsewhere, until that is too little. Among those that remove none, the
     lightest adds least, and heavier ones do not remove more.
     """
-    slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
-    num_held, is_near, carried = layer.num_held, layer.is_near, layer.ranks.carried
-    rank_of_slot, node_of_rank = layer.space.rank_of_slot, layer.space.node_of_rank
-    num_replicas, neediest_first = layer.experts.num_replicas, layer.experts.neediest_first
-    share_of_more, share_of_fewer = layer.experts.share_of_more, layer.experts.share_of_fewer
-    falls, rises = _effects_of_one_replica(layer, threshold)
-    _sort(neediest_first, falls, share_of_more)
-    least, move = 1e-9 * threshold, layer.space.cost_of_move
-    per_leaving = layer.space.cost_of_leaving / threshold
-    share, num_off_home = layer.experts.share, layer.experts.num_off_home
-    home_of_expert, num_on_node = layer.space.home_of_expert, layer.num_on_node
-    joining = layer.space.cost_of_joining
-    best, chosen_slot, chosen = 0.0, -1, -1
+    slots, num_held, share, excess = layer.slots, layer.num_held, layer.share, layer.excess
+    threshold, weight, order = layer.goal.threshold, layer.goal.weight, layer.neediest_first
+    move, share_of_more = layer.space.cost_of_move, layer.share_of_more
+    falls, rises, rise_here = _effects_of_one_replica(layer)
+    _sort(order, falls, layer.mean_load / (layer.num_replicas + 1))
+    best, without = 0.0, np.zeros(len(weight))
     for slot in range(len(slots)):
-        spared, rank = slots[slot], rank_of_slot[slot]
-        if num_replicas[spared] < 2:
+        spared, rank = slots[slot], layer.space.rank_of_slot[slot]
+        if layer.num_replicas[spared] < 2:
             continue
-        here, node = _excess(carried[rank], threshold), node_of_rank[rank]
-        more = share_of_fewer[spared] - share_of_slot[slot]
-        elsewhere = rises[spared] - (_excess(carried[rank] + more, threshold) - here)
-        least_cost = move / 4 if per_leaving > 0.0 or spared != start[slot] else move
-        needed = max(least, best * least_cost)
-        without = carried[rank] - share_of_slot[slot]
-        most_here = min(here, share_of_slot[slot]) - elsewhere
-        for expert in neediest_first:
-            if most_here + falls[expert] <= needed:
+        can_return = layer.space.cost_of_leaving > 0.0 or spared != layer.start[slot]
+        least_cost = move / 4 if can_return else move
+        before = excess[rank] - rises[spared] + rise_here[slot]
+        needed = max(LEAST_EXCESS, best * least_cost)
+        most = before
+        for kind in range(len(weight)):
+            without[kind] = layer.carried[rank, kind] - share[spared, kind] - threshold[kind]
+            most -= weight[kind] * max(without[kind], 0.0)
+        for expert in order:
+            if most + falls[expert] <= needed:
                 break
-            left = _excess(without + share_of_more[expert], threshold)
-            removed = here - elsewhere + falls[expert] - left
+            removed = before + falls[expert]
+            for kind in range(len(weight)):
+                removed -= weight[kind] * max(without[kind] + share_of_more[expert, kind], 0.0)
             if removed <= needed and falls[expert] <= 0.0:
                 break
             if removed <= needed or num_held[expert, rank]:
                 continue
-            cost = move * _price(start[slot], spared, expert, is_near[expert, node])
-            cost += joining if num_on_node[expert, node] > 0 else 0.0
-            if per_leaving > 0.0:
-                num_left = num_off_home[spared] - int(home_of_expert[spared] != node)
-                num_then = num_off_home[expert] + int(home_of_expert[expert] != node)
-                cost += per_leaving * (
-                    share_of_fewer[spared] * num_left
-                    - share[spared] * num_off_home[spared]
-                    + share_of_more[expert] * num_then
-                    - share[expert] * num_off_home[expert]
-                )
-            gain = removed / max(cost, move / 4)
-            if gain > best:
-                best, chosen_slot, chosen = gain, slot, expert
-                needed = max(least, best * least_cost)
-    return best, chosen_slot, chosen
+            cost = _cost_of_copy(layer, slot, expert)
+            if removed > best * cost:
+                best = removed / cost
+                needed = max(LEAST_EXCESS, best * least_cost)
+                layer.step[0], layer.step[1], layer.step[2], layer.step[3] = slot, expert, -1, -1
+    return best
 
 
 @part
-def _effects_of_one_replica(layer: SearchState, threshold: float) -> tuple[Weights, Weights]:
-    """Compute the excess that one more replica of each expert removes, and one less adds."""
-    slots, share_of_slot, first_slot = layer.slots, layer.share_of_slot, layer.space.first_slot
-    carried, num_replicas = layer.ranks.carried, layer.experts.num_replicas
-    share_of_more, share_of_fewer = layer.experts.share_of_more, layer.experts.share_of_fewer
-    falls, rises = np.zeros(len(num_replicas)), np.zeros(len(num_replicas))
-    for rank in range(len(carried)):
-        load, here = carried[rank], _excess(carried[rank], threshold)
-        for slot in range(first_slot[rank], first_slot[rank + 1]):
-            expert, share = slots[slot], share_of_slot[slot]
-            if here > 0.0:
-                fall = share - share_of_more[expert]
-                falls[expert] += here - _excess(load - fall, threshold)
-            if num_replicas[expert] > 1:
-                rise = share_of_fewer[expert] - share
-                rises[expert] += _excess(load + rise, threshold) - here
-    return falls, rises
+def _effects_of_one_replica(layer: SearchState) -> tuple[Weights, Weights, Weights]:
+    """Compute the excess that one more replica of each expert removes, and one less adds.
+
+    Returns both, [experts], and the latter by slot: the part of it that is on the slot's rank.
+    """
+    threshold, weight, carried, excess = (
+        layer.goal.threshold,
+        layer.goal.weight,
+        layer.carried,
+        layer.excess,
+    )
+    share, share_of_more, share_of_fewer = layer.share, layer.share_of_more, layer.share_of_fewer
+    falls, rises = np.zeros(len(share)), np.zeros(len(share))
+    rise_here = np.zeros(len(layer.slots))
+    for slot in range(len(layer.slots)):
+        expert, rank = layer.slots[slot], layer.space.rank_of_slot[slot]
+        if excess[rank] > 0.0:
+            for kind in range(len(weight)):
+                fall = share[expert, kind] - share_of_more[expert, kind]
+                over = max(carried[rank, kind] - threshold[kind], 0.0)
+                falls[expert] += weight[kind] * min(fall, over)
+        if layer.num_replicas[expert] > 1:
+            rise_here[slot] = -excess[rank]
+            for kind in range(len(weight)):
+                rise = share_of_fewer[expert, kind] - share[expert, kind]
+                over = carried[rank, kind] + rise - threshold[kind]
+                rise_here[slot] += weight[kind] * max(over, 0.0)
+            rises[expert] += rise_here[slot]
+    return falls, rises, rise_here
+
+
+@part
+def _best_swap(layer: SearchState, best: float) -> float:
+    """Find two slots whose swap removes more excess per cost than `best`; returns the best.
+
+    A swap takes no more off a rank than its excess, or the load that goes with its expert. Only the
+    most overloaded rank that any step helps is relieved.
+    """
+    excess, first_slot = layer.excess, layer.space.first_slot
+    _sort(layer.lightest_first, -(layer.carried * layer.goal.weight).sum(axis=1), excess)
+    for busy in np.argsort(-excess)[:MOST_RANKS]:
+        if excess[busy] <= max(LEAST_EXCESS, best * layer.space.cost_of_move / 4):
+            break
+        for mine in range(first_slot[busy], first_slot[busy + 1]):
+            best = _best_partner(layer, mine, best)
+        if best > 0.0:
+            break
+    return best
+
+
+@part
+def _best_partner(layer: SearchState, mine: int, best: float) -> float:
+    """Find a slot whose swap with slot `mine` removes more excess per cost than `best`.
+
+    Slots that hold what they held at the start cost a move each, unless experts have homes.
+    """
+    slots, num_held, share, excess = layer.slots, layer.num_held, layer.share, layer.excess
+    weight, first_slot = layer.goal.weight, layer.space.first_slot
+    one, busy = slots[mine], layer.space.rank_of_slot[mine]
+    over = layer.carried[busy] - layer.goal.threshold
+    most = (weight * np.minimum(np.maximum(over, 0.0), share[one])).sum()
+    without, move = over - share[one], layer.space.cost_of_move
+    has_homes = layer.space.cost_of_leaving > 0.0
+    can_return = has_homes or one != layer.start[mine]
+    for rank in layer.lightest_first[:MOST_RANKS]:
+        bound = most + excess[rank]
+        if bound <= max(LEAST_EXCESS, best * move / 4) or num_held[one, rank]:
+            continue
+        for theirs in range(first_slot[rank], first_slot[rank + 1]):
+            two = slots[theirs]
+            least_cost = move / 4 if can_return or two != layer.start[theirs] else 2 * move
+            needed = max(LEAST_EXCESS, best * least_cost)
+            if bound <= needed:
+                continue
+            removed = excess[busy] + excess[rank]
+            for kind in range(len(weight)):
+                removed -= weight[kind] * max(without[kind] + share[two, kind], 0.0)
+            if removed <= needed or num_held[two, busy]:
+                continue
+            removed -= _excess_if(layer, rank, two, one)
+            cost = _cost_of_swap(layer, mine, theirs)
+            if removed > max(needed, best * cost):
+                best = removed / cost
+                layer.step[0], layer.step[1], layer.step[2], layer.step[3] = mine, two, theirs, one
+    return best
+
+
+@part
+def _excess_if(layer: SearchState, rank: int, gives: int, takes: int) -> float:
+    """Excess of a rank if it gives away one of its experts for another."""
+    excess = 0.0
+    for kind in range(len(layer.goal.weight)):
+        carried = layer.carried[rank, kind] - layer.share[gives, kind] + layer.share[takes, kind]
+        excess += layer.goal.weight[kind] * max(carried - layer.goal.threshold[kind], 0.0)
+    return excess
+
+
+@part
+def _cost_of_copy(layer: SearchState, slot: int, expert: int) -> float:
+    space, spared = layer.space, layer.slots[slot]
+    node = space.node_of_rank[space.rank_of_slot[slot]]
+    cost = space.cost_of_move * _price(layer, slot, expert, node)
+    if layer.num_on_node[expert, node] > 0:
+        cost += space.cost_of_joining
+    if space.cost_of_leaving > 0.0:
+        cost += space.cost_of_leaving * _leaving_of_one(layer, expert, 1, node)
+        cost += space.cost_of_leaving * _leaving_of_one(layer, spared, -1, node)
+    return max(cost, space.cost_of_move / 4)
+
+
+@part
+def _leaving_of_one(layer: SearchState, expert: int, more: int, node: int) -> float:
+    """Load that leaves its home node if an expert has one replica more or less on a node."""
+    count, num_off_home = layer.num_replicas[expert], layer.num_off_home[expert]
+    changed = num_off_home + more * int(layer.space.home_of_expert[expert] != node)
+    part = changed / (count + more) - num_off_home / count
+    return float(layer.mean_load[expert] * part)
+
+
+@part
+def _cost_of_swap(layer: SearchState, mine: int, theirs: int) -> float:
+    space, one, two = layer.space, layer.slots[mine], layer.slots[theirs]
+    here = space.node_of_rank[space.rank_of_slot[mine]]
+    there = space.node_of_rank[space.rank_of_slot[theirs]]
+    prices = _price(layer, mine, two, here) + _price(layer, theirs, one, there)
+    cost = space.cost_of_move * prices
+    if here != there:
+        for expert, before, after in ((one, here, there), (two, there, here)):
+            if layer.num_on_node[expert, after] > 0:
+                cost += space.cost_of_joining
+            home = space.home_of_expert[expert]
+            left = int(after != home) - int(before != home)
+            load = layer.mean_load[expert] / layer.num_replicas[expert]
+            cost += space.cost_of_leaving * load * left
+    return max(cost, space.cost_of_move / 4)
+
+
+@part
+def _price(layer: SearchState, slot: int, expert: int, node: int) -> float:
+    """Change in moves if a slot takes an expert: -1, 0, 1, or slightly above from afar."""
+    start = layer.start[slot]
+    moves = (0.0 if expert == start else 1.0) - (0.0 if layer.slots[slot] == start else 1.0)
+    is_near = layer.is_near[expert, node] or expert == start
+    return moves if is_near else moves + (FROM_AFAR - 1.0)
 
 
 @part
@@ -288,88 +359,3 @@ def _sort(order: Indices, most: Weights, least: Weights) -> None:
             order[place] = before
             place -= 1
         order[place] = moved
-
-
-@part
-def _best_swap(
-    layer: SearchState, threshold: float, best: float, now: int
-) -> tuple[float, int, int]:
-    """Find two slots whose swap removes more excess per cost than `best`, or -1.
-
-    A swap takes no more off a rank than its excess, the room of the other, or the largest share of
-    one minus the smallest of the other. Only if that could beat `best` are the slots compared,
-    unless the cached result for the pair is still valid.
-    """
-    slots, start, share_of_slot = layer.slots, layer.start, layer.share_of_slot
-    num_held, is_near, first_slot = layer.num_held, layer.is_near, layer.space.first_slot
-    node_of_rank, home_of_expert = layer.space.node_of_rank, layer.space.home_of_expert
-    carried, heaviest, lightest = layer.ranks.carried, layer.ranks.heaviest, layer.ranks.lightest
-    num_changed, weighed_at = layer.ranks.num_changed, layer.ranks.weighed_at
-    known, found_at, gains = layer.swaps.pair, layer.swaps.found_at, layer.swaps.gain
-    owns, others, order = layer.swaps.own, layer.swaps.other, layer.ranks.busiest_first
-    per_leaving, move = layer.space.cost_of_leaving / threshold, layer.space.cost_of_move
-    least, own, other = 1e-9 * threshold, -1, -1
-    _sort(order, carried, carried)
-    for busy in order[:MOST_RANKS]:
-        excess, here = carried[busy] - threshold, node_of_rank[busy]
-        for rank in order[: -MOST_RANKS - 1 : -1]:
-            room, needed = threshold - carried[rank], max(least, best * move / 4)
-            has_changed = per_leaving > 0.0 or num_changed[busy] + num_changed[rank] > 0
-            most = min(excess, room, heaviest[busy] - lightest[rank])
-            if most <= (needed if has_changed else max(least, best * 2 * move)):
-                continue
-            pair, there = busy * len(carried) + rank, node_of_rank[rank]
-            place = pair % len(known)
-            is_known = known[place] == pair
-            is_known &= found_at[place] >= max(weighed_at[busy], weighed_at[rank])
-            if is_known and gains[place] <= best:
-                continue
-            is_found = is_known and owns[place] >= 0
-            first = owns[place] if is_found else first_slot[busy]
-            other_first = others[place] if is_found else first_slot[rank]
-            end = first + 1 if is_found else first_slot[busy + 1]
-            other_end = other_first + 1 if is_found else first_slot[rank + 1]
-            owns[place] = -1
-            for mine in range(first, end):
-                one, share = slots[mine], share_of_slot[mine]
-                if share - lightest[rank] <= needed or num_held[one, rank]:
-                    continue
-                for theirs in range(other_first, other_end):
-                    moved = share - share_of_slot[theirs]
-                    removed = min(moved, excess) - max(moved - room, 0.0)
-                    if removed <= needed:
-                        continue
-                    two = slots[theirs]
-                    leaving = share * _leaving(home_of_expert[one], here, there)
-                    leaving += (share - moved) * _leaving(home_of_expert[two], there, here)
-                    cost = _price(start[mine], one, two, is_near[two, here])
-                    cost += _price(start[theirs], two, one, is_near[one, there])
-                    cost = cost * move + leaving * per_leaving
-                    cost += _joining(layer, one, here, there) + _joining(layer, two, there, here)
-                    cost = max(cost, move / 4)
-                    if removed > best * cost and not num_held[two, busy]:
-                        best, own, other = removed / cost, mine, theirs
-                        owns[place], others[place] = mine, theirs
-                        needed = max(least, best * move / 4)
-            known[place], found_at[place], gains[place] = pair, now, best
-    return best, own, other
-
-
-@part
-def _price(start: int, now: int, then: int, is_near: bool) -> float:
-    """Change in moves if a slot takes another expert: -1, 0, 1, or slightly above from afar."""
-    moves = (0.0 if then == start else 1.0) - (0.0 if now == start else 1.0)
-    return moves if is_near or then == start else moves + (FROM_AFAR - 1.0)
-
-
-@part
-def _joining(layer: SearchState, expert: int, here: int, there: int) -> float:
-    """Cost of a replica that goes to another node, if that has one of its expert already."""
-    joins = here != there and layer.num_on_node[expert, there] > 0
-    return layer.space.cost_of_joining if joins else 0.0
-
-
-@part
-def _leaving(home: int, here: int, there: int) -> int:
-    """Change in replicas off home if one goes from one node to another: -1, 0 or 1."""
-    return int(there != home) - int(here != home)

@@ -1,15 +1,11 @@
-"""The state of `relieve`: a layer's slots, experts and ranks, as arrays for compiled code.
-
-Types only. Numba does not recompile `relieve` when only this file changes: change a field here
-together with `relieve.py`.
-"""
+"""State of the search in `relieve`: arrays that are updated in place."""
 
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.planning.arrays import Bools, Indices, Slots, Weights
+from equipoise.planning.arrays import Bools, Indices, Load, Slots, Weights
 
 Counts = npt.NDArray[np.int16]
 
@@ -35,63 +31,29 @@ class SearchSpace(NamedTuple):
     then take both."""
 
 
+class Goal(NamedTuple):
+    """What the search is for."""
+
+    threshold: Weights
+    """Load of a rank, in mean rank loads, above which it is relieved; by kind of traffic,
+    [kinds]."""
+    weight: Weights
+    """How much of each kind is expected, [kinds]; sums to 1."""
+    max_off_home: float
+    """Load that may be served off its home node, in mean rank loads."""
+
+
 class SearchPath(NamedTuple):
     """Steps from the start, with the state before and after each."""
 
     steps: Indices
     """[steps, 4]: a slot and its new expert, then another slot and its new expert, or -1 twice."""
-    busiest: Weights
-    """[steps + 1]: load of the busiest rank."""
+    busiest: Load
+    """[steps + 1, kinds]: load of the busiest rank under each kind."""
     moves: Indices
     """[steps + 1]: slots that differ from the start."""
     off_home: Weights
     """[steps + 1]: load served off its home node."""
-
-
-class ExpertTotals(NamedTuple):
-    """State of each expert, [experts]; `relieve` updates it in place."""
-
-    load: Weights
-    num_replicas: Indices
-    num_off_home: Indices
-    share: Weights
-    """Load per replica; `share_of_more` with one more replica, `share_of_fewer` with one less."""
-    share_of_more: Weights
-    share_of_fewer: Weights
-    neediest_first: Indices
-    """The experts in the order of the last attempt."""
-
-
-class RankTotals(NamedTuple):
-    """State of each rank, [ranks]; `relieve` updates it in place."""
-
-    carried: Weights
-    heaviest: Weights
-    """The largest share on each rank; `lightest` is the smallest."""
-    lightest: Weights
-    num_changed: Indices
-    """Slots that differ from the start."""
-    weighed_at: Indices
-    """The step at which each rank's totals were last computed."""
-    busiest_first: Indices
-    """The ranks in the order of the last attempt."""
-
-
-class Swaps(NamedTuple):
-    """A cache of the best swap between two ranks, by a hash of the pair.
-
-    An entry is valid until the totals of either rank change.
-    """
-
-    pair: Indices
-    found_at: Indices
-    """The step at which the entry was computed."""
-    gain: Weights
-    """Excess that the swap removes per cost; if there is none, an upper bound of that."""
-    own: Indices
-    """Slot of the busier rank, or -1 if no swap exceeds `gain`."""
-    other: Indices
-    """Slot of the other rank, or -1."""
 
 
 class SearchState(NamedTuple):
@@ -99,14 +61,32 @@ class SearchState(NamedTuple):
 
     start: Slots
     slots: Slots
-    share_of_slot: Weights
+    space: SearchSpace
+    goal: Goal
+    load: Load
+    """[experts, kinds], in mean rank loads."""
+    share: Load
+    """Load per replica, [experts, kinds]; with one more replica in `share_of_more`, with one less
+    in `share_of_fewer`."""
+    share_of_more: Load
+    share_of_fewer: Load
+    mean_load: Weights
+    """Over all kinds, [experts]."""
+    num_replicas: Indices
+    num_off_home: Indices
+    """Replicas of each expert off its home node, [experts]."""
     num_held: Counts
     """Replicas of each expert on each rank, [experts, ranks]."""
     num_on_node: Counts
-    """Replicas of each expert on each node, [experts, nodes]."""
+    """The same on each node, [experts, nodes]."""
     is_near: Bools
     """Whether a rank of each node held each expert at the start, [experts, nodes]."""
-    space: SearchSpace
-    experts: ExpertTotals
-    ranks: RankTotals
-    swaps: Swaps
+    carried: Load
+    """Load of each rank, [ranks, kinds]."""
+    excess: Weights
+    """Over all kinds, [ranks]."""
+    neediest_first: Indices
+    """The experts in the order of the last attempt; also the ranks in `lightest_first`."""
+    lightest_first: Indices
+    step: Indices
+    """[4]: the step found."""
