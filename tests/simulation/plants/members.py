@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from equipoise.planning.load import WindowLoad
-from equipoise.planning.membership import EpochDecision
-from equipoise.pool import demand, hello_checks, quarantine
 from equipoise.pool import membership as pool_membership
+from equipoise.pool import quarantine
 from equipoise.pool.agreement import Agreement
 from equipoise.pool.attendance import Attendance
 from equipoise.pool.hello_checks import UsedNumbers
@@ -43,25 +42,6 @@ def _losses_undisputed() -> list[tuple[Any, str, Any]]:
         decide(*args, **about), is_disputed=False
     )
     return [(pool_membership, "next_epoch", believing)]
-
-
-def _missing_awaited() -> list[tuple[Any, str, Any]]:
-    decide = pool_membership.next_epoch
-
-    def patient(*args: Any, num_ranks: int, **about: Any) -> EpochDecision:
-        decision = decide(*args, num_ranks=num_ranks, **about)
-        return EpochDecision() if len(decision.workers) < num_ranks else decision
-
-    return [(pool_membership, "next_epoch", patient)]
-
-
-def _tokens_counted_again() -> list[tuple[Any, str, Any]]:
-    between = demand.use_between
-
-    def since_boot(before: Any, after: Any) -> Any:
-        return between(replace(before, processed=0), after)
-
-    return [(demand, "use_between", since_boot)]
 
 
 MEMBER_PLANTS = {
@@ -112,21 +92,6 @@ MEMBER_PLANTS = {
         breaks="any number that a worker reports is believed",
         patches=lambda: [(UsedNumbers, "fault", always(None))],
         kinds=("lie", "kill_worker", "shift"),
-    ),
-    "clock-believed": Plant(
-        breaks="a balancer whose clock is not set rejects every number that workers report",
-        patches=lambda: [(hello_checks, "MIN_BOUND", 0)],
-        kinds=("wrong_clock", "kill_leader", "shift"),
-    ),
-    "missing-awaited": Plant(
-        breaks="a pool waits for a worker that has left for good",
-        patches=_missing_awaited,
-        kinds=("retire_worker", "shift"),
-    ),
-    "tokens-counted-again": Plant(
-        breaks="every report of a rank counts all tokens since it started",
-        patches=_tokens_counted_again,
-        kinds=("shift", "kill_worker"),
     ),
     "generation-believed": Plant(
         breaks="a rank that reports a generation that its pool does not run is not named",
