@@ -67,6 +67,12 @@ class Page:
         """Move the pointer there, in pixels of the window."""
         await self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    async def cpu_s(self):
+        """CPU time of the page's main thread so far: script, style, layout and paint."""
+        await self._send("Performance.enable", timeDomain="threadTicks")
+        metrics = (await self._send("Performance.getMetrics"))["metrics"]
+        return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+
     async def press(self, key):
         """Press a key, by its name."""
         for kind in ("keyDown", "keyUp"):
