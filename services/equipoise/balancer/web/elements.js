@@ -37,5 +37,5 @@ export function bytes(size) {
   return `${(size / 1024 ** unit).toFixed(unit ? 1 : 0)} ${units[unit]}`;
 }
 
-// For the keyboard: what an arrow key moves, [down, right]; undefined for other keys.
+// What an arrow key moves, [down, right]; undefined for other keys.
 export const arrow = (event) => ({ ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] })[event.key];

@@ -1,4 +1,4 @@
-// The heat map of layers and ranks. Drawn once per window; reading a cell moves an outline only.
+// The heat map, drawn once per window; reading a cell moves an outline only.
 
 import { arrow, setText, sized } from "./elements.js";
 
@@ -65,7 +65,7 @@ export class Heat {
       context.fillText(layer, BOX.left - 7, BOX.top + (layer + 0.5) * rowHeight);
     }
     context.textAlign = "center";
-    // Names of nodes only where all fit above their ranks.
+    // Names of nodes only where all fit.
     const edges = [...nodes.map(([first]) => BOX.left + first / per * cell), BOX.left + columns * cell];
     const room = ([, name], i) => edges[i + 1] - edges[i] - context.measureText(name).width;
     if (nodes.length > 1 && nodes.every((node, i) => room(node, i) > 8)) {
@@ -150,7 +150,7 @@ export class Heat {
   }
 }
 
-// From a ratio to a colour, and to one that is legible on it. In OKLab, so that equal steps look equal.
+// From a ratio to a colour, and to one legible on it. In OKLab: equal steps look equal.
 function colors(style) {
   const [low, mid, high] = ["low", "mid", "high"].map((end) => oklab(style.getPropertyValue(`--heat-${end}`).trim()));
   return (ratio) => {

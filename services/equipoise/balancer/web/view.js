@@ -4,7 +4,7 @@ import { Balance } from "./balance.js";
 import { bytes, clock, count, healthTone, make, ms, seconds, setText, shortened, tone } from "./elements.js";
 import { Heat } from "./heat.js";
 
-// Columns of the table of ranks: [key, title, class, value to sort by, whether the largest come first].
+// Columns of the table of ranks: [key, title, class, value to sort by, largest first].
 const COLUMNS = [
   ["rank", "rank", "n", (rank) => rank.rank, false],
   ["worker", "worker", "", (rank) => rank.worker, false],
@@ -67,7 +67,7 @@ export class View {
     this.heat.draw();
   }
 
-  // Draws a part only if its data changed, so that a selection or a focus in it survives.
+  // Only if its data changed, so that a selection or a focus in it survives.
   once(part, data, draw) {
     const text = JSON.stringify(data);
     if (this.drawn[part] !== text) draw();
