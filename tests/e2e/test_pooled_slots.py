@@ -1,5 +1,7 @@
 """Real processes whose layers share places: from perLayer to pooled slots and back."""
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,8 @@ from tests.support.real_pool import check_tokens, pool_of, under_load, undisturb
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
 
 NAMES = ("worker-0", "worker-1", "worker-2", "worker-3")
-NUM_PLACES = 40
-"""Of 4 layers x 32 experts on 4 ranks: 8 experts more than each has to hold."""
+NUM_PLACES = 44
+"""Of 4 layers x 32 experts: three of four ranks can hold them."""
 NUM_SLOTS = 14
 
 POLICY = """
@@ -57,4 +59,38 @@ async def test_a_pool_goes_from_per_layer_to_pooled_slots_and_back_and_no_token_
                     generation = later.generation
                 assert later.epoch == first.epoch, "no rank was lost"
                 await traffic.until_finished(6)
+    check_tokens(traffic, undisturbed_tokens())
+
+
+async def test_ranks_that_share_places_survive_a_killed_one_and_no_token_changes(tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY.format(slots="pooled"))
+    places = f"--places={NUM_PLACES}"
+    async with pool_of(
+        *NAMES,
+        folder=tmp_path,
+        slots_per_rank=NUM_SLOTS,
+        arguments=(places,),
+        balancer_arguments=(f"--policy={policy}",),
+    ) as (pool, first):
+        victim = first.ranks[1]
+        async with under_load(first) as traffic:
+            await traffic.until_finished(3)
+            later = first
+            while (slots_in_use(await pool.layout()) == NUM_PLACES // 4).all():
+                later = await pool.until(
+                    lambda status, least=later.generation: status.generation > least
+                )
+            traffic.remove(victim.address)
+            await pool.fleet.stop(victim.worker, with_signal=signal.SIGKILL)
+            rest = {rank.worker for rank in first.ranks} - {victim.worker}
+            after = await pool.serving(*rest, after_epoch=first.epoch)
+            slots_in_use(await pool.layout())
+            await traffic.until_finished(3)
+            await pool.start_worker(victim.worker, places)
+            await pool.serving(*NAMES, after_epoch=after.epoch)
+            slots_in_use(await pool.layout())
+            await traffic.until_finished(3)
+            later = await pool.serving(*NAMES, after_epoch=after.epoch)
+            assert not later.quarantined
     check_tokens(traffic, undisturbed_tokens())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from equipoise.rank.errors import DamagedSlotError
+from equipoise.rank.held import SlotHash
 from equipoise.rank.scrubber import Scrubber
 from equipoise.wire.messages import Serving
 from equipoise.worker.core import ModelCore
@@ -215,3 +216,35 @@ async def test_scrubbing_can_be_turned_off(balancer, settings, join_epoch, rando
     assert worker.rank.scrubber is None
     stop.set()
     await asyncio.wait_for(task, 60)
+
+
+class EmptiedMeanwhile:
+    """Slots of which one is empty; each switch empties the other just before it is hashed."""
+
+    expert_of_slot = np.array([[3, -1]], dtype=np.int32)
+
+    def __init__(self):
+        self.num_hashed = 0
+
+    def hash_slot(self, layer, slot):
+        assert self.expert_of_slot[layer, slot] != -1
+        self.num_hashed += 1
+        return SlotHash(contents=None, expert=-1, found=bytes(16))
+
+
+async def test_a_slot_that_a_switch_empties_before_it_is_hashed_is_not_damaged():
+    held = EmptiedMeanwhile()
+    scrubber = Scrubber(
+        held,
+        checksums=np.ones((1, 4, 16), dtype=np.uint8),
+        expert_bytes=1,
+        bytes_per_s=1e12,
+        min_pause_s=0.0,
+    )
+    task = asyncio.create_task(scrubber.run())
+    async with asyncio.timeout(60):
+        while held.num_hashed < 5:
+            await asyncio.wait([task], timeout=0.01)
+            assert not task.done(), task.exception()
+    task.cancel()
+    assert scrubber.num_verified == 0

@@ -81,9 +81,7 @@ class Scrubber:
             self._due_s = clock() + self._pause_s
         while True:
             if await self._until_due(self._due_s):
-                layer, slot = divmod(self._turn, num_slots)
-                if self._held.expert_of_slot[layer, slot] != EMPTY:
-                    await self._verify(layer, slot)
+                await self._verify(*divmod(self._turn, num_slots))
                 self._turn = (self._turn + 1) % (num_layers * num_slots)
                 self._due_s = clock() + self._pause_s
             else:
@@ -117,10 +115,14 @@ class Scrubber:
 
     async def _wrong(self, layer: int, slot: int) -> SlotHash | None:
         """Hash a slot; returns what was found if these are not the bytes of its expert."""
+        if self._held.expert_of_slot[layer, slot] == EMPTY:
+            return None
         try:
             hashed = await asyncio.to_thread(self._held.hash_slot, layer, slot)
         except NotHeldError:
             return None  # It is being replaced; its turn comes again.
+        if hashed.expert == EMPTY:
+            return None  # A switch emptied it meanwhile.
         if hashed.found != self._expected(layer, hashed):
             return hashed
         self.num_verified += 1
