@@ -10,7 +10,7 @@ from equipoise.cli.demo.arguments import domain_prompts
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.planner import plan
-from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.worker.core import ROW_BLOCK
 from equipoise_kernels.replica_choice import choose_replicas
@@ -96,7 +96,7 @@ def test_balance_makes_the_demos_traffic_1_4_times_as_fast_where_experts_take_mo
             ),
             current=start,
             algorithm=Algorithm.INCREMENTAL,
-            target_balancedness=Policy().target_balancedness,
+            target_balancedness=0.98,
         )
         balanced = start.with_placement(made.expert_of_slot, generation=2)
         layouts = {"contiguous": start, "stale": stale, "balanced": balanced}
