@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +36,9 @@ TABLES = (
 )
 COUNTS = "logical_to_all_physical_map_num_valid"
 
+PLACE = ExitStack()
+"""Keeps the rank's place in SGLang's context."""
+
 
 def configure(place, **options):
     """Publish SGLang's options and a rank's place, as its release does; returns the options."""
@@ -46,7 +50,7 @@ def configure(place, **options):
         known = dict.fromkeys(server_args.ServerArgs.__dataclass_fields__) | options
         server_args.set_global_server_args_for_scheduler(SimpleNamespace(**known))
         return server_args.get_global_server_args()
-    context.get_parallel().override_permanently(**place)
+    PLACE.enter_context(context.get_parallel().override(**place))
     return override(**options).install()
 
 
