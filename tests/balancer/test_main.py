@@ -1,5 +1,6 @@
 """The balancer as a process: how it stops, and its error if it cannot start."""
 
+import gc
 import signal
 import socket
 import subprocess
@@ -47,6 +48,21 @@ def test_a_signal_ends_it_cleanly(process, number):
     assert process.returncode == 0
     assert "Traceback" not in said
     assert "stopping; workers keep serving" in said
+
+
+def test_after_a_used_port_of_the_metrics_nothing_is_left_to_complain(tmp_path, capfd):
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        address = f"127.0.0.1:{used.getsockname()[1]}"
+        settings = BalancerSettings(
+            listen="127.0.0.1:0", store=str(tmp_path / "state.sqlite"), metrics_listen=address
+        )
+        assert run(settings) == 1
+    gc.collect()
+    told = capfd.readouterr().err
+    assert f"cannot serve metrics on {address}" in told
+    assert "Traceback" not in told
 
 
 def test_a_used_port_is_one_line_and_exit_status_1(tmp_path, capfd):

@@ -208,23 +208,23 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
         if not readiness.missing:
             await seat.until_settled()
         await server.start()
-        await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
-        _log.info("listening on %s", address)
-        _run(running, _show_readiness(readiness, watched))
-        _run(running, _show_leadership(seat, watched))
-        metrics_at = await open_http(
-            running,
-            seat,
-            store=parts.store,
-            clock=clock,
-            readiness=readiness,
-            credentials=parts.credentials,
-            metrics=parts.metrics,
-            probes_listen=parts.probes_listen,
-            web_listen=parts.web_listen,
-        )
-        parts.on_metrics(metrics_at)
         try:
+            await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
+            _log.info("listening on %s", address)
+            _run(running, _show_readiness(readiness, watched))
+            _run(running, _show_leadership(seat, watched))
+            metrics_at = await open_http(
+                running,
+                seat,
+                store=parts.store,
+                clock=clock,
+                readiness=readiness,
+                credentials=parts.credentials,
+                metrics=parts.metrics,
+                probes_listen=parts.probes_listen,
+                web_listen=parts.web_listen,
+            )
+            parts.on_metrics(metrics_at)
             yield port
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
