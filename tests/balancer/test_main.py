@@ -13,6 +13,7 @@ from equipoise.balancer.__main__ import run
 from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.settings.errors import InvalidSettingsError
+from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.trust.settings import Tls
 from tests.support.redis_server import RedisServer, free_port, require_redis
 
@@ -56,7 +57,9 @@ def test_after_a_used_port_of_the_metrics_nothing_is_left_to_complain(tmp_path, 
         used.listen()
         address = f"127.0.0.1:{used.getsockname()[1]}"
         settings = BalancerSettings(
-            listen="127.0.0.1:0", store=str(tmp_path / "state.sqlite"), metrics_listen=address
+            listen="127.0.0.1:0",
+            store=str(tmp_path / "state.sqlite"),
+            metrics=MetricsPort(metrics_listen=address),
         )
         assert run(settings) == 1
     gc.collect()
