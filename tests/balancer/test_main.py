@@ -63,9 +63,9 @@ def test_after_a_used_port_of_the_metrics_nothing_is_left_to_complain(tmp_path, 
         )
         assert run(settings) == 1
     gc.collect()
-    told = capfd.readouterr().err
-    assert f"cannot serve metrics on {address}" in told
-    assert "Traceback" not in told
+    said = capfd.readouterr().err
+    assert f"cannot serve metrics on {address}" in said
+    assert "Traceback" not in said
 
 
 def test_a_used_port_is_one_line_and_exit_status_1(tmp_path, capfd):
