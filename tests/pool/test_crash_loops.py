@@ -64,6 +64,19 @@ def test_workers_of_a_bad_machine_that_crash_at_different_times_are_excluded(mak
     assert any(f"{name} gets no rank: it died or restarted in " in reason for name in bad)
 
 
+def test_workers_that_died_once_before_do_not_delay_the_exclusion_of_one_that_crashes(make_harness):
+    fleet = Fleet(make_harness)
+    fleet.live(seconds=5)
+    for name in OTHERS[:2]:
+        crash(fleet, name, after_s=3, back_s=2)
+    for _ in range(5):
+        assert "gets no rank" not in fleet.harness.pool.diagnosis().reason
+        crash(fleet, after_s=3, back_s=1)
+    fleet.live(seconds=3)
+    reason = fleet.harness.pool.diagnosis().reason
+    assert f"{LOOPING} gets no rank: it died or restarted in 5 epochs" in reason
+
+
 def test_workers_that_die_in_turn_are_all_taken_back(make_harness):
     fleet = Fleet(make_harness)
     fleet.live(seconds=5)

@@ -28,8 +28,12 @@ ASK_S = 2.5
 WATCH_S = 45.0
 """How long a pool is watched that has converged although a worker ends its epochs."""
 
-MAX_EPOCHS = 10
+MAX_EPOCHS_OF_LOSSES = 10
 """Epochs that may begin meanwhile: the worker ends three, is left out for 30 s, and returns."""
+
+MAX_EPOCHS_OF_CRASHES = 11
+"""Epochs that may begin meanwhile: one without the worker after each of five crashes and one with
+it in between, one with it after 30 s, and one without it after its next crash."""
 
 
 class FalseReports:
@@ -94,9 +98,11 @@ class FalseReports:
         if "step" in self._liars:
             self._have_it_switch()
         if "loss" in self._liars:
-            self._count_epochs(f"{self._liars['loss']} reports false losses")
+            why = f"{self._liars['loss']} reports false losses"
+            self._count_epochs(why, allowed=MAX_EPOCHS_OF_LOSSES)
         if self._world.crashing:
-            self._count_epochs(f"{self._world.crashing} crashes again and again")
+            why = f"{self._world.crashing} crashes again and again"
+            self._count_epochs(why, allowed=MAX_EPOCHS_OF_CRASHES)
 
     def _have_it_switch(self) -> None:
         """Have the ranks switch once more; the one that reports another step is named for it."""
@@ -131,12 +137,12 @@ class FalseReports:
                 f"{name} reports {what}, and the pool is {diagnosis.health}",
             )
 
-    def _count_epochs(self, why: str) -> None:
+    def _count_epochs(self, why: str, *, allowed: int) -> None:
         world = self._world
         before = world.observer.num_epochs
         world.loop.run_until(world.loop.time() + WATCH_S)
         begun = world.observer.num_epochs - before
-        if begun > MAX_EPOCHS:
+        if begun > allowed:
             world.observer.violate(
                 "serving-interrupted",
                 f"{begun} epochs began within {WATCH_S:g} s after the pool had converged, because "

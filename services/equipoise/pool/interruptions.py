@@ -233,11 +233,11 @@ class Interruptions:
     def _count_deaths(self, departed: Collection[str], *, now: float) -> Chain:
         """Exclude workers that died in one short epoch after another.
 
-        If more than half of the workers die in turn, none of them is the cause.
+        If more than half of the workers die in turn, none of them is the cause of what was before.
         """
         self._deaths.update(departed)
         if 2 * len(self._deaths) > self._roster.intended_ranks:
-            self._deaths.clear()
+            self._deaths = Counter(departed)
         looping = [name for name in departed if self._deaths[name] >= MAX_CRASHES]
         chains = [
             self._exclude(
