@@ -31,9 +31,9 @@ WATCH_S = 45.0
 MAX_EPOCHS_OF_LOSSES = 10
 """Epochs that may begin meanwhile: the worker ends three, is left out for 30 s, and returns."""
 
-MAX_EPOCHS_OF_CRASHES = 11
-"""Epochs that may begin meanwhile: one without the worker after each of five crashes and one with
-it in between, one with it after 30 s, and one without it after its next crash."""
+MAX_EPOCHS_OF_CRASHES = 12
+"""Epochs that may begin meanwhile: the worker joins five times and crashes each time, is left out
+for 30 s, and joins and crashes once more."""
 
 
 class FalseReports:
