@@ -61,7 +61,6 @@ def test_a_good_run_meets_every_target():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"shifts": (replace(SHIFT, max_over_mean_after=1.3),)},
         {"shifts": (replace(SHIFT, intervals_to_recover=3),)},
         {"shifts": (replace(SHIFT, intervals_to_recover=None),)},
         {"shifts": (replace(SHIFT, max_over_mean_recovered=1.25),)},

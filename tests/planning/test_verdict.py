@@ -153,6 +153,36 @@ def test_a_plan_of_several_generations_stalls_once_for_each():
     assert verdict.lost_s == pytest.approx(0.1 * 2.0 + 2 * 0.15)
 
 
+@pytest.mark.parametrize("stall_s", [0.02, 0.1, 1.0])
+def test_no_other_number_of_waves_loses_less(stall_s):
+    """Losses of n equal waves, counted wave by wave."""
+    policy = dataclasses.replace(POLICY, switch_stall_s=stall_s)
+    most_bytes, time_saved = 64 * 2**20, 0.3
+
+    def lost_s(num_waves):
+        wave_s = 64.0 / num_waves  # A rank pulls 1 MiB in 1 s.
+        unsaved = [time_saved * (1.0 - done / num_waves) * wave_s for done in range(num_waves)]
+        return sum(unsaved) + num_waves * stall_s
+
+    wave_bytes = MeasuredCosts().wave_bytes(
+        most_bytes, time_saved=time_saved, expert_bytes=2**14, policy=policy
+    )
+    best = min(range(1, 200), key=lost_s)
+    assert lost_s(round(most_bytes / wave_bytes)) == pytest.approx(lost_s(best), rel=0.01)
+
+
+def test_waves_are_no_smaller_than_an_expert_or_their_messages_are_worth():
+    def wave_bytes(expert_bytes, **changed):
+        policy = dataclasses.replace(POLICY, **changed)
+        return MeasuredCosts().wave_bytes(
+            2**26, time_saved=0.3, expert_bytes=expert_bytes, policy=policy
+        )
+
+    assert wave_bytes(2**10, switch_stall_s=0.0) == math.ceil(0.1 * 2**20)
+    assert wave_bytes(2**20, switch_stall_s=0.0) == 2**20
+    assert wave_bytes(2**20, max_wave_bytes=2**21) == 2**21
+
+
 def test_a_plan_that_gains_nothing_never_pays():
     verdict = verdict_on(proposed=np.array([[1, 0, 3, 2]], dtype=np.int32))
     assert not verdict.accepted

@@ -247,7 +247,10 @@ def _played(one, planned):
         if moved.any():
             most = int(np.add.reduceat(moved.sum(axis=0), one.topology.first_slot[:-1]).max())
             lost_s += MeasuredCosts().lost_s(
-                most * EXPERT_BYTES, expert_bytes=EXPERT_BYTES, is_reshared=False, policy=Policy()
+                most * EXPERT_BYTES,
+                wave_bytes=Policy().wave_bytes(EXPERT_BYTES),
+                is_reshared=False,
+                policy=Policy(),
             )
             switches.append(index)
             moves += int(moved.sum())

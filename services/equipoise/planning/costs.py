@@ -1,5 +1,6 @@
 """`MeasuredCosts`: what a pool has measured about its steps and moves; verdicts are based on it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,9 @@ MIN_WAVES = 3
 
 MAX_WAVES = 8
 """The latest waves that count, because networks and models change."""
+
+LEAST_WAVE_S = 0.1
+"""Seconds of fetching that a wave is worth its messages and writes for."""
 
 _SHORTEST_S = 1e-3
 
@@ -122,18 +126,36 @@ class MeasuredCosts:
             num_waves=0,
         )
 
+    def wave_bytes(
+        self, most_bytes: int, *, time_saved: float, expert_bytes: int, policy: Policy
+    ) -> int:
+        """Bytes that a rank stages per wave so that a change costs least; within the policy's.
+
+        A change whose rank with the most bytes stages `most_bytes` saves the fraction `time_saved`
+        of the time. Smaller waves save some of it sooner, but each of them stalls steps: in n equal
+        waves that take `pull_s` together, `time_saved * pull_s / (2 * n)` more is lost than in
+        infinitely many, and n stalls.
+        """
+        cost = self.move_cost(policy)
+        pull_s = most_bytes / cost.bandwidth_bytes_per_s
+        best_s = (
+            math.sqrt(2.0 * pull_s * cost.switch_stall_s / time_saved) if time_saved > 0 else pull_s
+        )
+        best_bytes = math.ceil(max(best_s, LEAST_WAVE_S) * cost.bandwidth_bytes_per_s)
+        return min(max(best_bytes, expert_bytes), policy.wave_bytes(expert_bytes))
+
     def lost_s(
-        self, most_bytes: int, *, expert_bytes: int, is_reshared: bool, policy: Policy
+        self, most_bytes: int, *, wave_bytes: int, is_reshared: bool, policy: Policy
     ) -> float:
         """Seconds of serving that a change of layout costs.
 
         Ranks fetch in parallel, so the rank with the most bytes, `most_bytes`, sets the duration.
-        They also set the number of generations, because each stages a limited number of bytes. New
+        They also set the number of generations, because each stages at most `wave_bytes`. New
         shares alone need one generation that stages nothing.
         """
         cost = self.move_cost(policy)
         pull_s = most_bytes / cost.bandwidth_bytes_per_s
-        num_switches = max(-(-most_bytes // policy.wave_bytes(expert_bytes)), int(is_reshared))
+        num_switches = max(-(-most_bytes // wave_bytes), int(is_reshared))
         return pull_s * policy.pull_slowdown + num_switches * cost.switch_stall_s
 
 

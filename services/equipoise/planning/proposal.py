@@ -147,7 +147,7 @@ def propose(request: ProposalRequest) -> Proposal:
             current,
             target,
             expert_bytes=request.model.expert_bytes,
-            max_wave_bytes=policy.wave_bytes(request.model.expert_bytes),
+            max_wave_bytes=verdict.wave_bytes,
             # The layers that gain most on the latest window go first.
             gain_of_layer=on_expected.gain_of_layer,
         )
@@ -265,7 +265,7 @@ def propose_layout(
                 share_of_slot=target.share_of_slot,
             ),
             expert_bytes=model.expert_bytes,
-            max_wave_bytes=policy.max_wave_bytes,
+            max_wave_bytes=policy.wave_bytes(model.expert_bytes),
         ),
         moves=moves,
         bytes=moves * model.expert_bytes,

@@ -32,6 +32,8 @@ class Verdict:
     """Slots that change their expert, over all layers."""
     bytes: int
     """Bytes of the moves."""
+    wave_bytes: int
+    """Bytes that a rank stages per wave, at most."""
     pull_s: float
     """Seconds that the rank with the most moves spends fetching."""
     lost_s: float
@@ -186,10 +188,13 @@ def _cost(
     moves_of_rank = np.add.reduceat(moved.sum(axis=0), current.first_slot[:-1])
     most_bytes = int(moves_of_rank.max()) * model.expert_bytes
     pull_s = most_bytes / costs.move_cost(policy).bandwidth_bytes_per_s
-    lost_s = costs.lost_s(
-        most_bytes, expert_bytes=model.expert_bytes, is_reshared=reshared > 0, policy=policy
+    time_saved = 1 - 1 / (1 + _throughput_gain(on_expected, costs))
+    wave_bytes = costs.wave_bytes(
+        most_bytes, time_saved=time_saved, expert_bytes=model.expert_bytes, policy=policy
     )
-    speedup = 1 - 1 / (1 + _throughput_gain(on_expected, costs))  # Fraction of time that is saved.
+    lost_s = costs.lost_s(
+        most_bytes, wave_bytes=wave_bytes, is_reshared=reshared > 0, policy=policy
+    )
     return Verdict(
         accepted=False,
         reason="",
@@ -197,9 +202,10 @@ def _cost(
         balancedness_proposed=on_window.after,
         moves=int(moved.sum()),
         bytes=int(moved.sum()) * model.expert_bytes,
+        wave_bytes=wave_bytes,
         pull_s=pull_s,
         lost_s=lost_s,
-        payback_s=lost_s / speedup if speedup > 0 else math.inf,
+        payback_s=lost_s / time_saved if time_saved > 0 else math.inf,
         step=costs.forecast(on_window),
         throughput_gain=_throughput_gain(on_window, costs),
         reshared=reshared,

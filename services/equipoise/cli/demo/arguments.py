@@ -12,7 +12,7 @@ from equipoise_model.train.data import Domain, heldout_prompts
 # and step, and moves what a traffic shift needs within a second.
 _PULL_MIB_PER_S = 0.5
 # Windows of six seconds have few tokens, in bursts: smaller gains are mostly noise.
-_MIN_GAIN = 0.04
+_MIN_GAIN = 0.02
 
 
 def balancer_arguments(
@@ -29,6 +29,8 @@ def balancer_arguments(
         # The latest window must outweigh older ones, or a shift is detected late.
         f"--fast-half-life-s={settings.interval_s / 2}",
         f"--min-gain={_MIN_GAIN}",
+        # What a rank can pull, so that waves are short from the first on.
+        f"--bandwidth-bytes-per-s={_PULL_MIB_PER_S * 2**20:.0f}",
     ]
 
 
