@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from equipoise.gateway import relay as relay_module
-from equipoise.gateway.errors import NoRankError
+from equipoise.gateway.errors import InvalidRequestError, NoRankError
 from equipoise.gateway.handover import Direct, first_leg, why_direct
 from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.rank_channels import RankChannels
@@ -238,6 +238,48 @@ async def test_a_full_prefill_pool_makes_the_decode_rank_prefill_the_prompt(monk
         rig.prefill[0].faults.extend([full] * 5)
         assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
         assert rig.tally.direct == {Direct.CROWDED: 1}
+
+
+async def test_a_prompt_that_only_the_prefill_pool_rejects_goes_to_the_decode_rank(caplog):
+    """As one that is longer than the context of the prefill pool's ranks."""
+    words = "150 prompt tokens are more than this worker's context"
+    async with pools(num_prefill=1) as rig:
+        rig.prefill[0].faults.append(
+            Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False, words=words)
+        )
+        assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
+        (request,) = legs(rig.decode)
+        assert not request.HasField("latents_from")
+        assert rig.tally.direct == {Direct.REJECTED: 1}
+        assert rig.tally.num_handed_over == rig.tally.replays == 0
+        assert f"rejects it: {words}" in caplog.text
+
+
+async def test_a_request_that_both_pools_reject_is_the_clients_fault():
+    async with pools(num_prefill=1, num_decode=1) as rig:
+        for rank in (*rig.prefill, *rig.decode):
+            rank.faults.append(Fault(code=grpc.StatusCode.INVALID_ARGUMENT, accept=False))
+        with pytest.raises(InvalidRequestError, match="as the script says"):
+            await answer(rig)
+        assert rig.tally.direct == {}
+        assert rig.tally.outcomes["rejected"] == 1
+
+
+@pytest.mark.parametrize(("num_cached", "num_released_"), [(0, 1), (15, 1), (16, 0)])
+async def test_a_hold_whose_latents_the_decode_rank_lacks_ends_at_once(num_cached, num_released_):
+    """It may not fetch them, as without the prefill pool among its peers."""
+    async with pools(num_prefill=1, num_decode=1) as rig:
+        (rank,) = rig.decode
+        rank.num_cached = num_cached
+        request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=12)
+        async with aclosing(rig.relay.stream(request, suspicion=Suspicion())) as parts:
+            some = [await anext(parts) for _ in range(3)]
+            async with asyncio.timeout(BOUND_S):
+                while num_released(rig) < num_released_:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            rest = [part async for part in parts]
+        assert tokens_of([*some, *rest]) == undisturbed(PROMPT, 12)
+        assert num_released(rig) == num_released_
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])

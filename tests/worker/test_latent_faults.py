@@ -193,6 +193,17 @@ async def test_a_rejected_fetch_ends_the_hold(rank_of_one):
         assert prefill.scheduler.holds.ended == {HoldEnd.RELEASED: 1}
 
 
+async def test_fetches_that_fail_again_and_again_do_not_flood_the_log(rank_of_one, caplog):
+    async with two_pools(rank_of_one, peer_pools=()) as (prefill, decode):
+        for number in range(6):
+            prompt = [number, *PROMPT]
+            await handed_over(prefill, decode, prompt, 2)
+        assert decode.puller.outcomes == {PullOutcome.REJECTED: 6}
+    told = [one.getMessage() for one in caplog.records if "is prefilled" in one.getMessage()]
+    assert len(told) == 3
+    assert "(rejected, 4 so far)" in told[-1]
+
+
 async def test_fetches_that_wait_for_their_turn_for_too_long_end_the_hold(rank_of_one):
     stalled = asyncio.Event()
 

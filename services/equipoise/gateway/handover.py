@@ -13,6 +13,7 @@ from equipoise.wire.inference_messages import (
     FinishReason,
     GeneratedTokens,
     GenerateRequest,
+    LatentHold,
     LatentSource,
 )
 
@@ -31,6 +32,9 @@ class Direct(StrEnum):
 
     CROWDED = "crowded"
     """No rank of the prefill pool accepted it soon enough."""
+
+    REJECTED = "rejected"
+    """A rank of the prefill pool rejects what this one accepts: their limits differ."""
 
     SUSPECT = "suspect"
     """Ranks failed on it: it runs on one rank, so that it is known which."""
@@ -90,3 +94,8 @@ def second_leg(
         hold=part.held.hold,
     )
     return replace(rest, latents_from=source)
+
+
+def has_all(part: GeneratedTokens, held: LatentHold) -> bool:
+    """Whether the decode rank whose first part this is has all latents that are held for it."""
+    return part.prompt is not None and part.prompt.num_cached >= held.num_tokens

@@ -4,6 +4,7 @@ The reader of the tokens sees one stream. Tokens generated before a break are no
 the next rank gets the prompt with the tokens so far and continues, sampling included.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -26,6 +27,7 @@ from equipoise.gateway.handover import (
     Direct,
     first_leg,
     first_part,
+    has_all,
     have_same_form,
     second_leg,
     why_direct,
@@ -78,6 +80,7 @@ class Relay:
         self._credentials = credentials
         self._channels = channels
         self._prefill = prefill
+        self._releasing: set[asyncio.Task[None]] = set()
 
     def stream(
         self,
@@ -153,18 +156,48 @@ class Relay:
         self, reservation: Reservation, request: GenerateRequest, progress: "_RequestProgress"
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """One attempt: the prompt and the first token by the prefill pool, if that is possible."""
-        leg = await self._reserve_prefill(reservation, request, progress)
-        own_pool = self._settings.pool
+        leg, rejection = await self._reserve_prefill(reservation, request, progress), ""
+        if leg is not None:
+            try:
+                first = await self._first_leg(leg, request, progress)
+            except GrammarLimitError:
+                raise
+            except InvalidRequestError as error:
+                # The pools' limits may differ. If the decode rank rejects it too, it is invalid.
+                leg, rejection = None, f"{progress.running.rank.name} rejects it: {error}"
+                progress.running = reservation
         if leg is None:
+            own_pool = self._settings.pool
             async with aclosing(self._attempt(reservation, request, pool=own_pool)) as parts:
                 async for part in parts:
+                    if rejection:
+                        self._note_direct(Direct.REJECTED, reservation.rank, why=rejection)
+                        rejection = ""
                     yield part
             return
+        async with aclosing(self._after_first(reservation, request, progress, leg, first)) as parts:
+            async for part in parts:
+                yield part
+
+    async def _first_leg(
+        self, leg: Reservation, request: GenerateRequest, progress: "_RequestProgress"
+    ) -> GeneratedTokens:
+        """The first token, by the reserved rank of the prefill pool."""
         progress.running = leg
         pool = self._settings.prefill_pool
         with leg:
             async with aclosing(self._attempt(leg, first_leg(request), pool=pool)) as parts:
-                first = await anext(parts)
+                return await anext(parts)
+
+    async def _after_first(
+        self,
+        reservation: Reservation,
+        request: GenerateRequest,
+        progress: "_RequestProgress",
+        leg: Reservation,
+        first: GeneratedTokens,
+    ) -> AsyncGenerator[GeneratedTokens, None]:
+        """The first token, then those of the decode rank; no hold is left."""
         first_s, whole, was_continued = self._ranks.now(), first_part(first, request), False
         # Failures of the client, and of the next leg, are not the prefill rank's.
         progress.running = reservation
@@ -172,13 +205,17 @@ class Relay:
             yield whole
             if whole.finish is not None:
                 return
+            pool = self._settings.prefill_pool
             rest = second_leg(request, first, pool=pool, prefill=leg.rank)
             self._tally.num_handed_over += 1
-            async with aclosing(self._attempt(reservation, rest, pool=own_pool)) as parts:
+            parts = self._attempt(reservation, rest, pool=self._settings.pool)
+            async with aclosing(parts):
                 async for part in parts:
                     if not was_continued:
                         was_continued = True
                         self._tally.second_token_s.observe(self._ranks.now() - first_s)
+                        if first.held is not None and not has_all(part, first.held):
+                            self._release_soon(leg, first.held)
                         part = progress.with_handover(part, request)  # noqa: PLW2901
                     yield part
         finally:
@@ -219,22 +256,28 @@ class Relay:
         self._note_direct(reason, decode)
         return None
 
-    def _note_direct(self, reason: Direct, decode: RankLoad) -> None:
+    def _note_direct(self, reason: Direct, decode: RankLoad, *, why: str = "") -> None:
         self._tally.direct[reason] += 1
         count = self._tally.direct[reason]
         if reason is Direct.SHORT or not is_worth_logging(count):
             return
         assert self._prefill is not None
         forms = {rank.latent_form or "unknown" for rank in self._prefill.loads()}
-        why = {
+        known = {
             Direct.FORM: f"its latents are {decode.latent_form or 'unknown'}, those of the prefill "
             f"pool {' and '.join(sorted(forms))}",
             Direct.NO_PREFILL: self._prefill.trouble(),
         }
         _log.warning(
             "%s prefills a prompt itself (%s, %d so far): %s",
-            *(decode.name, reason, count, why.get(reason) or "see docs/disaggregation.md"),
+            *(decode.name, reason, count, why or known.get(reason) or "see docs/disaggregation.md"),
         )
+
+    def _release_soon(self, leg: Reservation, held: LatentHold) -> None:
+        """End a hold that the decode rank has not fetched to its end; nobody waits for it."""
+        releasing = asyncio.create_task(self._release(leg, held))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
 
     async def _release(self, leg: Reservation, held: LatentHold) -> None:
         """End a hold that no decode rank will fetch; it expires if that fails."""

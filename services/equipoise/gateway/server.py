@@ -177,10 +177,7 @@ def _application(
     """All paths."""
 
     def context_length() -> int:
-        if settings.context_length:
-            return settings.context_length
-        lengths = [table.context_length for table in (ranks, prefill) if table is not None]
-        return min((length for length in lengths if length), default=0)
+        return settings.context_length or ranks.context_length
 
     parser = RequestParser(
         settings,

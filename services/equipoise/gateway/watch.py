@@ -90,7 +90,7 @@ async def follow(
             why = str(error)
         else:
             why = "it ended the stream"
-        message = f"cannot get the ranks from balancer {address}: {why}; retrying"
+        message = f"cannot get the ranks of {pool} from balancer {address}: {why}; retrying"
         if message != logged:
             _log.warning("%s", message)
             logged = message

@@ -16,6 +16,7 @@ from functools import partial
 import grpc
 
 from equipoise.rank.waits import Waits
+from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.tokens import worker_audience
@@ -116,10 +117,11 @@ class LatentPuller:
         finally:
             visit(lambda scheduler: scheduler.end_pull(key))
             self.outcomes[outcome] += 1
-            if reason:
+            count = self.outcomes[outcome]
+            if reason and is_worth_logging(count):
                 _log.warning(
-                    "latents from %s of pool %s at %s: %s (%s); the rest is prefilled",
-                    *(source.worker, source.pool, source.address, reason, outcome),
+                    "latents from %s of pool %s at %s: %s (%s, %d so far); the rest is prefilled",
+                    *(source.worker, source.pool, source.address, reason, outcome, count),
                 )
 
     async def _pull(
