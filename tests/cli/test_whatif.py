@@ -6,13 +6,21 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
-from equipoise.cli.offline.whatif import PoolOption, choose, topologies
+from equipoise.cli.offline.whatif import (
+    PoolOption,
+    choose,
+    knee,
+    knee_text,
+    topologies,
+    topologies_of_places,
+)
 from equipoise.settings.errors import InvalidSettingsError
 
 TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
 MODEL = ["--loads", str(TINY / "loads.json"), "--model-config", str(TINY / "config.json")]
 NODES = [*MODEL, "--ranks-per-node", "2"]
 SMALL = [*NODES, "--ranks", "2,4", "--windows", "code"]
+TOKEN_BYTES = 5 * (64 + 16) * 2
 POOL = PoolOption(
     num_ranks=4,
     num_nodes=1,
@@ -22,6 +30,7 @@ POOL = PoolOption(
     balancedness_min_layer=0.8,
     bound=1.0,
     memory_bytes=1000,
+    displaced_tokens=0,
     balancedness_replayed=None,
     moves_per_hour=None,
     bytes_per_hour=None,
@@ -56,6 +65,69 @@ def test_the_fewest_slots_are_always_tried():
         (24, 3, 2),
         (40, 5, 1),
     ]
+
+
+def test_pools_with_shared_places_have_any_number_of_redundant_slots():
+    pools = topologies_of_places(
+        256, num_layers=58, rank_counts=[32], ranks_per_node=8, max_redundant=20
+    )
+    places = [one.places_of_rank[0] for one in pools]
+    assert places == [-(-58 * (256 + more) // 32) for more in (0, 1, 2, 4, 8, 16, 20)]
+    # Three layers of 32 experts on 8 ranks: one more expert is half a place, which none can be.
+    pools = topologies_of_places(
+        32, num_layers=4, rank_counts=[8], ranks_per_node=8, max_redundant=2
+    )
+    assert [one.places_of_rank[0] for one in pools] == [16, 17]
+
+
+def of_memory(*curve):
+    return [
+        replace(POOL, num_redundant=more, memory_bytes=more, displaced_tokens=more, balancedness=b)
+        for more, b in curve
+    ]
+
+
+def test_the_knee_is_where_more_memory_begins_to_buy_little_balance():
+    options = of_memory((0, 0.80), (2, 0.97), (4, 0.984), (16, 0.99), (32, 0.993))
+    found = knee(options, tolerance=0.01)
+    assert found == options[2]
+    assert knee_text(found, options) == (
+        "4 ranks: the knee is at 4 redundant slots, balance 0.9840; 28 more add 0.0090 and take "
+        "28 B per GPU, room for 28 tokens of context"
+    )
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        [(0, 0.990), (2, 0.994), (4, 0.996)],  # Balance hardly grows.
+        [(0, 0.80), (2, 0.85), (4, 0.99)],  # It grows ever faster.
+        [(0, 0.99), (2, 0.90), (4, 0.80)],
+        [(0, 0.80), (4, 0.99)],
+        [(0, 0.80)],
+    ],
+)
+def test_some_curves_have_no_knee(curve):
+    assert knee(of_memory(*curve), tolerance=0.01) is None
+
+
+def test_layers_can_share_places():
+    pools = json.loads(equipoise(*NODES, "--ranks", "4", "--pooled", "--json"))["choices"]
+    assert [one["num_redundant"] for one in pools] == [0, 1, 2, 4, 8]
+    each = json.loads(equipoise(*NODES, "--ranks", "4", "--json"))["choices"]
+    assert pools[-1]["memory_bytes"] == each[-1]["memory_bytes"]
+    assert pools[-1]["balancedness"] >= each[-1]["balancedness"]
+
+
+def test_redundant_slots_displace_context():
+    document = json.loads(equipoise(*SMALL, "--json"))
+    # Five layers of 64 + 16 numbers in bfloat16.
+    assert document["token_bytes"] == TOKEN_BYTES
+    for one in document["choices"]:
+        more_bytes = one["num_redundant"] * 4 * document["expert_bytes"] / one["num_ranks"]
+        assert one["displaced_tokens"] == int(more_bytes / TOKEN_BYTES)
+    (least, *_) = json.loads(equipoise(*SMALL, "--json", "--token-bytes", "1"))["choices"][1:]
+    assert least["displaced_tokens"] == 4 * document["expert_bytes"]
 
 
 def test_the_least_memory_near_the_best_balance_is_taken():

@@ -15,6 +15,7 @@ _NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _EXPERT_SIZE = ("moe_intermediate_size", "intermediate_size")
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MATRICES = 3  # gate, up and down
+_CACHE_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,9 @@ class ModelDescription:
     """Bytes of one expert's weights and scales in one layer."""
     top_k: int | None
     """Experts per token, if known."""
+    token_bytes: int | None
+    """Bytes of a token's latents, or of its keys and values, over all layers in bfloat16, if
+    known."""
 
 
 def read_model_config(path: Path) -> ModelDescription:
@@ -62,7 +66,26 @@ def _model_config(document: dict[str, Any]) -> ModelDescription:
         first_moe_layer=whole(document.get("first_k_dense_replace", 0), "first_k_dense_replace"),
         expert_bytes=_MATRICES * _matrix_bytes(document, hidden, inner),
         top_k=None if top_k is None else whole(top_k, "num_experts_per_tok", least=1),
+        token_bytes=_token_bytes(document),
     )
+
+
+def _token_bytes(document: dict[str, Any]) -> int | None:
+    def number(name: str) -> int | None:
+        value = document.get(name)
+        return None if value is None else whole(value, name, least=1)
+
+    match number("num_hidden_layers"), number("kv_lora_rank"), number("qk_rope_head_dim"):
+        case int(layers), int(rank), int(rotary):
+            return layers * (rank + rotary) * _CACHE_BYTES
+    heads = number("num_attention_heads")
+    head_dim = number("head_dim")
+    if head_dim is None and heads is not None:
+        head_dim = _first_of(document, ("hidden_size",)) // heads
+    match number("num_hidden_layers"), number("num_key_value_heads") or heads, head_dim:
+        case int(layers), int(kv_heads), int(width):
+            return layers * 2 * kv_heads * width * _CACHE_BYTES
+    return None
 
 
 def _matrix_bytes(document: dict[str, Any], hidden: int, inner: int) -> int:

@@ -25,6 +25,9 @@ MAX_SLOTS = 1_000_000
 DEEPSEEK_V3_EXPERT_BYTES = 3 * (7168 * 2048 + 4 * 56 * 16)
 """Three FP8 matrices of 7168 x 2048, with a float32 scale per 128 x 128 block."""
 
+DEEPSEEK_V3_TOKEN_BYTES = 61 * (512 + 64) * 2
+"""Latents of 61 layers in bfloat16."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
@@ -38,6 +41,9 @@ class Case:
 
     expert_bytes_origin: str
     """Where the model's expert size comes from, for the reader."""
+
+    token_bytes: int
+    """Bytes of a token in a GPU's cache; DeepSeek-V3's if unknown."""
 
     has_shared_expert: bool = False
     """Whether the last expert is the shared one, which every token activates."""
@@ -120,6 +126,7 @@ def read_case(settings: RecordingSettings) -> Case:
         recording=recording,
         model=model,
         expert_bytes_origin=origin,
+        token_bytes=(config and config.token_bytes) or DEEPSEEK_V3_TOKEN_BYTES,
         has_shared_expert=settings.shared_expert,
     )
 

@@ -327,6 +327,10 @@ class WhatIfSettings:
     max_redundant: Annotated[int | None, Range(0)] = None
     """Maximum number of redundant slots per layer to try. Default: a quarter of the experts."""
 
+    pooled: bool = False
+    """Let layers share the places of a rank (workers with --places), so that any number of
+    redundant slots can be tried, not only one more for each rank and layer."""
+
     algorithm: Algorithm = Algorithm.AUTO
     """Planning algorithm."""
 
@@ -341,6 +345,10 @@ class WhatIfSettings:
 
     memory_gib: Annotated[float | None, Range(0, is_open=True)] = None
     """GiB available for experts on a GPU. Default: unlimited."""
+
+    token_bytes: Annotated[int | None, Range(1)] = None
+    """Bytes that a token takes in a GPU's cache, over all layers, to show how much context
+    redundant slots displace. Default: the config's in bfloat16, or DeepSeek-V3's."""
 
     cost: CostSettings = field(default_factory=CostSettings)
     """What imbalance costs."""

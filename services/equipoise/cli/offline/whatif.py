@@ -13,11 +13,10 @@ from equipoise.cli.offline.money import CostSettings
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import replay
 from equipoise.cli.offline.settings import WhatIfSettings
-from equipoise.formats.recording import Recording
 from equipoise.planning.layout import Layout
-from equipoise.planning.planner import plan
-from equipoise.planning.policy import Algorithm, Policy
-from equipoise.planning.topology import ModelShape, Topology
+from equipoise.planning.places import Wishes, plan_in_places
+from equipoise.planning.policy import Algorithm, Policy, SlotUse
+from equipoise.planning.topology import Topology
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.numbers import format_bytes
 
@@ -40,7 +39,7 @@ class PoolOption:
     """Physical slots per layer."""
 
     num_redundant: int
-    """Redundant slots per layer."""
+    """Redundant slots per layer; on average, if layers share places."""
 
     balancedness: float
     """Balancedness of one plan for all windows, measured on them."""
@@ -53,6 +52,9 @@ class PoolOption:
 
     memory_bytes: int
     """Bytes of experts per GPU."""
+
+    displaced_tokens: int
+    """Tokens that a GPU could cache instead of its redundant experts."""
 
     balancedness_replayed: float | None
     """Mean balancedness under the policy, without the first window; None with one window."""
@@ -78,21 +80,27 @@ def run(settings: WhatIfSettings) -> int:
         InvalidSettingsError: an option is invalid, or there are too many pools to evaluate.
     """
     case = read_case(settings.source)
+    if settings.token_bytes is not None:
+        case = replace(case, token_bytes=settings.token_bytes)
     options = _evaluated(settings, case)
     memory_bytes = None if settings.memory_gib is None else settings.memory_gib * _GIB
     chosen, reason = choose(options, tolerance=settings.tolerance, memory_bytes=memory_bytes)
+    of_ranks = [knee(some, tolerance=settings.tolerance) for some in _by_ranks(options)]
+    knees = [one for one in of_ranks if one is not None]
     if settings.json:
         document = {
             "choices": [_as_json(one, settings.cost) for one in options],
             "chosen": None if chosen is None else _as_json(chosen, settings.cost),
+            "knees": [_as_json(one, settings.cost) for one in knees],
             "cost_basis": settings.cost.basis,
             "reason": reason,
             "expert_bytes": case.model.expert_bytes,
             "expert_bytes_origin": case.expert_bytes_origin,
+            "token_bytes": case.token_bytes,
         }
         print_json(document)
     else:
-        _show(options, chosen, reason, case, cost=settings.cost)
+        _show(options, chosen, knees, reason, case, cost=settings.cost)
     return 0
 
 
@@ -112,31 +120,55 @@ def topologies(
     for num_ranks in rank_counts:
         least = -(-num_experts // num_ranks)
         most = max(least, (num_experts + max_redundant) // num_ranks)
-        # Treat a pool that does not fill whole nodes as one node.
-        on_nodes = num_ranks if num_ranks % ranks_per_node else ranks_per_node
         for slots_per_rank in range(least, most + 1):
             yield Topology(
-                node_of_rank=tuple(f"node{rank // on_nodes}" for rank in range(num_ranks)),
-                slots_per_rank=slots_per_rank,
+                node_of_rank=_nodes(num_ranks, ranks_per_node), slots_per_rank=slots_per_rank
             )
 
 
-def evaluate(
-    recording: Recording,
+def topologies_of_places(
+    num_experts: int,
     *,
-    topology: Topology,
-    model: ModelShape,
-    algorithm: Algorithm,
-    policy: Policy,
-    window_s: float,
+    num_layers: int,
+    rank_counts: Sequence[int],
+    ranks_per_node: int,
+    max_redundant: int,
+) -> Iterator[Topology]:
+    """Yield all pools with shared places to try.
+
+    Redundant slots per layer are 0, 1 and then twice as many, up to `max_redundant`, on average
+    over layers. A rank has one slot more in each layer than the most memory has room for.
+    """
+    redundant = [0, *(2**power for power in range(max_redundant.bit_length()))]
+    if max_redundant > redundant[-1]:
+        redundant.append(max_redundant)
+    for num_ranks in rank_counts:
+        most_places = (-(-num_layers * (num_experts + one) // num_ranks) for one in redundant)
+        for places in dict.fromkeys(most_places):
+            yield Topology(
+                node_of_rank=_nodes(num_ranks, ranks_per_node),
+                slots_per_rank=-(-(num_experts + max_redundant) // num_ranks) + 1,
+                places_of_rank=(places,) * num_ranks,
+            )
+
+
+def _nodes(num_ranks: int, ranks_per_node: int) -> tuple[str, ...]:
+    # Treat a pool that does not fill whole nodes as one node.
+    on_nodes = num_ranks if num_ranks % ranks_per_node else ranks_per_node
+    return tuple(f"node{rank // on_nodes}" for rank in range(num_ranks))
+
+
+def evaluate(
+    case: Case, *, topology: Topology, algorithm: Algorithm, policy: Policy, window_s: float
 ) -> PoolOption:
     """Compute the gain and cost of one pool."""
-    made = plan(
+    recording, model = case.recording, case.model
+    made = plan_in_places(
         recording.total(),
+        Wishes(algorithm=algorithm, slots=policy.slots, weighted=policy.weighted),
         model=model,
         topology=topology,
-        algorithm=algorithm,
-        weighted=policy.weighted,
+        current=None,
     )
     balance, moves_per_hour = None, None
     if recording.num_windows > 1:
@@ -159,19 +191,64 @@ def evaluate(
         later = replace(replayed, windows=replayed.windows[1:])
         balance = later.balancedness_mean if later.measured else None
         moves_per_hour = replayed.moves * _HOUR_S / (recording.num_windows * window_s)
+    places = max(topology.places_of_rank, default=topology.slots_per_rank * model.num_layers)
+    used = places * topology.num_ranks / model.num_layers
+    redundant_bytes = (used - model.num_experts) * model.num_layers * model.expert_bytes
     return PoolOption(
         num_ranks=topology.num_ranks,
         num_nodes=len(topology.nodes),
-        num_slots=topology.num_slots,
-        num_redundant=topology.num_slots - model.num_experts,
+        num_slots=int(used),
+        num_redundant=int(used) - model.num_experts,
         balancedness=made.balancedness,
         balancedness_min_layer=float(made.balancedness_of_layer.min()),
         bound=made.bound,
-        memory_bytes=topology.slots_per_rank * model.num_layers * model.expert_bytes,
+        memory_bytes=places * model.expert_bytes,
+        displaced_tokens=int(redundant_bytes / topology.num_ranks / case.token_bytes),
         balancedness_replayed=balance,
         moves_per_hour=moves_per_hour,
         bytes_per_hour=None if moves_per_hour is None else moves_per_hour * model.expert_bytes,
     )
+
+
+def knee(options: Sequence[PoolOption], *, tolerance: float) -> PoolOption | None:
+    """Find where more memory begins to buy little balance, among pools of one number of ranks.
+
+    That is the option furthest above the line from the one with the least memory to the best
+    (after Satopaa et al., "Finding a Kneedle in a Haystack", 2011); None if balance grows by
+    at most `tolerance` or no option lies between them.
+    """
+    by_memory = sorted(options, key=lambda one: one.memory_bytes)
+    best = max(by_memory, key=lambda one: one.worth)
+    least = by_memory[0]
+    between = by_memory[1 : by_memory.index(best)]
+    if not between or best.worth <= least.worth + tolerance:
+        return None
+
+    def above_line(one: PoolOption) -> float:
+        part = (one.memory_bytes - least.memory_bytes) / (best.memory_bytes - least.memory_bytes)
+        return (one.worth - least.worth) / (best.worth - least.worth) - part
+
+    found = max(between, key=above_line)
+    return found if above_line(found) > 0 else None
+
+
+def knee_text(found: PoolOption, options: Sequence[PoolOption]) -> str:
+    """Say what more memory than at the knee buys."""
+    best = max(options, key=lambda one: one.worth)
+    more_bytes = best.memory_bytes - found.memory_bytes
+    more_slots = best.num_redundant - found.num_redundant
+    more_tokens = best.displaced_tokens - found.displaced_tokens
+    return (
+        f"{found.num_ranks} ranks: the knee is at "
+        f"{format_count(found.num_redundant, 'redundant slot')}, balance {found.worth:.4f}; "
+        f"{more_slots} more add {best.worth - found.worth:.4f} and take "
+        f"{format_bytes(more_bytes)} per GPU, room for {more_tokens:,} tokens of context"
+    )
+
+
+def _by_ranks(options: Sequence[PoolOption]) -> Iterator[Sequence[PoolOption]]:
+    for num_ranks in dict.fromkeys(one.num_ranks for one in options):
+        yield [one for one in options if one.num_ranks == num_ranks]
 
 
 def choose(
@@ -208,7 +285,8 @@ def choose(
 
 
 def _describe(option: PoolOption) -> str:
-    return f"{option.num_ranks} ranks with {option.num_redundant} redundant slots"
+    slots = format_count(option.num_redundant, "redundant slot")
+    return f"{option.num_ranks} ranks with {slots}"
 
 
 def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
@@ -218,14 +296,13 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
         raise InvalidSettingsError("--ranks must be numbers of at least 1")
     num_experts = case.model.num_experts
     most = num_experts // 4 if settings.max_redundant is None else settings.max_redundant
-    tried = list(
-        topologies(
-            num_experts,
-            rank_counts=rank_counts,
-            ranks_per_node=settings.ranks_per_node,
-            max_redundant=most,
-        )
-    )
+    limits: dict[str, Any] = {"rank_counts": rank_counts, "max_redundant": most}
+    limits["ranks_per_node"] = settings.ranks_per_node
+    if settings.pooled:
+        policy = replace(policy, slots=SlotUse.POOLED)
+        tried = list(topologies_of_places(num_experts, num_layers=case.model.num_layers, **limits))
+    else:
+        tried = list(topologies(num_experts, **limits))
     if len(tried) > MAX_OPTIONS:
         raise InvalidSettingsError(
             f"{len(tried)} pools are more than {MAX_OPTIONS}: use fewer --ranks or a smaller "
@@ -234,9 +311,8 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
     with progress_bar(MofNCompleteColumn()) as progress:
         return tuple(
             evaluate(
-                case.recording,
+                case,
                 topology=topology,
-                model=case.model,
                 algorithm=settings.algorithm,
                 policy=policy,
                 window_s=settings.window_s,
@@ -248,6 +324,7 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
 def _show(
     options: Sequence[PoolOption],
     chosen: PoolOption | None,
+    knees: Sequence[PoolOption],
     reason: str,
     case: Case,
     *,
@@ -262,7 +339,7 @@ def _show(
     )
     replayed = case.recording.num_windows > 1
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    columns = ["ranks", "redundant", "balance", "worst layer", "GPU memory"]
+    columns = ["ranks", "redundant", "balance", "worst", "memory", "tokens"]
     columns += ["replayed", "moves/h", "bytes/h"] if replayed else []
     has_price = cost.gpu_hour_price is not None
     for name in columns + (["GPUs lost", "price/h"] if has_price else []):
@@ -275,6 +352,7 @@ def _show(
             f"{one.balancedness:.4f}",
             f"{one.balancedness_min_layer:.4f}",
             format_bytes(one.memory_bytes),
+            f"-{one.displaced_tokens:,}" if one.displaced_tokens else "",
         ]
         if replayed:
             cells += [
@@ -290,4 +368,11 @@ def _show(
     out.print(table)
     if has_price:
         out.print(f"\nGPUs lost to imbalance, {cost.basis}")
+    out.print(
+        "\nworst: balance of the worst layer; memory: of experts, per GPU; tokens: context that a "
+        f"GPU's redundant experts displace, at {format_bytes(case.token_bytes)} each"
+    )
+    for one in knees:
+        (of_ranks,) = (some for some in _by_ranks(options) if one in some)
+        out.print(knee_text(one, of_ranks))
     out.print(f"\n{reason}")
