@@ -128,7 +128,7 @@ class FalseReports:
         world = self._world
         world.loop.run_until(world.loop.time() + NAMED_S)
         leader, worker = world.leader(), world.workers.get(name)
-        if leader is None or worker is None or worker.rank is None:
+        if leader is None or worker is None or not worker.process.alive or worker.rank is None:
             return
         diagnosis = leader.seat.led.find(POOL).pool.diagnosis()
         if name not in diagnosis.reason:

@@ -219,15 +219,13 @@ class World(Faults):
         return self._apart(pool) or self.rot.unsettled() or self.operators.unsettled(pool)
 
     def _is_explained(self, reason: str) -> bool:
-        """Whether a pool is degraded by a liar or an odd worker, or for want of a good disk."""
-        if self.odd and (reason.startswith(f"{self.odd} ") or f"({self.odd})" in reason):
+        """Whether a pool is degraded by a liar, an odd worker or one that left, or lacks ranks."""
+        has_liar = self.liar is not None and self.liar.alive
+        names = {self.odd, *self.retired, *([liars.NAME] if has_liar else ())} - {""}
+        if any(reason.startswith(f"{name} ") or f"({name})" in reason for name in names):
             return True
-        if self.liar is not None and self.liar.alive:
-            return reason.startswith(f"{liars.NAME} ")
-        is_damaged = any(disk.damaged for disk in self.disks.values())
-        return (is_damaged or bool(self.retired)) and re.match(
-            r"\d+ of \d+ ranks", reason
-        ) is not None
+        is_short = bool(self.retired) or any(disk.damaged for disk in self.disks.values())
+        return is_short and re.match(r"\d+ of \d+ ranks", reason) is not None
 
     def _apart(self, pool: Any) -> str:
         """What ranks, leader and store do not agree about."""
