@@ -1,13 +1,15 @@
 """`ReportGaps`: load reports that are lost for a while, of ranks that serve and are connected.
 
 Counters are cumulative, so the first report after a gap has the loads of all of it. These must not
-look like the loads of one window. While traffic is stationary, no rollout may follow.
+look like the loads of one window. While traffic is stationary, a rollout may follow only if it
+improves the balance: the planner becomes surer of the traffic with time.
 """
 
 from typing import Any
 
 import numpy as np
 
+from equipoise.planning.balance import balancedness, layout_loads
 from tests.simulation.loop import outside
 from tests.simulation.schedule import GAP
 
@@ -41,6 +43,8 @@ class ReportGaps:
         self._switched_s = world.loop.time()
         self._is_watched = False
         self._watched_from_s = 0.0
+        self._balancedness_before = 0.0
+        self._switch = ""
 
     def begin(self, name: str, for_s: float) -> None:
         """Lose a rank's reports from now on."""
@@ -50,6 +54,7 @@ class ReportGaps:
         self._until_s[name] = max(self._until_s.get(name, 0.0), now_s + for_s)
         if self.is_alone and now_s > calm_since_s + CALM_S and not self._is_watched:
             self._is_watched, self._watched_from_s = True, now_s + BEFORE_S
+            self._balancedness_before = self._balancedness()
             self._look()
 
     @property
@@ -67,10 +72,28 @@ class ReportGaps:
     def switched(self, text: str) -> None:
         """A rank has switched."""
         self._switched_s = self._world.loop.time()
-        if self._is_watched and self.is_alone and self._switched_s >= self._watched_from_s:
+        if self._is_watched and self._switched_s >= self._watched_from_s:
+            self._switch = self._switch or text
+
+    def check(self) -> None:
+        """What ranks have switched to since a gap began is better than what they ran."""
+        if not self._switch or not self.is_alone:
+            return
+        before, after = self._balancedness_before, self._balancedness()
+        if after <= before:
             self._world.observer.violate(
-                "switch-from-a-gap", f"{text}, although only reports were lost"
+                "switch-from-a-gap",
+                f"{self._switch}, although only reports were lost, and balancedness went from "
+                f"{before:.3f} to {after:.3f}",
             )
+
+    def _balancedness(self) -> float:
+        """That of the layout that ranks run, on the traffic that there is; 0 without a leader."""
+        leader = self._world.leader()
+        if leader is None:
+            return 0.0
+        layout = leader.seat.led.find(POOL).pool.layouts.current
+        return balancedness(layout_loads(layout, self._world.traffic()))
 
     def _look(self) -> None:
         """Compare the leader's loads with the traffic, while nothing but gaps has happened."""

@@ -92,10 +92,11 @@ class FalseReports:
 
     def watch(self) -> None:
         """False losses do not interrupt ranks for ever; false generations and steps are named."""
-        # One that also ends its groups is a rank for moments only.
-        if "generation" in self._liars and "loss" not in self._liars:
+        # One that also ends its groups, or crashes, is a rank for moments only.
+        stays = "loss" not in self._liars and not self._world.crashing
+        if "generation" in self._liars and stays:
             self._check_named(self._liars["generation"], "a generation that its pool does not run")
-        if "step" in self._liars:
+        if "step" in self._liars and stays:
             self._have_it_switch()
         if "loss" in self._liars:
             why = f"{self._liars['loss']} reports false losses"

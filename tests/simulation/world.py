@@ -197,6 +197,7 @@ class World(Faults):
             self.loop.run_until(self.loop.time() + CHECK_S)
         if self.observer.violation is None:
             self.operators.check()
+            self.gaps.check()
             self.reports.watch()
         if self.observer.violation is None and self.loop.faults:
             self.observer.violate("uncaught", self.loop.faults[0])
