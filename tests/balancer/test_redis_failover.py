@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from redis import Redis
-from redis.exceptions import ResponseError
 
 from equipoise.balancer.__main__ import _warn_of_failover
 from equipoise.balancer.leadership.elector import Elector
@@ -19,6 +18,7 @@ from tests.support.redis_replica import (
     is_synchronised,
     promote,
     replicated,
+    takes_no_write,
     until,
     until_replicated,
 )
@@ -71,15 +71,6 @@ async def sides_of(primary, replica):
     finally:
         await old.close()
         await new.close()
-
-
-def takes_no_write(server):
-    with Redis.from_url(server.url) as client:
-        try:
-            client.set("probe", "")
-        except ResponseError as error:
-            return "NOREPLICAS" in str(error)
-    return False
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from tests.support.redis_server import RedisServer, require_redis
 from tests.support.tcp_proxy import TcpProxy
@@ -45,6 +46,16 @@ def replication_id(server):
     """What a restart, a promotion and the first replica change."""
     with Redis.from_url(server.url) as client:
         return client.info("replication")["master_replid"]
+
+
+def takes_no_write(server):
+    """Whether it rejects writes, because it lacks the replicas that it requires."""
+    with Redis.from_url(server.url) as client:
+        try:
+            client.set("probe", "")
+        except ResponseError as error:
+            return "NOREPLICAS" in str(error)
+    return False
 
 
 def promote(server):

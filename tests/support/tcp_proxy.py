@@ -26,8 +26,7 @@ class TcpProxy:
 
     async def __aexit__(self, *error) -> None:
         self._server.close()
-        for task in tuple(self._tasks):
-            task.cancel()
+        self.drop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hold(self, *directions: str) -> None:
@@ -38,6 +37,11 @@ class TcpProxy:
     def redirect(self, target: int) -> None:
         """Take new connections to another port, as a service address does after a failover."""
         self._target = target
+
+    def drop(self) -> None:
+        """End all connections; whoever needs one makes it anew."""
+        for task in tuple(self._tasks):
+            task.cancel()
 
     def heal(self) -> None:
         """Pass everything again, beginning with what was held back."""
