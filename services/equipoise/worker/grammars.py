@@ -23,13 +23,24 @@ from equipoise.wire.inference_messages import Grammar, GrammarKind
 Masks = npt.NDArray[np.int32]
 """Bits of tokens in words of 32, the lowest first: 1 for those that may be sampled."""
 
-MAX_COMPILED = 64
-"""Grammars that are kept compiled."""
+MAX_COMPILED = 16
+"""Grammars that are kept compiled, with all states that outputs have reached."""
+
+# Of llguidance. Its default for the first bounds neither the time nor the memory of the first mask
+# where a long text is repeated: a second and 120 MB. A state takes about a kilobyte.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 100_000,
+    "verbose_errors": False,
+}
 
 # Models may indent; without a bound they may also write white space only.
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 
 _NUM_BYTES = 256
+
+# Of llguidance's errors: no token may follow, and what stands for the parser's state.
+_DEAD_END, _NO_DETAILS = "NoExtensionBias", "<non-verbose/>"
 
 
 class GrammarError(ValueError):
@@ -101,8 +112,8 @@ class Grammars:
         """Return what may follow an output; compiling takes up to seconds.
 
         Raises:
-            GrammarError: the grammar is invalid or too complex, this installation or model lacks
-                what it takes, or the output does not match.
+            GrammarError: the grammar is invalid, matches nothing or is too complex, this
+                installation or model lacks what it takes, or the output does not match.
         """
         with self._lock:
             self._load_tokenizer()
@@ -122,7 +133,11 @@ class Grammars:
         return constraint
 
     def _compile(self, grammar: Grammar) -> Any:
-        from llguidance import LLMatcher, grammar_from  # noqa: PLC0415 - optional
+        from llguidance import (  # noqa: PLC0415 - optional
+            LLMatcher,
+            LLParserLimits,
+            grammar_from,
+        )
 
         try:
             match grammar.kind:
@@ -139,9 +154,16 @@ class Grammars:
             raise GrammarError(_in_one_line(str(error))) from None
         if grammar.after:
             text = _following(grammar.after, text)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise GrammarError(_in_one_line(matcher.get_error()))
+        # The first mask takes longest, and steps would wait for it. Copies share what it finds.
+        first = Constraint(matcher.deep_copy(), vocab_size=self._vocab_size)
+        first.masks()
+        if first.trouble.startswith(_DEAD_END):
+            raise GrammarError("it matches no text")
+        if first.trouble:
+            raise GrammarLimitError(f"too complex: {first.trouble}")
         return matcher
 
     def _load_tokenizer(self) -> None:
@@ -193,4 +215,4 @@ def _following(end: str, text: str) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    return " ".join(text.removesuffix(_NO_DETAILS).split())[:300]
