@@ -168,6 +168,20 @@ async def test_no_value_of_a_field_ends_the_rank_or_the_gateway(client, path, fi
     await check_serves(client)
 
 
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/responses", "metadata"), ("/v1/completions", "temperature")]
+)
+async def test_no_depth_of_nesting_is_an_internal_error(client, path, field):
+    """What can just be read may be too deep to be written, in an answer or in an error."""
+    for depth in (255, 256, *range(900, 1001, 2)):
+        for begin, end in (("[", "]"), ('{"a":', "}")):
+            value = begin * depth + ("1" if end == "}" else "") + end * depth
+            status, text = await post(client, path, [f'"{field}": {value}'])
+            is_repeated = depth == 255 and field == "metadata"
+            assert status == (200 if is_repeated else 400)
+            assert depth == 255 or "256 levels" in text or "not valid JSON" in text
+
+
 @pytest.mark.parametrize("field", ["role", "content", "name", "refusal", "reasoning_content"])
 async def test_no_value_in_a_message_ends_the_rank_or_the_gateway(client, field):
     bodies = [

@@ -11,6 +11,10 @@ from typing import Any, NoReturn
 from equipoise.gateway.errors import InvalidRequestError
 
 
+MAX_DEPTH = 256
+"""Levels of lists and objects in a body; with more, Python could not write its parts again."""
+
+
 class Fields:
     """The fields of an object. A null field counts as missing.
 
@@ -34,6 +38,8 @@ class Fields:
             raise InvalidRequestError("the body is not valid JSON") from None
         if not isinstance(document, dict):
             raise InvalidRequestError("the body must be a JSON object")
+        if not _is_readable(document):
+            raise InvalidRequestError(f"the body must have at most {MAX_DEPTH} levels of nesting")
         return cls(document)
 
     def __contains__(self, name: str) -> bool:
@@ -79,6 +85,19 @@ class Fields:
         if not is_number or not least <= value <= most:
             raise self.reject(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
         return float(value)
+
+
+def _is_readable(document: dict[str, Any]) -> bool:
+    """Whether a document has at most `MAX_DEPTH` levels of nesting."""
+    level: list[Any] = [document]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return not level
 
 
 def _finite(text: str) -> float:

@@ -89,18 +89,17 @@ def json_schema_of(fields: Fields, name: str) -> Grammar:
     Raises:
         InvalidRequestError: it is not a schema.
     """
-    value = fields.get(name)
+    value = text = fields.get(name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise fields.reject(name, "is not valid JSON") from None
+    else:
+        text = json.dumps(value)
     if not isinstance(value, dict):
         raise fields.reject(name, "must be a JSON schema")
-    try:
-        return _grammar(fields, name, GrammarKind.JSON_SCHEMA, json.dumps(value))
-    except RecursionError:
-        raise fields.reject(name, "is nested too deeply") from None
+    return _grammar(fields, name, GrammarKind.JSON_SCHEMA, text)
 
 
 def _regex(fields: Fields, name: str) -> Grammar:

@@ -6,7 +6,6 @@ makes of its own accord are in the model's format.
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +74,7 @@ def tool_use_of(fields: Fields, *, parser: ToolCallParser, is_flat: bool = False
         return ToolUse(tools=tools, form=FORMATS[parser], max_calls=max_calls)
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" and tools:
-        grammar = _grammar(fields, lambda: _calls_schema(tools, max_calls=max_calls))
+        grammar = _grammar(fields, _calls_schema(tools, max_calls=max_calls))
         return ToolUse(tools=tools, form=PLAIN_JSON, grammar=grammar, max_calls=max_calls)
     function = choice.get("name") if isinstance(choice, dict) else None
     if function not in names:
@@ -86,7 +85,7 @@ def tool_use_of(fields: Fields, *, parser: ToolCallParser, is_flat: bool = False
         tools=tools,
         form=PLAIN_JSON,
         function=function,
-        grammar=_grammar(fields, lambda: _schema(tool)),
+        grammar=_grammar(fields, _schema(tool)),
         max_calls=1,
     )
 
@@ -200,11 +199,8 @@ def _moved(schema: Any, root: str) -> Any:
     }
 
 
-def _grammar(fields: Fields, schema: Callable[[], dict[str, Any]]) -> Grammar:
-    try:
-        text = json.dumps(schema())
-    except RecursionError:
-        raise fields.reject("tools", "are nested too deeply") from None
+def _grammar(fields: Fields, schema: dict[str, Any]) -> Grammar:
+    text = json.dumps(schema)
     if len(text) > MAX_GRAMMAR_BYTES:
         raise fields.reject(
             "tools", f"have parameters of more than {MAX_GRAMMAR_BYTES} bytes; send fewer"
