@@ -65,6 +65,24 @@ async def test_a_chat_has_reasoning_and_answer(run_gateway, fleet, stream):
     assert "".join(delta.get("content", "") for delta in deltas) == "yes"
 
 
+async def test_an_answer_that_ended_in_its_reasoning_may_be_sent_back(run_gateway, fleet):
+    fleet.fail(says("why, "))
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    path = "/v1/chat/completions"
+    async with run_gateway(
+        workers=tuple(fleet.addresses), reasoning_parser="deepseek_r1"
+    ) as gateway:
+        answer = (await gateway.client.post(path, json=body)).json()["choices"][0]["message"]
+        assert (answer["content"], answer["reasoning_content"]) == (None, "why, ")
+        of_vllm = {"role": "assistant", "content": None, "reasoning": "why, "}
+        for message in (answer, of_vllm):
+            more = [*body["messages"], message, {"role": "user", "content": "b"}]
+            response = await gateway.client.post(path, json={**body, "messages": more})
+            assert response.status_code == 200, response.text
+    *_, last = [request for rank in fleet.ranks for request in rank.requests]
+    assert bytes(last.prompt) == b"[user]a[assistant][user]b"
+
+
 JSON = {"type": "json_object"}
 CALL = {
     "tools": [{"type": "function", "function": {"name": "f"}}],

@@ -34,8 +34,9 @@ def _message(value: Any, *, path: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
-    # Reasoning comes back with our own answers; templates of reasoning models leave it out.
-    known = {"role", "content", "name", "reasoning_content", "tool_calls", _NOTES}
+    # Reasoning comes back with our own answers, or by vLLM's name with vLLM's; templates of reasoning
+    # models leave it out.
+    known = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", _NOTES}
     known |= {*_EMPTY_IN_MESSAGES}
     message.only(known | {"tool_call_id"} if role == "tool" else known)
     for field in _EMPTY_IN_MESSAGES:
@@ -44,7 +45,11 @@ def _message(value: Any, *, path: str) -> dict[str, Any]:
     calls = _calls(message, role=role, path=path)
     # OpenAI's developer is called system in the templates of open models.
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    result["content"] = None if calls and "content" not in message else content_of(message)
+    if role == "assistant" and "content" not in message:
+        # It called tools, or ended before its reasoning did.
+        result["content"] = None if calls else ""
+    else:
+        result["content"] = content_of(message)
     if calls:
         result["tool_calls"] = calls
     for name in ("name", "tool_call_id"):
