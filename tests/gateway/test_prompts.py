@@ -125,6 +125,27 @@ async def test_prompt_logprobs_have_vllms_form(gateway):
     assert whole["prompt_logprobs"][-1]["111"]["rank"] is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+        ({"echo": True, "logprobs": 20, "stream": True}, "logprobs"),
+        ({"prompt_logprobs": 1, "n": 8}, "prompt_logprobs"),
+    ],
+)
+async def test_an_answer_has_a_bounded_number_of_prompt_logprobs(gateway, fleet, fields, param):
+    """A body of 1 MiB could ask for an answer of 700 MB."""
+    prompts = [[1] * 200] * 100
+    response = await gateway.post(prompt=prompts, max_tokens=1, **fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert "send fewer prompts" in error["message"]
+    assert fleet.num_requests == 0
+    few = await ask(gateway, prompt=prompts[:2], max_tokens=1, prompt_logprobs=20)
+    assert len(few["choices"][0]["prompt_logprobs"]) == 200
+
+
 async def test_prompt_token_ids_come_with_token_ids(gateway):
     answer = await ask(gateway, prompt=["ab", "c"], max_tokens=1, return_token_ids=True)
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[97, 98], [99]]

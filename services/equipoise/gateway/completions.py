@@ -45,7 +45,10 @@ class CompletionEndpoint(GenerationEndpoint):
         async with aclosing(self._deltas(request, context)) as deltas:
             async for index, delta in deltas:
                 parts[index].append(delta)
-        wholes = [joined(choice) for choice in parts]
+                if delta.finish is not None:
+                    # A delta for each token takes far more room than the text.
+                    parts[index] = [joined(parts[index])]
+        wholes = [whole for (whole,) in parts]
         chosen = _best(wholes, num_best=request.num_best, of=request.num_choices)
         counts = usage(
             num_prompt=sum(map(len, request.prompts)),

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from equipoise.gateway.errors import InvalidRequestError
 
-
 MAX_DEPTH = 256
 """Levels of lists and objects in a body; with more, Python could not write its parts again."""
 

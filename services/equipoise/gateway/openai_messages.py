@@ -34,8 +34,8 @@ def _message(value: Any, *, path: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
-    # Reasoning comes back with our own answers, or by vLLM's name with vLLM's; templates of reasoning
-    # models leave it out.
+    # Reasoning comes back with our own answers, and by another name with vLLM's; templates of
+    # reasoning models leave it out.
     known = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", _NOTES}
     known |= {*_EMPTY_IN_MESSAGES}
     message.only(known | {"tool_call_id"} if role == "tool" else known)

@@ -19,6 +19,8 @@ from equipoise.gateway.responses_input import messages_of_input, text_format_of
 from equipoise.gateway.sampling_fields import (
     SamplingDefaults,
     logit_bias_of,
+    num_logprobs_of,
+    prompt_logprobs_of,
     sampling_of,
     stops_of,
     tokens_of,
@@ -141,7 +143,7 @@ class RequestParser:
             max_tokens=fields.whole(
                 "max_tokens", least=0 if echo else 1, most=most, default=min(default, most)
             ),
-            logprobs=_num_logprobs(fields, "logprobs"),
+            logprobs=num_logprobs_of(fields, "logprobs"),
             echo=echo,
         )
 
@@ -270,12 +272,12 @@ class RequestParser:
             )
         if stream and num_choices > num_best:
             raise fields.reject("best_of", "must equal n in a stream: the best are known last")
-        prompt_logprobs = _num_logprobs(fields, "prompt_logprobs")
-        shows_prompt_logprobs = prompt_logprobs is not None
-        if shows_prompt_logprobs and stream:
-            raise fields.reject("prompt_logprobs", "is not available in a stream")
-        if prompt_logprobs is None and echo:
-            prompt_logprobs = logprobs
+        prompt_logprobs, shows_prompt_logprobs = prompt_logprobs_of(
+            fields,
+            num_scored=sum(map(len, prompts)) * num_choices,
+            stream=stream,
+            echoed=logprobs if echo else None,
+        )
         # The best choices are found by the logprobs of their tokens.
         sampled_logprobs = 0 if logprobs is None and num_choices > num_best else logprobs
         stop_tokens = frozenset(tokens_of(fields, "stop_token_ids", vocab_size=vocab_size))
@@ -356,12 +358,6 @@ class RequestParser:
                 f"no rank has reported its context length: try again later, or send {names[0]}"
             )
         return max(1, min(most, context_length - num_prompt))
-
-
-def _num_logprobs(fields: Fields, name: str) -> int | None:
-    if name not in fields:
-        return None
-    return fields.whole(name, least=0, most=MAX_LOGPROBS, default=0)
 
 
 def _usage_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:

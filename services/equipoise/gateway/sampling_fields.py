@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: its fields, with the model's own defaults."""
+"""How a request's tokens are chosen and described: its fields, and the model's own defaults."""
 
 import json
 import secrets
@@ -9,13 +9,16 @@ from typing import Any
 
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
 from equipoise.gateway.fields import Fields, is_whole, shown
-from equipoise.wire.inference_messages import MAX_LOGIT_BIAS, Sampling
+from equipoise.wire.inference_messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
 
 MAX_STOPS = 256
 """Stop strings of a request; OpenAI takes 4."""
 
 MAX_BIASED_TOKENS = 1024
 """Tokens in a request's `logit_bias`; OpenAI takes 300."""
+
+MAX_PROMPT_LOGPROBS = 2**18
+"""Logprobs of the prompts' tokens, in all choices of a request together: 16 MB of an answer."""
 
 MIN_TEMPERATURE = 0.01
 """A lower temperature other than 0 is raised to this, as vLLM does."""
@@ -83,6 +86,41 @@ def sampling_of(fields: Fields, *, logprobs: int | None, defaults: SamplingDefau
         seed=seed % 2**64,
         logprobs=logprobs,
     )
+
+
+def num_logprobs_of(fields: Fields, name: str) -> int | None:
+    """How many of the most likely tokens to report for each token; None for no logprobs.
+
+    Raises:
+        InvalidRequestError: it is out of range.
+    """
+    if name not in fields:
+        return None
+    return fields.whole(name, least=0, most=MAX_LOGPROBS, default=0)
+
+
+def prompt_logprobs_of(
+    fields: Fields, *, num_scored: int, stream: bool, echoed: int | None
+) -> tuple[int | None, bool]:
+    """The same for the tokens of the prompts, and whether they get a field of their own.
+
+    `num_scored`: tokens in the prompts of all choices. `echoed`: the `logprobs` of an answer that
+    repeats its prompt.
+
+    Raises:
+        InvalidRequestError: it is out of range, or the answer would be too large.
+    """
+    own = num_logprobs_of(fields, "prompt_logprobs")
+    if own is not None and stream:
+        raise fields.reject("prompt_logprobs", "is not available in a stream")
+    wanted = echoed if own is None else own
+    if wanted is not None and num_scored * (1 + wanted) > MAX_PROMPT_LOGPROBS:
+        raise fields.reject(
+            "logprobs" if own is None else "prompt_logprobs",
+            f"{wanted} of {num_scored} tokens of prompts would be more than {MAX_PROMPT_LOGPROBS} "
+            f"logprobs in one answer: send fewer prompts at a time, or ask for fewer logprobs",
+        )
+    return wanted, own is not None
 
 
 def logit_bias_of(fields: Fields, *, vocab_size: int) -> tuple[tuple[int, float], ...]:
