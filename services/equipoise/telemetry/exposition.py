@@ -5,12 +5,14 @@ changes.
 """
 
 import asyncio
+import gzip
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import uvicorn
 from prometheus_client import (
@@ -18,15 +20,18 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
-    make_asgi_app,
+    generate_latest,
 )
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, gzip_accepted
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from equipoise.telemetry.errors import TelemetryError
 from equipoise.telemetry.http import HttpServer, Tls, address_of, bounded_http, open_listener
@@ -77,48 +82,87 @@ class _BuildInfo(Collector):
 def metrics_route(registry: CollectorRegistry, *, token_file: str = "") -> Route:
     """`GET /metrics`, in the format that the client accepts.
 
-    Scrapes take turns, and together at most a share of the event loop's time, because whoever
-    reaches the port may send as many as they like.
+    However many clients scrape, the metrics take a bounded share of the event loop's time.
 
     With a `token_file`, requests without its bearer token get 401.
 
     Raises:
         TelemetryError: the token file cannot be used.
     """
-    exposition = make_asgi_app(registry)
+    scrapes = _Scrapes(registry)
     token = ScrapeToken(token_file) if token_file else None
 
-    turn = asyncio.Lock()
-
-    async def bounded(scope: Scope, _receive: Receive, send: Send) -> None:
-        written: list[Message] = []
-
-        async def keep(message: Message) -> None:
-            written.append(message)
-
-        async with turn:
-            began_s = time.thread_time()
-            await exposition(scope, _no_body, keep)
-            await asyncio.sleep((time.thread_time() - began_s) * (1 / _SHARE_OF_LOOP - 1))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SEND_S):
-                for message in written:
-                    await send(message)
-
-    async def metrics(request: Request) -> Any:
+    async def metrics(request: Request) -> Response:
         if token is not None and not token.accepts(request.headers.get("authorization", "")):
             return PlainTextResponse(
                 "this port requires the bearer token of --metrics-token-file\n",
                 status_code=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return bounded
+        return await scrapes.answer(request.headers)
 
     return Route("/metrics", metrics)
 
 
-async def _no_body() -> Message:
-    return {"type": "http.request"}
+class _Scrapes:
+    """Answers scrapes: all that wait at a time get the same text, once their form is rendered.
+
+    Whoever reaches the port may send as many requests as they like, so renderings together take at
+    most a share of the loop's time, and another client's requests add at most the rendering of
+    each other form to a scrape.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._turn = asyncio.Lock()
+        self._next_s = 0.0
+        self._latest: dict[_Form, tuple[float, bytes]] = {}
+
+    async def answer(self, headers: Headers) -> Response:
+        """The metrics, no older than this call."""
+        asked_s = time.monotonic()
+        form = _Form(
+            is_open=openmetrics.CONTENT_TYPE_LATEST.partition(";")[0] in headers.get("accept", ""),
+            is_gzip=gzip_accepted(headers.get("accept-encoding", "")),
+        )
+        async with self._turn:
+            began_s, body = self._latest.get(form, (-math.inf, b""))
+            if began_s < asked_s:
+                await asyncio.sleep(self._next_s - time.monotonic())
+                began_s, used_s = time.monotonic(), time.thread_time()
+                body = form.render(self._registry)
+                used_s = time.thread_time() - used_s
+                self._next_s = time.monotonic() + used_s * (1 / _SHARE_OF_LOOP - 1)
+                self._latest[form] = began_s, body
+        return _BoundedResponse(body, headers=form.headers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """In which of the formats that a client accepts it gets the metrics."""
+
+    is_open: bool
+    """OpenMetrics rather than Prometheus' own text."""
+    is_gzip: bool
+    """Compressed."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        kind = openmetrics.CONTENT_TYPE_LATEST if self.is_open else CONTENT_TYPE_PLAIN_0_0_4
+        return {"Content-Type": kind} | ({"Content-Encoding": "gzip"} if self.is_gzip else {})
+
+    def render(self, registry: CollectorRegistry) -> bytes:
+        text = (openmetrics.generate_latest if self.is_open else generate_latest)(registry)
+        return gzip.compress(text) if self.is_gzip else text
+
+
+class _BoundedResponse(Response):
+    """A response whose client has `SEND_S` to take it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEND_S):
+                await super().__call__(scope, receive, send)
 
 
 @asynccontextmanager
