@@ -139,6 +139,49 @@ def test_an_incremental_plan_moves_fewer_experts_than_one_from_scratch():
     assert 0 < some.moves < anew.moves / 2
 
 
+def two_services():
+    """A pool in use by one kind of traffic, and the loads of that kind and of another."""
+    rng = np.random.default_rng(5)
+    model = ModelShape(num_layers=6, num_experts=32, num_groups=1, expert_bytes=1)
+    topology = Topology(
+        node_of_rank=("a", "a", "b", "b"), slots_per_rank=11, places_of_rank=(60,) * 4
+    )
+    kinds = [skewed(rng, num_layers=6, num_experts=32) for _ in range(2)]
+    kinds = [load / load.sum(axis=1, keepdims=True) for load in kinds]
+    made = plan_in_places(
+        kinds[0], Wishes(slots=POOLED), model=model, topology=topology, current=None
+    )
+    return kinds, {"model": model, "topology": topology, "current": laid_out(made, num_experts=32)}
+
+
+def test_no_move_is_made_that_gains_less_than_it_costs():
+    (_, load), pool = two_services()
+    wishes = Wishes(algorithm=Algorithm.INCREMENTAL, slots=POOLED)
+    made = [
+        plan_in_places(load, replace(wishes, least_gain_per_move=price), **pool)
+        for price in (0.0, 0.002, 1.0)
+    ]
+    assert [one.moves == 0 for one in made] == [False, False, True]
+    before = balancedness(layout_loads(pool["current"], load))
+    net = [one.balancedness - 0.002 * one.moves for one in made]
+    assert max(net) == net[1] > before
+
+
+def test_one_layout_serves_several_kinds_of_traffic():
+    kinds, pool = two_services()
+    wishes = Wishes(algorithm=Algorithm.INCREMENTAL, slots=POOLED)
+    weights = np.array([0.5, 0.5])
+
+    def reached(made):
+        layout = laid_out(made, num_experts=32)
+        return [balancedness(layout_loads(layout, load)) for load in kinds]
+
+    of_both = plan_in_places(np.stack(kinds), replace(wishes, weights=weights), **pool)
+    of_mean = plan_in_places(sum(kinds) / 2, wishes, **pool)
+    assert of_both.balancedness == pytest.approx(np.mean(reached(of_both)))
+    assert np.mean(reached(of_both)) > np.mean(reached(of_mean))
+
+
 def test_a_lost_rank_s_experts_go_to_the_places_of_the_others():
     rng = np.random.default_rng(0)
     load = skewed(rng, num_layers=6, num_experts=32)

@@ -21,7 +21,7 @@ from equipoise.planning.placing.blanks import (
     without_blanks,
 )
 from equipoise.planning.placing.bound import upper_bound_of_places
-from equipoise.planning.placing.chance import gains_beyond_chance
+from equipoise.planning.placing.chance import chance_of_layer, gains_beyond_chance
 from equipoise.planning.placing.cover import cover, fill
 from equipoise.planning.placing.incremental import improve
 from equipoise.planning.placing.pooled import place_pooled
@@ -35,9 +35,6 @@ from equipoise.planning.topology import ModelShape, Topology
 
 PARTS = (0.125, 0.25, 0.5, 1.0)
 """Parts of the layers worth placing again that are tried, those that lose most first."""
-
-ENOUGH = 0.7
-"""Part of the possible gain that is enough if the target is out of reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,8 @@ class Wishes:
     max_moves: int | None = None
     samples: float | None = None
     weights: Weights | None = None
-    """For a load of several kinds of traffic. Pooled, plans are for their mean."""
+    """For a load of several kinds of traffic. Pooled, layers that are placed from scratch are for
+    their mean."""
     least_gain_per_move: float = 0.0
 
 
@@ -71,7 +69,6 @@ def plan_in_places(
     Raises:
         InvalidLayoutError: there are fewer slots or places than experts, or no ranks.
     """
-    mean = load if wishes.weights is None else mean_over_kinds(load, wishes.weights)
     if not topology.places_of_rank or wishes.slots is SlotUse.PER_LAYER:
         of_layer = topology.slots_of_layer(model.num_layers)
         if min(of_layer) < 1:
@@ -84,6 +81,7 @@ def plan_in_places(
         )
         held = current
         if current is not None and topology.places_of_rank:
+            mean = load if wishes.weights is None else mean_over_kinds(load, wishes.weights)
             held = _narrow_layout(mean, current, model=model, topology=topology, narrow=narrow)
         made = plan(
             load,
@@ -105,12 +103,13 @@ def plan_in_places(
     if not ranks:
         raise InvalidLayoutError("no rank is left to plan for: exclude fewer ranks")
     problem = Problem.of(
-        mean,
+        load,
         model=model,
         topology=topology,
         current=current,
         ranks=ranks,
         weighted=wishes.weighted,
+        weights=wishes.weights,
     )
     num_places = sum(problem.topology.places_of_rank)
     if num_places < model.num_layers * model.num_experts:
@@ -184,51 +183,58 @@ def _pooled(problem: Problem, wishes: Wishes) -> Plan:
     worth, comparison = _worth_changing(problem, before - after, wishes.samples)
     if problem.weighted is not Weighting.OFF:
         held = weigh(problem, problem.held, may_chain=False)
-    standing, possible = (_mean_balance(problem, one) for one in (held, fresh))
+    standing = _mean_balance(problem, held)
     target = wishes.target_balancedness
     if not is_lost.any() and (not worth.any() or (target is not None and standing >= target)):
         return _made(problem, held, wishes, before=standing, comparison=comparison)
-    enough = possible - LEAST_LAYER_GAIN
-    if target is not None:
-        enough = target if possible >= target else standing + ENOUGH * (possible - standing)
     best, lose = held, np.where(worth, before - after, 0.0)
     ways: Iterable[Placed] = (fresh,)
     if wishes.algorithm is Algorithm.INCREMENTAL:
-        ways = _candidates(problem, fresh, lose=lose, enough=enough)
+        ways = _candidates(problem, fresh, wishes, lose=lose)
+
+    def net(placed: Placed) -> float:
+        cost = wishes.least_gain_per_move * count_moves(problem.held, placed.table)
+        return _mean_balance(problem, placed) - cost
+
     for placed in ways:
         moves = count_moves(problem.held, placed.table)
         if wishes.max_moves is not None and moves > wishes.max_moves and not is_lost.any():
             break
-        if is_lost.any() or _mean_balance(problem, placed) > _mean_balance(problem, best):
+        if is_lost.any() or net(placed) > net(best):
             best = placed
-        if is_lost.any() or _mean_balance(problem, best) >= enough:
+        if is_lost.any() or (target is not None and _mean_balance(problem, best) >= target):
             break
     return _made(problem, best, wishes, before=standing, comparison=comparison)
 
 
-def _candidates(problem: Problem, fresh: Placed, *, lose: Load, enough: float) -> Iterator[Placed]:
+def _candidates(problem: Problem, fresh: Placed, wishes: Wishes, *, lose: Load) -> Iterator[Placed]:
     """Yield placements that move more and more; `lose` is what layers lose by staying, [layers]."""
     is_lost = ~problem.is_valid
-    near = problem
+    near, gains = problem, lose > 0
     if not is_lost.any():
-        near = replace(problem, held=_improved_in_place(problem, layers=lose > 0, enough=enough))
-        yield weigh(problem, near.held, may_chain=False)
+        near = replace(problem, held=_improved_in_place(problem, wishes, layers=gains))
+        improved = weigh(problem, near.held, may_chain=False)
+        yield improved
+        # What these layers would still gain by other numbers of slots.
+        left, after = (1.0 / problem.balancedness_of_layer(*one) for one in (improved, fresh))
+        lose = np.where(gains, left - after, 0.0)
+        gains = lose > 0
     order = np.argsort(-lose, kind="stable")
     for part in PARTS:
         free = is_lost.copy()
-        free[order[: int(np.ceil(part * (lose > 0).sum()))]] = True
+        free[order[: int(np.ceil(part * gains.sum()))]] = True
+        if not free.any():
+            return
         if not _have_places(problem, free):
             free[:] = True
         yield fresh if free.all() else _placed_again(near, free=free)
     yield fresh
 
 
-def _improved_in_place(problem: Problem, *, layers: Bools, enough: float) -> ExpertTable:
-    """Make the moves that gain most in the slots that each rank has in use, layer by layer.
-
-    Stops in a layer whose balancedness is `enough`.
-    """
+def _improved_in_place(problem: Problem, wishes: Wishes, *, layers: Bools) -> ExpertTable:
+    """Make the moves that are worth it in the slots that each rank has in use, layer by layer."""
     table = problem.held.copy()
+    num_busy = int(problem.is_busy.sum())
     for layer in np.flatnonzero(layers).tolist():
         columns = np.flatnonzero(problem.held[layer] != EMPTY)
         ranks, sizes = np.unique(problem.rank_of_slot[columns], return_counts=True)
@@ -242,14 +248,21 @@ def _improved_in_place(problem: Problem, *, layers: Bools, enough: float) -> Exp
                 slots_of_rank=slots_of_rank,
             ),
             held=np.ascontiguousarray(problem.held[layer, columns][None]),
+            kinds=tuple(load[layer : layer + 1] for load in problem.kinds),
+            weights=problem.weights,
         )
+        noise = None
+        if wishes.samples is not None:
+            noise = chance_of_layer(small, samples=wishes.samples) / 2
         improved = improve(
             small,
             layers=np.ones(1, dtype=np.bool_),
             fresh=small.held,
             standing=small.balancedness_of_layer(small.held),
             least_gain=LEAST_LAYER_GAIN,
-            target=enough,
+            target=wishes.target_balancedness,
+            least_slope=wishes.least_gain_per_move * num_busy,
+            noise=noise,
         )
         table[layer, columns] = improved.table[0]
     return table
