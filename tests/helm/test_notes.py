@@ -34,7 +34,12 @@ def test_two_pools_say_how_to_check_handovers():
     text = notes("phase=decode", "pool=writers", "prefillPool=readers", "peerPools={readers}")
     assert 'Pool "readers" prefills prompts for pool "writers"' in text
     assert "`helm test` sends a prompt that must be handed over." in text
-    assert "set prefillPool=readers and peerPools" in notes("phase=prefill", "pool=readers")
+    # Without a gateway, `helm test` sends no prompt.
+    assert "handed over" not in notes("prefillPool=p", "peerPools={p}", "gateway.enabled=false")
+    text = notes("phase=prefill", "pool=readers", "peerPools={writers}")
+    assert 'Pool "readers" prefills prompts for pool writers.' in text
+    assert "needs prefillPool=readers and peerPools={readers}." in text
+    assert "list decode pools in peerPools" in notes("phase=prefill")
     assert "prefillPool" not in notes()
 
 

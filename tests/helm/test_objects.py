@@ -370,6 +370,9 @@ CONTRADICTIONS = {
     "metrics.port and worker.port of a worker are both 9090": {"worker": {"port": 9090}},
     "gateway.port and metrics.port of a gateway are both 8080": {"metrics": {"port": 8080}},
     "balancer.port and the page's port of a balancer are both 7080": {"balancer": {"port": 7080}},
+    r"firstCollectivePort \(65000\) must be at most lastCollectivePort \(60999\)": {
+        "networkPolicy": {"firstCollectivePort": 65000}
+    },
     "mutually exclusive: keep the policy in one place": {
         "policy": {"existingConfigMap": "mine", "defaults": {"interval": "9s"}}
     },

@@ -23,6 +23,10 @@ WRONG = {
     "a port too high": ({"balancer": {"port": 70000}}, "/balancer/port"),
     "an unknown log level": ({"balancer": {"logLevel": "loud"}}, "/balancer/logLevel"),
     "an address without a port": ({"balancer": {"externalAddress": "b"}}, "externalAddress"),
+    "a URL as an address": (
+        {"balancer": {"externalAddress": "http://b:7070"}},
+        "externalAddress",
+    ),
     "an empty command": ({"balancer": {"command": []}}, "/balancer/command"),
     "flags that are no list": ({"worker": {"extraArgs": "--x"}}, "/worker/extraArgs"),
     "environment as a map": ({"worker": {"extraEnv": {"A": "b"}}}, "/worker/extraEnv"),

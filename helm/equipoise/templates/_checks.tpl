@@ -28,6 +28,10 @@
 {{- end -}}
 {{- include "equipoise.localRankChecks" . -}}
 {{- include "equipoise.portChecks" . -}}
+{{- $range := .Values.networkPolicy -}}
+{{- if gt (int $range.firstCollectivePort) (int $range.lastCollectivePort) -}}
+{{- fail (printf "networkPolicy.firstCollectivePort (%d) must be at most lastCollectivePort (%d)" (int $range.firstCollectivePort) (int $range.lastCollectivePort)) -}}
+{{- end -}}
 {{- include "equipoise.phaseChecks" . -}}
 {{- if and .Values.policy.existingConfigMap (or .Values.policy.defaults .Values.policy.pools) -}}
 {{- fail "policy.existingConfigMap and policy.defaults or policy.pools are mutually exclusive: keep the policy in one place" -}}
