@@ -76,6 +76,15 @@ def test_a_decode_pool_whose_cache_is_full_asks_for_more_ranks(decode):
     assert pool_summary(decode.harness.pool).advised_ranks == 5
 
 
+def test_one_rank_is_advised_in_the_singular(decode):
+    decode.run(minutes=6)
+    status = decode.status()
+    status.advice.ranks = 1
+    text = io.StringIO()
+    Console(file=text, width=2000).print(pool_view(status, framed=False))
+    assert "1 rank instead of 4: " in text.getvalue()
+
+
 def test_requests_that_wait_count_as_demand(decode):
     decode.run(minutes=6, active_requests=10, queued_requests=5)
     assert decode.status().advice.ranks == 7

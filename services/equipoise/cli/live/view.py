@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import format_time
+from equipoise.cli.display import format_count, format_time
 from equipoise.cli.live.balance import balance_text, balance_view, experts_text, shared_expert
 from equipoise.cli.live.handovers import handovers_text
 from equipoise.cli.live.ranks import (
@@ -285,8 +285,8 @@ def _advice_text(advice: status_pb2.AdviceStatus, *, num_ranks: int) -> Text:
     if not advice.ranks:
         return Text(f"no number of ranks yet: {advice.reason}", style="dim")
     if advice.ranks == num_ranks:
-        return Text(f"{num_ranks} ranks, as now: {advice.reason}")
-    text = f"{advice.ranks} ranks instead of {num_ranks}: {advice.reason}"
+        return Text(f"{format_count(num_ranks, 'rank')}, as now: {advice.reason}")
+    text = f"{format_count(advice.ranks, 'rank')} instead of {num_ranks}: {advice.reason}"
     return Text(text, style="yellow" if advice.ranks > num_ranks else "")
 
 
