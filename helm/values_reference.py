@@ -27,8 +27,8 @@ helm test eq -n moe
 ```
 
 [Operating it](../../docs/operations.md): installation, TLS, upgrades, alerts, drills. Unknown and
-contradictory values are rejected before anything is installed. helm takes fractions after `--set` for
-text: write `--set-json worker.holdSeconds=0.5`, or use a file.
+contradictory values are rejected before anything is installed. helm reads fractions after `--set`
+as text: write `--set-json worker.holdSeconds=0.5`, or use a file.
 
 ## Values
 
