@@ -96,6 +96,15 @@ class BitRot:
                 return f"{rot.name} computes with bytes that changed in memory"
         return ""
 
+    @property
+    def idle(self) -> set[str]:
+        """Workers with wrong bytes that have no rank, and so do not verify them.
+
+        A leader that noticed first has them quarantined until they restart.
+        """
+        self._drop_closed()
+        return {one.name for one in self._open if self._world.workers[one.name].rank is None}
+
     def ended(self, worker: Any, error: Exception) -> None:
         """A worker stops because of an error: of damaged memory, it must name the slot."""
         if not isinstance(error, DamagedSlotError):

@@ -220,10 +220,12 @@ class World(Faults):
         return self._apart(pool) or self.rot.unsettled() or self.operators.unsettled(pool)
 
     def _is_explained(self, reason: str) -> bool:
-        """Whether a pool is degraded by a liar, an odd worker or one that left, or lacks ranks."""
+        """Whether a pool is degraded by a worker that lies, left or is damaged, or lacks ranks."""
         has_liar = self.liar is not None and self.liar.alive
         names = {self.odd, *self.retired, *([liars.NAME] if has_liar else ())} - {""}
         if any(reason.startswith(f"{name} ") or f"({name})" in reason for name in names):
+            return True
+        if any(reason.startswith(f"{name} is quarantined") for name in self.rot.idle):
             return True
         is_short = bool(self.retired) or any(disk.damaged for disk in self.disks.values())
         return is_short and re.match(r"\d+ of \d+ ranks", reason) is not None
@@ -232,7 +234,7 @@ class World(Faults):
         """What ranks, leader and store do not agree about."""
         running = set()
         for name in sorted(self.wanted):
-            if self.disks[name].damaged or name == self.odd:
+            if self.disks[name].damaged or name == self.odd or name in self.rot.idle:
                 continue  # It is quarantined or left out, or gets its experts elsewhere.
             worker = self.workers.get(name)
             rank = worker.rank if worker is not None and worker.process.alive else None
