@@ -85,16 +85,38 @@ class Answer(BaseModel):
     size: int
 
 
-async def test_openais_client_parses_what_the_schema_promises(client):
+# The client declares a message's `parsed` to be null.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+async def test_openais_client_parses_what_the_schema_promises_and_sends_it_back(client):
+    asked = [{"role": "user", "content": "x = "}]
     for seed in range(4):
         answer = await client.chat.completions.parse(
-            model="tiny",
-            messages=[{"role": "user", "content": "x = "}],
-            response_format=Answer,
-            temperature=1,
-            seed=seed,
+            model="tiny", messages=asked, response_format=Answer, temperature=1, seed=seed
         )
-        assert isinstance(answer.choices[0].message.parsed, Answer)
+        message = answer.choices[0].message
+        assert isinstance(message.parsed, Answer)
+        await client.chat.completions.create(
+            model="tiny", messages=[*asked, message, *asked], max_tokens=1
+        )
+
+
+async def test_openais_client_parses_a_call_and_sends_it_back(client):
+    asked = [{"role": "user", "content": "x = "}]
+    answer = await client.chat.completions.parse(
+        model="tiny",
+        messages=asked,
+        tools=[openai.pydantic_function_tool(Answer)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=1,
+    )
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Answer)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    await client.chat.completions.create(
+        model="tiny", messages=[*asked, message, result], max_tokens=1
+    )
 
 
 WEATHER = {

@@ -10,8 +10,8 @@ from equipoise.gateway.fields import Fields, shown
 
 # Fields of answers' messages, which clients send back.
 _EMPTY_IN_MESSAGES = ("annotations", "refusal", "audio", "function_call")
-# litellm's notes about an answer, which it sends back with the message.
-_NOTES = "provider_specific_fields"
+# Notes of litellm and of OpenAI's client about an answer, which they send back with the message.
+_NOTES = ("provider_specific_fields", "parsed")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,8 +36,8 @@ def _message(value: Any, *, path: str) -> dict[str, Any]:
         raise message.reject("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
     # Reasoning comes back with our own answers, and by another name with vLLM's; templates of
     # reasoning models leave it out.
-    known = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", _NOTES}
-    known |= {*_EMPTY_IN_MESSAGES}
+    known = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls"}
+    known |= {*_EMPTY_IN_MESSAGES, *_NOTES}
     message.only(known | {"tool_call_id"} if role == "tool" else known)
     for field in _EMPTY_IN_MESSAGES:
         if message.get(field) not in (None, []):
@@ -77,7 +77,7 @@ def _call(value: Any, *, path: str) -> dict[str, Any]:
     if call.get("type") != "function" or not isinstance(call.get("function"), dict):
         raise call.reject("type", "must be function, with a function")
     function = Fields(call.get("function"), path=f"{path}.function.")
-    function.only({"name", "arguments"})
+    function.only({"name", "arguments", "parsed_arguments"})
     arguments = {"name": string_of(function, "name"), "arguments": arguments_of(function)}
     return {"id": string_of(call, "id"), "type": "function", "function": arguments}
 

@@ -48,6 +48,8 @@ parsed = client.chat.completions.parse(
     model="tiny", messages=ASKED, response_format=Answer, seed=1, max_tokens=200
 )
 assert isinstance(parsed.choices[0].message.parsed, Answer)
+turns = [*ASKED, parsed.choices[0].message, {"role": "user", "content": "more"}]
+assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=8).choices
 with client.chat.completions.stream(
     model="tiny", messages=ASKED, response_format=Answer, seed=1, max_tokens=200
 ) as stream:
