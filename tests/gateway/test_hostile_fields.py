@@ -152,7 +152,7 @@ async def test_a_value_that_underflows_in_float32_does_not_end_the_rank(client, 
     if status == 400:
         error = json.loads(text)["error"]
         assert error["param"] == field
-        assert "must be from 0.01 to 100" in error["message"]
+        assert "must be a number from 0.01 to 100" in error["message"]
     await check_serves(client)
 
 

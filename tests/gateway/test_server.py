@@ -323,9 +323,16 @@ async def exchanged(gateway, *parts):
         return await asyncio.wait_for(reader.read(), BOUND_S)
 
 
-async def test_a_complete_header_that_is_too_long_is_rejected(gateway):
-    long = b"x-long: " + b"x" * MAX_HEADER_BYTES
-    answer = await exchanged(gateway, b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + long + b"\r\n\r\n")
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nx-long: " + b"x" * MAX_HEADER_BYTES,
+        b"GET /healthz?" + b"x" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: x",
+        b"GET /" + b"x" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: x",
+    ],
+)
+async def test_a_complete_header_that_is_too_long_is_rejected(gateway, header):
+    answer = await exchanged(gateway, header + b"\r\n\r\n")
     assert answer.split(b" ")[1] in (b"431", b"400")
 
 

@@ -82,7 +82,9 @@ class Fields:
         is_number = isinstance(value, float) or is_whole(value)
         # Integers of any length compare with floats.
         if not is_number or not least <= value <= most:
-            raise self.reject(name, f"must be from {least:g} to {most:g}, not {shown(value)}")
+            raise self.reject(
+                name, f"must be a number from {least:g} to {most:g}, not {shown(value)}"
+            )
         return float(value)
 
 

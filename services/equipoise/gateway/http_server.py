@@ -51,8 +51,9 @@ class StrictHeaders:
         """Pass a request on, or answer it with 400 or 431."""
         headers = scope["headers"]
         names = {name.lower() for name, _ in headers}
+        target = (scope["raw_path"], scope["query_string"])
         error: RequestError | None = None
-        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        if sum(map(len, (*target, *(part for one in headers for part in one)))) > MAX_HEADER_BYTES:
             error = HeaderTooLongError(f"the header must have at most {MAX_HEADER_BYTES} bytes")
         elif {b"content-length", b"transfer-encoding"} <= names:
             error = InvalidRequestError("send either Content-Length or Transfer-Encoding, not both")

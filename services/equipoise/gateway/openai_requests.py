@@ -96,6 +96,7 @@ _REMEDIES = {
     "previous_response_id": "send the earlier output as part of input",
     "conversation": "send the earlier items as part of input",
     "store": "responses are not kept here",
+    "reasoning_effort": "send chat_template_kwargs, if the template has a setting for it",
     "background": "wait for the response, or stream it",
     "truncation": "shorten the input",
 }

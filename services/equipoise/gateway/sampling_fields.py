@@ -174,5 +174,5 @@ def stops_of(fields: Fields) -> tuple[str, ...]:
     stops: Any = [] if value is None else [value] if isinstance(value, str) else value
     is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
     if not is_list or not all(isinstance(stop, str) and stop for stop in stops):
-        raise fields.reject("stop", f"must be a string or up to {MAX_STOPS} strings, not empty")
+        raise fields.reject("stop", f"must be a string or a list of up to {MAX_STOPS}, not empty")
     return tuple(stops)

@@ -24,6 +24,7 @@ from equipoise.gateway.errors import (
     RequestError,
     UnknownModelError,
 )
+from equipoise.gateway.fields import shown
 from equipoise.gateway.http_server import http_server
 from equipoise.gateway.metrics import GatewayCollector, RequestTally
 from equipoise.gateway.open_requests import OpenRequests
@@ -255,7 +256,9 @@ def _model_routes(model: _Model, context_length: Callable[[], int]) -> list[Rout
 
     async def show_model(request: Request) -> JSONResponse:
         if (wanted := request.path_params["name"]) != model.name:
-            raise UnknownModelError(f"the model {wanted} is not served here; use {model.name}")
+            raise UnknownModelError(
+                f"the model {shown(wanted)} is not served here; use {model.name}"
+            )
         return JSONResponse(entry())
 
     async def show_tokenizer(_: Request) -> JSONResponse:

@@ -58,7 +58,7 @@ def tool_use_of(fields: Fields, *, parser: ToolCallParser, is_flat: bool = False
         InvalidRequestError: a field is invalid, or `parser` cannot read the calls.
     """
     tools = tools_of(fields, is_flat=is_flat)
-    choice = _choice(fields, is_flat=is_flat) if "tool_choice" in fields else "auto"
+    choice: Any = _choice(fields, is_flat=is_flat) if "tool_choice" in fields else "auto"
     is_parallel = "parallel_tool_calls" not in fields or fields.flag("parallel_tool_calls")
     max_calls = None if is_parallel else 1
     if choice == "none" or (choice == "auto" and not tools):
@@ -72,14 +72,14 @@ def tool_use_of(fields: Fields, *, parser: ToolCallParser, is_flat: bool = False
                 "required or names a function",
             )
         return ToolUse(tools=tools, form=FORMATS[parser], max_calls=max_calls)
-    names = [tool["function"]["name"] for tool in tools]
-    if choice == "required" and tools:
+    if not tools:
+        raise fields.reject("tool_choice", "needs tools")
+    if choice == "required":
         grammar = _grammar(fields, _calls_schema(tools, max_calls=max_calls))
         return ToolUse(tools=tools, form=PLAIN_JSON, grammar=grammar, max_calls=max_calls)
-    function = choice.get("name") if isinstance(choice, dict) else None
+    function, names = choice["name"], [tool["function"]["name"] for tool in tools]
     if function not in names:
-        wanted = "required" if function is None else shown(function)
-        raise fields.reject("tool_choice", f"is {wanted}, which is not among the tools")
+        raise fields.reject("tool_choice", f"is {shown(function)}, which is not among the tools")
     tool = tools[names.index(function)]
     return ToolUse(
         tools=tools,
