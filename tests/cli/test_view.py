@@ -295,6 +295,8 @@ def test_handovers_between_pools_are_shown_at_both_ends():
     assert "handovers" not in printed(pool_view(status))
     status.handovers.held_prompts = 3
     assert "handovers  3 prompts to other pools" in printed(pool_view(status))
+    status.handovers.held_prompts = 1
+    assert "handovers  1 prompt to other pools" in printed(pool_view(status))
 
 
 def test_the_status_line_has_the_essentials():

@@ -2,6 +2,7 @@
 
 import math
 
+from equipoise.cli.display import format_count
 from equipoise_api.v1 import status_pb2
 
 
@@ -10,12 +11,12 @@ def handovers_text(handovers: status_pb2.HandoverStatus) -> str:
     parts = []
     if handovers.held_prompts:
         held = f", {handovers.held_tokens:,} tokens held now" if handovers.held_tokens else ""
-        parts.append(f"{handovers.held_prompts:,} prompts to other pools{held}")
+        parts.append(f"{format_count(handovers.held_prompts, 'prompt')} to other pools{held}")
     if handovers.handed_over_prompts:
         num_tokens = handovers.handed_over_tokens
         arrived = 1 - handovers.missing_tokens / num_tokens if num_tokens else 1.0
         parts.append(
-            f"{handovers.handed_over_prompts:,} prompts from other pools, "
+            f"{format_count(handovers.handed_over_prompts, 'prompt')} from other pools, "
             f"{_rounded_down(arrived)} of their latents arrived"
         )
     return "; ".join(parts)
