@@ -248,6 +248,18 @@ async def test_answers_are_those_of_one_pool(rig, kind):
     assert (after - before)["missing"] == 0
 
 
+async def test_a_prompt_that_is_handed_over_counts_once_for_all_its_choices(rig):
+    body = {"prompt": prompts("counted")[-2], "max_tokens": 4, "n": 3, "ignore_eos": True}
+    num_full = len(body["prompt"]) // B * B
+    whole = (await rig.two.post("/v1/completions", json=body)).json()
+    streaming = body | {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = (await rig.two.post("/v1/completions", json=streaming)).text
+    *_, last, _ = (part for part in streamed.split("\n\n") if part)
+    for usage in (whole["usage"], json.loads(last.removeprefix("data: "))["usage"]):
+        assert usage["prompt_tokens_details"]["handed_over_tokens"] == num_full
+    await all_ended(rig)
+
+
 async def test_a_stop_string_over_the_boundary_ends_the_answer_alike(rig):
     whole = [
         {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}

@@ -49,12 +49,13 @@ class CompletionEndpoint(GenerationEndpoint):
                     # A delta for each token takes far more room than the text.
                     parts[index] = [joined(parts[index])]
         wholes = [whole for (whole,) in parts]
+        first_choices = wholes[:: request.num_choices]
         chosen = _best(wholes, num_best=request.num_best, of=request.num_choices)
         counts = usage(
             num_prompt=sum(map(len, request.prompts)),
             num_generated=sum(len(one.tokens) for one in wholes),
-            num_cached=sum(map(_num_cached, wholes[:: request.num_choices])),
-            num_handed_over=_sum_known(one.num_handed_over for one in wholes),
+            num_cached=sum(map(_num_cached, first_choices)),
+            num_handed_over=_sum_known(one.num_handed_over for one in first_choices),
         )
         await client.send_json(self._form.whole(context, dict(enumerate(chosen)), usage=counts))
 
@@ -74,12 +75,12 @@ class CompletionEndpoint(GenerationEndpoint):
 
         async with aclosing(self._deltas(request, context)) as deltas:
             async for index, delta in deltas:
-                if delta.is_first:
-                    num_cached += _num_cached(delta) if index % request.num_choices == 0 else 0
-                    if opening := self._form.opening(context, index):
-                        await client.send_event({**opening, **more(index)})
+                if index % request.num_choices == 0:  # A prompt counts once.
+                    num_cached += _num_cached(delta) if delta.is_first else 0
+                    handed_over.append(delta.num_handed_over)
+                if delta.is_first and (opening := self._form.opening(context, index)):
+                    await client.send_event({**opening, **more(index)})
                 num_generated[index] += len(delta.tokens)
-                handed_over.append(delta.num_handed_over)
                 if _shows(delta) or request.return_token_ids:
                     await client.send_event(self._form.part(context, {index: delta}, **more(index)))
         if request.include_usage:
