@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import resource
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import httpx2
 import pytest
@@ -368,6 +369,35 @@ async def test_long_bodies_leave_threads_for_short_ones():
     finally:
         hold.set()
         await asyncio.gather(*long)
+
+
+async def test_idle_connections_keep_out_no_request_and_end_none(run_gateway, fleet, monkeypatch):
+    """Without a bound they took all open files: no rank could be reached, and no probe answered."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    async with run_gateway(workers=tuple(fleet.addresses)) as gateway, asyncio.timeout(BOUND_S):
+        url = gateway.client.base_url
+
+        async def begun():
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            return reader, writer
+
+        requests = [await begun()]
+        idle = [await asyncio.open_connection(url.host, url.port) for _ in range(40)]
+        assert (await gateway.post(prompt="hello")).status_code == 200
+        assert [await reader.read() for reader, _ in idle[:34]] == [b""] * 34
+        requests += [await begun() for _ in range(7)]
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b"", "there is no room while all have a request"
+        for other, sending in requests:
+            sending.write(body)
+            assert (await other.readline()).startswith(b"HTTP/1.1 200 ")
+        for _, one in (*idle, *requests, (reader, writer)):
+            one.close()
 
 
 async def test_half_sent_bodies_keep_out_no_other_request(run_gateway, fleet):

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from equipoise.gateway.errors import HeaderTooLongError, InvalidRequestError, RequestError
 from equipoise.gateway.openai_responses import error_object
 from equipoise.telemetry.http import HttpServer, bounded_http
+from equipoise.telemetry.open_files import most_client_connections
 
 LAST_RESPONSES_S = 5
 """Time to send the responses of requests that were ended with the grace period, seconds."""
@@ -19,12 +20,18 @@ def http_server(app: ASGIApp, *, idle_s: float, header_s: float) -> uvicorn.Serv
     """Build a server of this application.
 
     A connection may be idle for `idle_s` seconds between two requests. A request's header may take
-    `header_s` seconds from the start of the connection or the end of the last request.
+    `header_s` seconds from the start of the connection or the end of the last request. Clients
+    have as many connections as the system allows beside those to ranks; one more closes the oldest
+    idle one.
     """
     return HttpServer(
         uvicorn.Config(
             StrictHeaders(app),
-            http=bounded_http(header_s=header_s),
+            http=bounded_http(
+                header_s=header_s,
+                max_connections=most_client_connections(),
+                ends_requests=False,
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -59,18 +59,24 @@ def address_of(listener: socket.socket, *, listen: str) -> str:
 
 
 def bounded_http(
-    *, header_s: float, max_connections: int | None = None, tls: Tls | None = None
+    *,
+    header_s: float,
+    max_connections: int | None = None,
+    ends_requests: bool = True,
+    tls: Tls | None = None,
 ) -> "type[_BoundedHttp]":
     """A protocol for one server, with limits on its connections.
 
     A request's header may take `header_s` seconds from the start of the connection, with `tls`
     including the handshake, or from the end of the last request. A connection beyond
     `max_connections` takes the place of the oldest one without a request, or if all have one, of
-    the oldest, so that neither idle clients nor those that take no response keep out others.
+    the oldest, so that neither idle clients nor those that take no response keep out others. If
+    not `ends_requests`, it is closed itself if all others have one.
     """
     limits: dict[str, Any] = {
         "header_s": header_s,
         "max_connections": max_connections,
+        "ends_requests": ends_requests,
         "opened": {},
     }
     if tls is None:
@@ -85,6 +91,7 @@ class _BoundedHttp(H11Protocol):
 
     header_s: float
     max_connections: int | None
+    ends_requests: bool
     opened: dict["_BoundedHttp", None]
     """The connections of the server, oldest first."""
     _waiting: asyncio.TimerHandle | None = None
@@ -99,7 +106,7 @@ class _BoundedHttp(H11Protocol):
         self.opened[self] = None
         if self.max_connections is not None and len(self.opened) > self.max_connections:
             idle = (one for one in self.opened if not one.has_request and one is not self)
-            spare = next(idle, next(iter(self.opened)))
+            spare = next(idle, next(iter(self.opened)) if self.ends_requests else self)
             del self.opened[spare]
             spare.transport.abort()
         self._wait()
