@@ -70,9 +70,15 @@ def test_unknown_forms_are_never_paired():
     assert why_direct(request, decode=load(""), prefill=unknown, is_suspect=False) is Direct.FORM
 
 
-@pytest.mark.parametrize("changes", [{"workers": ("127.0.0.1:1",)}, {"pool": "p"}])
-def test_a_prefill_pool_is_another_pool_of_a_balancer(changes):
-    with pytest.raises(InvalidSettingsError, match="prefill_pool p must be another pool"):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workers": ("127.0.0.1:1",)}, "prefill_pool needs a balancer"),
+        ({"pool": "p"}, "prefill_pool must be another pool than pool p"),
+    ],
+)
+def test_a_prefill_pool_is_another_pool_of_a_balancer(changes, words):
+    with pytest.raises(InvalidSettingsError, match=words):
         GatewaySettings(prefill_pool="p", **changes)
 
 

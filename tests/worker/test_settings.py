@@ -25,6 +25,7 @@ def test_the_defaults_serve_the_checkpoint_that_comes_with_the_package():
         ),
         ({"listen": "127.0.0.1:99999"}, "listen must be host:port"),
         ({"host": ""}, "host must not be empty"),
+        ({"peer_pools": ("a", "default")}, "peer_pools lists this worker's own pool default"),
         ({"rendezvous_port": 65536}, "rendezvous_port must be from 0 to 65535, not 65536"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, not 0"),
         ({"slots_per_rank": -1}, "slots_per_rank must be at least 1, not -1"),

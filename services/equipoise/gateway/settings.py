@@ -148,11 +148,12 @@ class GatewaySettings:
                 "signing_key needs the names of workers: set balancer instead of workers, or use "
                 "certificates instead of tokens"
             )
-        if self.prefill_pool and (self.workers or self.prefill_pool == self.pool):
+        if self.prefill_pool and self.workers:
             raise InvalidSettingsError(
-                f"prefill_pool {self.prefill_pool} must be another pool than --pool, known to a "
-                "balancer: set balancer instead of workers"
+                "prefill_pool needs a balancer, which lists its ranks: remove workers"
             )
+        if self.prefill_pool and self.prefill_pool == self.pool:
+            raise InvalidSettingsError(f"prefill_pool must be another pool than pool {self.pool}")
         check_ranges(self)
 
     @property

@@ -285,6 +285,10 @@ class WorkerSettings:
         if self.local_ranks > 1:
             self._check_local_ranks()
         self._check_tokens()
+        if self.pool in self.peer_pools:
+            raise InvalidSettingsError(
+                f"peer_pools lists this worker's own pool {self.pool}: name other pools"
+            )
         if self.sums_on_nodes and self.batch_invariant:
             raise InvalidSettingsError(
                 "sums_on_nodes makes results depend on the layout: set no_batch_invariant too, or "
