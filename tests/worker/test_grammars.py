@@ -137,6 +137,8 @@ def test_masks_change_nothing(grammars):
         (regex("(?=a)b"), "look-around"),
         (Grammar(kind=GrammarKind.GRAMMAR, text="start: foo"), "foo"),
         (Grammar(kind=GrammarKind.GRAMMAR, text="start: start"), "it matches no text"),
+        (Grammar(kind=GrammarKind.GRAMMAR, text="start:" + ' ("a"|"b")*' * 4500), "size"),
+        (Grammar(kind=GrammarKind.GRAMMAR, text="start: <|end|>"), "panic"),
         (schema({"$ref": "#"}), "it matches no text"),
         (regex(r"[^\s\S]"), "it matches no text"),
         (Grammar(kind=GrammarKind.GRAMMAR, text="root ::= x"), "'x'"),
@@ -148,6 +150,7 @@ def test_an_invalid_grammar_is_rejected_with_the_reason(grammars, grammar, words
     with pytest.raises(GrammarError, match=re.escape(words)) as caught:
         grammars.constraint(grammar, output=(), stop_tokens=STOPS)
     assert "\n" not in str(caught.value)
+    assert "<unknown>" not in str(caught.value)
 
 
 def test_a_grammar_needs_its_end_token_and_an_output_that_matches(grammars):
@@ -164,6 +167,18 @@ def test_a_grammar_that_gets_too_complex_allows_no_token(grammars):
     assert allowed(constraint.masks()[0]) == {97}, "the draft did no harm"
     assert not constraint.accept(b"a")
     assert not constraint.masks().any()
+
+
+def test_the_parameters_of_as_many_tools_as_a_request_may_have_are_a_grammar(grammars):
+    tools = [
+        {
+            "type": "object",
+            "properties": {f"name {at} {of}": {"type": "string"} for at in range(10)},
+        }
+        for of in range(128)
+    ]
+    (mask,) = masks_of(grammars, schema({"type": "array", "items": {"anyOf": tools}}), output=b"[")
+    assert mask >= {*b"{]"}
 
 
 @pytest.mark.parametrize("repeated", ["b{1000000}", "(abc){200000}"])

@@ -33,14 +33,23 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 100_000,
     "verbose_errors": False,
 }
+# A mask may take time that grows with the square of a grammar's symbols, and all ranks wait for it.
+# Schemas, which have more symbols, become grammars that need less time. The largest that clients
+# send, of 128 tools, have 20,000.
+_MAX_SYMBOLS = {
+    GrammarKind.JSON_SCHEMA: 20_000,
+    GrammarKind.REGEX: 20_000,
+    GrammarKind.GRAMMAR: 4_000,
+}
 
 # Models may indent; without a bound they may also write white space only.
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 
 _NUM_BYTES = 256
 
-# Of llguidance's errors: no token may follow, and what stands for the parser's state.
-_DEAD_END, _NO_DETAILS = "NoExtensionBias", "<non-verbose/>"
+# Of llguidance's errors: no token may follow, what stands for the parser's state, and what follows
+# a fault of its own.
+_DEAD_END, _NO_DETAILS, _BACKTRACE = "NoExtensionBias", "<non-verbose/>", "<backtrace>"
 
 
 class GrammarError(ValueError):
@@ -154,7 +163,8 @@ class Grammars:
             raise GrammarError(_in_one_line(str(error))) from None
         if grammar.after:
             text = _following(grammar.after, text)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        limits = LLParserLimits(**_LIMITS, max_grammar_size=_MAX_SYMBOLS[grammar.kind])
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(_in_one_line(matcher.get_error()))
         # The first mask takes longest, and steps would wait for it. Copies share what it finds.
@@ -215,4 +225,4 @@ def _following(end: str, text: str) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(text.removesuffix(_NO_DETAILS).split())[:300]
+    return " ".join(text.partition(_BACKTRACE)[0].removesuffix(_NO_DETAILS).split())[:300]
