@@ -326,6 +326,7 @@ async def test_full_decode_ranks_are_tried_again_and_nothing_is_made_twice():
     async with pools() as rig:
         for rank in rig.decode:
             rank.faults.append(Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False))
+            rank.num_cached = len(PROMPT)
         assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
         assert (rig.tally.replays, rig.tally.outcomes["finished"]) == (0, 1)
         assert num_released(rig) == 2
