@@ -52,6 +52,7 @@ OTHERWISE = {
     "pool": "`pool`",
     "prefill-pool": "`prefillPool`",
     "probes-listen": "always port 9091",
+    "replica-choice": "`worker.replicaChoice`",
     "shared-as-routed": "`worker.sharedAsRouted`",
     "signing-key": "`tokens.existingSecret`",
     "store": "`redis.url`, `redis.trial`, `balancer.storage`",

@@ -52,7 +52,7 @@ class ExpertParallel:
         self._exchange = exchange
         self._traffic = traffic
         self._sums_on_nodes = sums_on_nodes
-        self._is_two_hop = False
+        self._is_two_hop = self._is_balanced = False
         self._order = order
         self._pace_s_per_row = pace_s_per_row
         self._placement = placement
@@ -135,15 +135,23 @@ class ExpertParallel:
         """How this rank's rows have spread over nodes; None if there is only one."""
         return None if self._traffic is None else self._traffic.spread()
 
-    def agree(self, tokens_by_batch: Sequence[Sequence[int]], *, is_two_hop: bool = False) -> None:
+    def agree(
+        self,
+        tokens_by_batch: Sequence[Sequence[int]],
+        *,
+        is_two_hop: bool = False,
+        is_balanced: bool = False,
+    ) -> None:
         """Set how many rows each rank brings to each micro-batch of the next step.
 
-        `is_two_hop` sends rows of this step and those that follow over a rank of each node. All
-        this follows from the step's headers. Without it, a distributed `begin_step` gathers the
+        `is_two_hop` sends rows of this step and those that follow over a rank of each node;
+        `is_balanced` balances their replicas in each step. All this follows from the step's
+        headers. Without it, a distributed `begin_step` gathers the
         numbers of a single micro-batch, at the cost of one exchange.
         """
         assert all(len(tokens_by_rank) == self._ranks.count for tokens_by_rank in tokens_by_batch)
         self._is_two_hop = is_two_hop and self._traffic is not None
+        self._is_balanced = is_balanced and not self._ranks.alone
         self._agreed = tokens_by_batch
 
     def begin_step(self, *, num_tokens: int) -> ExpertStep:
@@ -175,6 +183,7 @@ class ExpertParallel:
             traffic=self._traffic,
             is_two_hop=self._is_two_hop,
             sums_on_nodes=self._sums_on_nodes,
+            is_balanced=self._is_balanced,
         )
 
     def close(self) -> None:

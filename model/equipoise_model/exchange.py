@@ -70,6 +70,20 @@ class RowExchange:
         ).T.tolist()
         return swapped
 
+    def gather(self, x_N: Tensor) -> Tensor:
+        """Return every rank's numbers, [ranks, N], at the cost of one exchange.
+
+        Raises:
+            ExchangeError: another rank is gone or slower than the group's timeout.
+        """
+        assert self._group is not None
+        began = time.perf_counter()
+        gathered_M = x_N.new_empty(self.count * len(x_N))
+        with named("exchange"), _reporting(self._group):
+            dist.all_gather_into_tensor(gathered_M, x_N, group=self._group)
+        self.waited_s += time.perf_counter() - began
+        return gathered_M.view(self.count, len(x_N))
+
     def exchange(self, x_ND: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send each rank its share of the rows and receive one from each, in rank order.
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.plain.permute import permute_rows, slot_order, unpermute_rows
+from equipoise_kernels.replica_balance import balanced_replicas, count_experts
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.exchange import RowExchange
 from equipoise_model.experts import PhysicalSlots
@@ -71,6 +72,8 @@ class ExpertStep:
     """Whether rows travel over a rank of each node."""
     sums_on_nodes: bool = False
     """Whether outputs are summed on their nodes before they return in two hops."""
+    is_balanced: bool = False
+    """Whether ranks exchange their counts of experts in each layer, and choose replicas by them."""
     most_of_batches: int = 0
     """Most rows that a rank brings to any micro-batch, if this is one of several."""
     _layer: int = 0
@@ -178,16 +181,42 @@ class ExpertStep:
             run=run,
         )
 
-    def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
-        share_ends = self.placement.share_ends
-        replicas_TK = choose_replicas(
+    @property
+    def balances(self) -> bool:
+        """Whether `balanced_slots` chooses the slots of this step's rows, on every rank.
+
+        Captured steps do not: they are small, and exchange nothing that the host waits for.
+        """
+        return self.is_balanced and not self.is_captured and any(self.tokens_by_rank)
+
+    def balanced_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
+        """Choose slots that even out the loads of all ranks in this layer and step, int64 [T, K].
+
+        Every rank calls it, even without rows: ranks exchange their counts of experts first.
+
+        Raises:
+            ExchangeError: another rank is gone or slower than the group's timeout.
+        """
+        slots_ER, count_E, ends_ER = self.placement.of_layer(layer)
+        replicas_TK = balanced_replicas(
             expert_ids_TK,
-            self.token_ids_T,
-            self.placement.replica_count[layer],
-            layer=layer,
-            share_ends_ER=None if share_ends is None else share_ends[layer],
+            self.ranks.gather(count_experts(expert_ids_TK, num_experts=len(count_E))),
+            slots_ER,
+            count_E,
+            rank=self.ranks.rank,
+            slots_per_rank=self.placement.slots_per_rank,
+            share_ends_ER=ends_ER,
         )
-        return self.placement.slots_of_expert[layer][expert_ids_TK, replicas_TK]
+        return slots_ER[expert_ids_TK, replicas_TK]
+
+    def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
+        if self.balances:
+            return self.balanced_slots(expert_ids_TK, layer=layer)
+        slots_ER, count_E, ends_ER = self.placement.of_layer(layer)
+        replicas_TK = choose_replicas(
+            expert_ids_TK, self.token_ids_T, count_E, layer=layer, share_ends_ER=ends_ER
+        )
+        return slots_ER[expert_ids_TK, replicas_TK]
 
 
 def _run_pairs(

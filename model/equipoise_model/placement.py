@@ -46,6 +46,15 @@ class PlacementTables:
         """Physical slots of one rank in one layer."""
         return self.num_slots // self.num_ranks
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a layer's slots of experts, numbers of replicas, and ends of shares."""
+        ends = self.share_ends
+        return (
+            self.slots_of_expert[layer],
+            self.replica_count[layer],
+            None if ends is None else ends[layer],
+        )
+
     def to(self, device: torch.device) -> Self:
         """Copy the tables to a device."""
         ends = self.share_ends

@@ -53,7 +53,7 @@ NODES = (0, 1, 0)
 """Node of each rank in steps whose rows travel by two hops."""
 
 
-def take(case, *, rank, num_ranks, order, second, is_two_hop=False):
+def take(case, *, rank, num_ranks, order, second, is_two_hop=False, is_balanced=False):
     """Logits, loads and latents after two steps.
 
     The last one is cut so that the ranks' second micro-batches have `second` rows; None: uncut.
@@ -68,14 +68,14 @@ def take(case, *, rank, num_ranks, order, second, is_two_hop=False):
     cache = LatentCache(case["config"], num_blocks=4, max_len=32)
     before, batch = batch_of(rank)
     tokens = [3, 0, 0][:num_ranks]
-    experts.agree([tokens], is_two_hop=is_two_hop)
+    experts.agree([tokens], is_two_hop=is_two_hop, is_balanced=is_balanced)
     model.step(before, cache, experts)
     tokens = TOKENS[:num_ranks]
     if second is None:
         batches = [tokens]
     else:
         batches = [[all_ - cut for all_, cut in zip(tokens, second, strict=True)], second]
-    experts.agree(batches, is_two_hop=is_two_hop)
+    experts.agree(batches, is_two_hop=is_two_hop, is_balanced=is_balanced)
     logits = model.step(batch, cache, experts).logits_SV
     latents = b"".join(cache.read_block(block) for block in range(4))
     return logits, experts.loads()[0].slot_load_LS, latents
@@ -121,6 +121,11 @@ def main(rank, num_ranks, rendezvous, models, result):
         seen[order.name, second] = take(case, **place, order=order, second=list(second))
         seen[order.name, "two hops", second] = take(
             case, **place, order=order, second=list(second), is_two_hop=True
+        )
+    for order, is_two_hop in itertools.product(Order, (False, True)):
+        second = [cut // 2 for cut in TOKENS[:num_ranks]]
+        seen[order.name, is_two_hop, "balanced"] = take(
+            case, **place, order=order, second=second, is_two_hop=is_two_hop, is_balanced=True
         )
     torch.save(seen, result)
     seen["last words"] = die_between_dispatch_and_combine(case, **place)

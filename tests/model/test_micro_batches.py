@@ -67,6 +67,20 @@ def test_no_cut_changes_a_bit_of_logits_loads_or_latents(runs, size, order, hops
         assert latents == expected_latents, (rank, cut)
 
 
+@pytest.mark.parametrize("is_two_hop", [False, True])
+@pytest.mark.parametrize("order", ["PREFILL", "DECODE"])
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_replicas_balanced_in_each_micro_batch_change_no_bit(runs, size, order, is_two_hop):
+    for rank in runs[size]:
+        logits, loads, latents = rank[order, is_two_hop, "balanced"]
+        expected_logits, expected_loads, expected_latents = rank["uncut"]
+        assert torch.equal(logits, expected_logits)
+        assert latents == expected_latents
+        assert loads.shape == expected_loads.shape
+    total = sum(rank[order, is_two_hop, "balanced"][1].sum() for rank in runs[size])
+    assert total == sum(rank["uncut"][1].sum() for rank in runs[size])
+
+
 @pytest.mark.parametrize("size", GROUP_SIZES)
 def test_the_loads_are_those_of_all_rows(runs, size):
     total = sum(rank["uncut"][1].sum() for rank in runs[size])

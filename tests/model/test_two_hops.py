@@ -52,6 +52,31 @@ def test_two_hops_change_no_bit_and_no_load(runs, nodes, mode):
         assert two["traffic"]["runs"] == one["traffic"]["runs"] != []
 
 
+@pytest.mark.parametrize("send", ["one hop", "two hops"])
+@pytest.mark.parametrize("nodes", NODES)
+def test_balanced_replicas_change_the_loads_and_no_bit(runs, nodes, send):
+    hashed, balanced = (of_ranks(runs, nodes, mode, send) for mode in ("row blocks", "balanced"))
+    for one, other in zip(hashed, balanced, strict=True):
+        for step in STEPS:
+            assert torch.equal(other[step], one[step])
+    # Generation 2, with shares, in which all rows choose the same experts; then generation 1.
+    for number in range(2):
+        hashed_RL, balanced_RL = (
+            np.array([rank["loads"][number][1].sum(1) for rank in ranks])
+            for ranks in (hashed, balanced)
+        )
+        assert (balanced_RL.sum(0) == hashed_RL.sum(0)).all()
+        assert (balanced_RL.max(0) <= hashed_RL.max(0)).all()
+    assert (balanced_RL.max(0) < hashed_RL.max(0)).all()
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_balanced_replicas_are_the_same_however_rows_travel(runs, nodes):
+    one_hop, two_hops = (of_ranks(runs, nodes, "balanced", send) for send in ("one hop", "two hops"))
+    for one, two in zip(one_hop, two_hops, strict=True):
+        assert one["traffic"]["runs"] == two["traffic"]["runs"] != []
+
+
 @pytest.mark.parametrize("nodes", NODES)
 def test_sums_on_nodes_are_close_and_count_the_same_loads(runs, nodes):
     direct, summed = (of_ranks(runs, nodes, "fast", send) for send in ("one hop", "sums"))

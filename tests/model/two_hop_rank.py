@@ -82,7 +82,7 @@ def model_of(of_rank, *, rank, row_block, sums_on_nodes):
     return model
 
 
-def take(of_rank, *, rank, row_block, send):
+def take(of_rank, *, rank, row_block, send, is_balanced=False):
     """Outputs, loads, and what was counted and seen, of steps in two generations."""
     is_two_hop, sums_on_nodes = SENDS[send]
     num_ranks, seen = len(of_rank), {}
@@ -90,17 +90,17 @@ def take(of_rank, *, rank, row_block, send):
     even = [len(part) for part in torch.arange(NUM_ROWS).tensor_split(num_ranks)]
     last_only = [0] * (num_ranks - 1) + [NUM_ROWS]
     with torch.no_grad(), recorded(of_rank, rank) as seen["traffic"]:
-        model.ep.agree([even], is_two_hop=is_two_hop)
+        model.ep.agree([even], is_two_hop=is_two_hop, is_balanced=is_balanced)
         seen["even"] = model.forward(rows_of_rank(rank, even))
-        model.ep.agree([last_only], is_two_hop=is_two_hop)
+        model.ep.agree([last_only], is_two_hop=is_two_hop, is_balanced=is_balanced)
         seen["idle"] = model.forward(rows_of_rank(rank, last_only))
-        model.ep.agree([[0] * num_ranks], is_two_hop=is_two_hop)
+        model.ep.agree([[0] * num_ranks], is_two_hop=is_two_hop, is_balanced=is_balanced)
         seen["all idle"] = model.forward(torch.empty(0, CONFIG.hidden_size))
         StagedExperts.prepare(model.payloads(2), [moe.experts for moe in model.layers]).apply()
         model.ep.switch(model.placement(2))
         for moe in model.layers:
             moe.gate.e_score_correction_bias[[0, 1, 2, 3]] = 100.0
-        model.ep.agree([even], is_two_hop=is_two_hop)
+        model.ep.agree([even], is_two_hop=is_two_hop, is_balanced=is_balanced)
         seen["switched and skewed"] = model.forward(rows_of_rank(rank, even))
     seen["loads"] = [(load.generation, load.slot_load_LS) for load in model.ep.loads()]
     seen["spread"] = model.ep.spread
@@ -151,6 +151,9 @@ def main(rank, num_ranks, rendezvous, result):
     }
     for name, of_rank in here.items():
         for send in ("one hop", "two hops"):
+            seen[name, "balanced", send] = take(
+                of_rank, rank=rank, row_block=16, send=send, is_balanced=True
+            )
             seen[name, "gradients", send] = gradients(of_rank, rank=rank, send=send)
     seen["last words"] = outlive_the_last_rank(of_rank, rank=rank)
     torch.save(seen, result)

@@ -97,7 +97,7 @@ class Part:
             StagedExperts.prepare(moves, self.model.slots).apply()
         experts.switch(placement_of(self.config, self.num_ranks, 2))
 
-    def serve(self, experts, *, is_cut=False, is_two_hop=False):
+    def serve(self, experts, *, is_cut=False, **agreed):
         return served(
             self.model,
             experts,
@@ -105,7 +105,7 @@ class Part:
             *CHUNKS[: self.num_ranks],
             switch=lambda: self.switch(experts),
             is_cut=is_cut,
-            is_two_hop=is_two_hop,
+            **agreed,
         )
 
     def step(self, experts):
@@ -113,10 +113,10 @@ class Part:
         self.model.step(_batch([5], 0, 1), _cache(), experts)
 
 
-def served(model, experts, rank, *chunks, switch=lambda: None, is_cut=False, is_two_hop=False):
+def served(model, experts, rank, *chunks, switch=lambda: None, is_cut=False, **agreed):
     """Logits of the last row of each step that has one, None of the others.
 
-    `chunks` are those of all ranks, or of this one alone.
+    `chunks` are those of all ranks, or of this one alone. `agreed` is what else ranks agree on.
     """
     own = rank if len(chunks) > 1 else 0
     tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(rank)).tolist()
@@ -128,9 +128,9 @@ def served(model, experts, rank, *chunks, switch=lambda: None, is_cut=False, is_
         second = second_halves(sizes, index) if is_cut else []
         if any(second):
             first = [size - cut for size, cut in zip(sizes, second, strict=True)]
-            experts.agree([first, second], is_two_hop=is_two_hop)
+            experts.agree([first, second], **agreed)
         else:
-            experts.agree([sizes], is_two_hop=is_two_hop)
+            experts.agree([sizes], **agreed)
         output = model.step(_batch(tokens, start, size), cache, experts)
         seen.append(output.logits_SV.float() if size else None)
         start += size

@@ -72,6 +72,7 @@ spec:
         {{- if $worker.sumsOnNodes }}
         - --sums-on-nodes
         {{- end }}
+        - --replica-choice={{ $worker.replicaChoice }}
         - --device={{ include "equipoise.workerDevice" $worker }}
         - --weights={{ include "equipoise.workerWeights" $worker }}
         - --latents={{ $worker.latents }}

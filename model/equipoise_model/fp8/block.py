@@ -68,8 +68,9 @@ class Fp8MoE(nn.Module):
         Raises:
             ExchangeError: another rank is gone or stuck, or runs another generation.
         """
-        layer, placement, exchange = step.enter_layer(), step.placement, step.exchange
-        load_S, ends = step.slot_load_LS[layer], placement.share_ends
+        layer, exchange = step.enter_layer(), step.exchange
+        load_S = step.slot_load_LS[layer]
+        slots_ER, count_E, ends_ER = step.placement.of_layer(layer)
         # Routes rows to physical slots, without involving the host. A rank alone counts assignments
         # while routing; several ranks count what they receive.
         routes = route_to_slots(
@@ -77,15 +78,16 @@ class Fp8MoE(nn.Module):
             self.gate.e_score_correction_bias,
             rule=self._rule,
             tables=SlotTables(
-                slots_of_expert_ER=placement.slots_of_expert[layer],
-                replica_count_E=placement.replica_count[layer],
-                share_ends_ER=None if ends is None else ends[layer],
+                slots_of_expert_ER=slots_ER, replica_count_E=count_E, share_ends_ER=ends_ER
             ),
             token_ids_T=step.token_ids_T,
             layer=layer,
             rows_S=load_S if exchange is None else None,
             num_valid=num_valid,
         )
+        slots_TK = routes.slots_TK
+        if step.balances:
+            slots_TK = step.balanced_slots(routes.expert_ids_TK, layer=layer)
         yield Stage.ROUTED
         if exchange is None:
             assert step.alone
@@ -94,7 +96,7 @@ class Fp8MoE(nn.Module):
             routed = exchange.stages(
                 x_TD,
                 rows,
-                slots_TK=routes.slots_TK,
+                slots_TK=slots_TK,
                 weights_TK=routes.weights_TK,
                 experts=self.experts,
                 load_S=load_S,

@@ -51,6 +51,8 @@ class StepHeader(NamedTuple):
     """Tokens, the last of `num_tokens`, that the rank puts into a second micro-batch."""
     wants_two_hops: int = 0
     """1 if the rank wants rows of the coming step to travel to other nodes in two hops."""
+    wants_balance: int = 0
+    """1 if the rank wants replicas of the coming step to be chosen by all ranks' counts."""
 
 
 HEADER_WIDTH = len(StepHeader._fields)
@@ -207,6 +209,11 @@ def staged_conflict(headers: tuple[StepHeader, ...], *, names: tuple[str, ...]) 
 def takes_two_hops(headers: tuple[StepHeader, ...]) -> bool:
     """Whether rows of the coming step travel to other nodes in two hops: most ranks want it."""
     return 2 * sum(header.wants_two_hops for header in headers) > len(headers)
+
+
+def balances_replicas(headers: tuple[StepHeader, ...]) -> bool:
+    """Whether replicas of the coming step are chosen by all ranks' counts: most ranks want it."""
+    return 2 * sum(header.wants_balance for header in headers) > len(headers)
 
 
 def _disagreement(values: Sequence[str], names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from equipoise.rank.engine import EngineProgress
 from equipoise.rank.header import (
     StepHeader,
     agreed_generation,
+    balances_replicas,
     check_group,
     digest_word,
     staged_conflict,
@@ -102,6 +103,7 @@ class Engine:
         prefill_cost: PrefillCostFit | None = None,
         cut_from_tokens: int = 0,
         hops: Hops = Hops.AUTO,
+        wants_balance: bool = False,
         after_turn: Callable[[int], None] = lambda _num_steps: None,
     ) -> None:
         """`publish` is called on the engine's thread after each step that has a result to publish.
@@ -110,7 +112,8 @@ class Engine:
         the scheduler to have verified; without one, a step gives each request one token.
         `prefill_cost` continues to be fitted; by default a new one is. This rank cuts its steps
         from `cut_from_tokens` tokens on into two micro-batches, or never if that is 0. Its rows
-        travel to other nodes by `hops`, if most ranks choose the same.
+        travel to other nodes by `hops`, and their replicas are balanced in each step if
+        `wants_balance`, if most ranks choose the same.
         `after_turn` is called on the engine's thread with the number of steps so far.
         """
         self._model = core.model
@@ -127,6 +130,7 @@ class Engine:
             cut_from_tokens,
         )
         self._hops = HopChoice(hops, sums_on_nodes=core.operations.sums_on_nodes)
+        self._wants_balance = wants_balance
         self._nodes = node_counts(experts.spread)
         self._assumed_parity_tokens = core.parity_tokens
         # Guards what both the engine and other threads touch; held for microseconds.
@@ -302,6 +306,7 @@ class Engine:
                 parity_tokens=self._assumed_parity_tokens,
             ),
             wants_two_hops=int(self._hops.wants_two(self._nodes)),
+            wants_balance=int(self._wants_balance),
         )
 
     @property
@@ -348,7 +353,11 @@ class Engine:
     ) -> tuple[Emission, ...]:
         """Run a plan's tokens, even none, together with the other ranks, and commit the result."""
         tokens_by_rank = [header.num_tokens for header in headers]
-        self._experts.agree(tokens_by_batch(headers), is_two_hop=takes_two_hops(headers))
+        self._experts.agree(
+            tokens_by_batch(headers),
+            is_two_hop=takes_two_hops(headers),
+            is_balanced=balances_replicas(headers),
+        )
         # Other ranks' tokens run here too, up to the logits and while drafting.
         num_foreign = sum(tokens_by_rank) - plan.num_tokens
         try:

@@ -21,6 +21,7 @@ from equipoise.worker.engine import Engine, StepResult
 from equipoise.worker.joining import EpochGroup, nodes_of
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import placement_of
+from equipoise.worker.settings import ReplicaChoice
 from equipoise_model.device import use
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.overlap import Order
@@ -60,6 +61,7 @@ class Rank:
             prefill_cost=parts.timings.prefill_cost,
             cut_from_tokens=settings.cut_from_tokens if settings.micro_batches > 1 else 0,
             hops=settings.hops,
+            wants_balance=settings.replica_choice is ReplicaChoice.BALANCED,
             after_turn=parts.profiler.note_turn,
         )
         bytes_per_s = settings.pull_mib_per_s * 2**20

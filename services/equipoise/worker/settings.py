@@ -3,6 +3,7 @@
 import math
 import socket
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,16 @@ from equipoise.worker.hops import Hops
 
 PORT_STEP = 10
 """How much higher the ports of each of several local ranks are than those of the previous one."""
+
+
+class ReplicaChoice(StrEnum):
+    """How a row's replica of an expert is chosen."""
+
+    HASHED = "hashed"
+    """By the layout's shares, without regard to what else is in the step."""
+
+    BALANCED = "balanced"
+    """By what all ranks route to each expert in the step, so that ranks get even loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +156,11 @@ class WorkerSettings:
     """With two hops, sum a row's outputs on their node before they return: fewer rows between
     nodes, but the last bits of a result then depend on the layout. Needs --no-batch-invariant, the
     same on all workers of a pool."""
+
+    replica_choice: ReplicaChoice = ReplicaChoice.HASHED
+    """How replicas are chosen: `hashed` by shares of the layout; `balanced` by what all ranks route
+    to each expert in a step, so that their loads are even, for one more exchange in each layer.
+    Tokens are the same. What most ranks want is done. Steps captured as CUDA graphs are hashed."""
 
     speculate: Annotated[int, Range(0)] = 0
     """Draft tokens per generated token, from the checkpoint's multi-token-prediction modules; at

@@ -39,11 +39,14 @@ CAPTURED_ROWS = 2
 
 MORE = {
     "reference": {
-        "two hops": {},
-        "two hops, cut": {"order": Order.PREFILL},
-        "sums on nodes": {"sums_on_nodes": True},
+        "two hops": {"is_two_hop": True},
+        "two hops, cut": {"is_two_hop": True, "order": Order.PREFILL},
+        "sums on nodes": {"is_two_hop": True, "sums_on_nodes": True},
+        "balanced": {"is_balanced": True},
+        "balanced, cut": {"is_balanced": True, "order": Order.DECODE},
+        "balanced, two hops": {"is_balanced": True, "is_two_hop": True},
     },
-    "triton": {},
+    "triton": {"balanced": {"is_balanced": True}},
 }
 """Further ways in which ranks serve, by backend."""
 
@@ -102,8 +105,8 @@ def served_together(
     *,
     shared_as_routed=False,
     order=None,
-    is_two_hop=False,
     sums_on_nodes=False,
+    **agreed,
 ):
     """Logits, loads by generation, how steps ran, and how many graphs there are.
 
@@ -126,7 +129,7 @@ def served_together(
         graphs=DecodeGraphs(max_rows=4, capture=capture),
     )
     experts = experts_over(exchange, num_ranks, config=config, order=order or Order.PREFILL)
-    logits = part.serve(experts, is_cut=order is not None, is_two_hop=is_two_hop)
+    logits = part.serve(experts, is_cut=order is not None, **agreed)
     seen = {
         "logits": logits,
         "loads": [(load.generation, load.slot_load_LS) for load in experts.loads()],
@@ -178,7 +181,7 @@ def serve(rank, num_ranks, checkpoint, folder, backend):
     for order in Order:
         seen[order.name] = served_together(checkpoint, rank, num_ranks, order=order)
     for name, changes in MORE[backend].items():
-        seen[name] = served_together(checkpoint, rank, num_ranks, is_two_hop=True, **changes)
+        seen[name] = served_together(checkpoint, rank, num_ranks, **changes)
     part = Part(checkpoint, rank=rank, num_ranks=num_ranks)
     skewed = opened(rank, num_ranks)
     skewed.switch(8 if rank == 1 else 7)

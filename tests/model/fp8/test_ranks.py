@@ -129,6 +129,32 @@ def test_two_hops_give_the_logits_and_loads_of_one(runs, alone, cut_alone):
 
 
 @pytest.mark.parametrize("backend", NUM_RANKS)
+def test_balanced_replicas_change_the_loads_and_no_bit(runs, alone, cut_alone, backend):
+    for rank, seen in enumerate(runs[backend]):
+        same(seen["balanced"]["logits"], alone[0][rank])
+        if backend == "reference":
+            same(seen["balanced, cut"]["logits"], cut_alone[rank])
+            same(seen["balanced, two hops"]["logits"], alone[0][rank])
+    hashed, balanced = (
+        [rank[name]["loads"] for rank in runs[backend]] for name in ("together", "balanced")
+    )
+    for number in range(len(hashed[0])):
+        hashed_RL, balanced_RL = (
+            torch.stack([torch.as_tensor(rank[number][1]).sum(1) for rank in ranks])
+            for ranks in (hashed, balanced)
+        )
+        assert balanced_RL.sum(0).equal(hashed_RL.sum(0))
+        assert (balanced_RL.amax(0) <= hashed_RL.amax(0)).all()
+    assert (balanced_RL.amax(0) < hashed_RL.amax(0)).any()
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
+def test_captured_steps_choose_replicas_by_their_shares(runs, backend):
+    for seen in runs[backend]:
+        assert seen["balanced"]["captures"] == seen["together"]["captures"]
+
+
+@pytest.mark.parametrize("backend", NUM_RANKS)
 def test_rows_between_nodes_are_counted_however_they_travel(runs, backend):
     for seen in runs[backend]:
         direct = seen["together"]["spread"]
