@@ -5,6 +5,7 @@ Counted from what the demo's model routes in each decode step, so that no clock 
 
 import numpy as np
 import pytest
+import torch
 
 from equipoise.cli.demo.arguments import domain_prompts
 from equipoise.cli.demo.settings import DemoSettings
@@ -13,6 +14,7 @@ from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.worker.core import ROW_BLOCK
+from equipoise_kernels.replica_balance import balanced_replicas, count_experts
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.expert_step import ExpertStep
@@ -59,14 +61,31 @@ def load_of(steps, num_layers):
     return load
 
 
-def busiest(steps, layout):
+def balanced(experts, tables, layer):
+    """The replicas that ranks choose together, each with equally many requests."""
+    slots, count, _ = tables.of_layer(layer)
+    of_rank = experts.chunk(tables.num_ranks)
+    counts = torch.stack([count_experts(own, num_experts=NUM_EXPERTS) for own in of_rank])
+    place = {"slots_per_rank": tables.slots_per_rank}
+    return torch.cat(
+        [
+            balanced_replicas(own, counts, slots, count, rank=rank, **place)
+            for rank, own in enumerate(of_rank)
+        ]
+    )
+
+
+def busiest(steps, layout, *, is_balanced=False):
     """The busiest rank's assignments, summed over layers and steps, over those of the mean rank."""
     tables = PlacementTables.from_layout(
         layout.expert_of_slot, num_experts=NUM_EXPERTS, num_ranks=layout.num_ranks, generation=1
     )
     most = mean = 0
     for layer, experts, tokens in steps:
-        replicas = choose_replicas(experts, tokens, tables.replica_count[layer], layer=layer)
+        if is_balanced:
+            replicas = balanced(experts, tables, layer)
+        else:
+            replicas = choose_replicas(experts, tokens, tables.replica_count[layer], layer=layer)
         ranks = tables.slots_of_expert[layer][experts, replicas] // tables.slots_per_rank
         counts = np.bincount(ranks.flatten().numpy(), minlength=layout.num_ranks)
         most, mean = most + counts.max(), mean + counts.mean()
@@ -98,13 +117,16 @@ def test_balance_makes_the_demos_traffic_1_4_times_as_fast_where_experts_take_mo
             algorithm=Algorithm.INCREMENTAL,
             target_balancedness=0.98,
         )
-        balanced = start.with_placement(made.expert_of_slot, generation=2)
-        layouts = {"contiguous": start, "stale": stale, "balanced": balanced}
+        balanced_layout = start.with_placement(made.expert_of_slot, generation=2)
+        layouts = {"contiguous": start, "stale": stale, "balanced": balanced_layout}
         found[traffic] = {
             name: busiest(after, layout) for name, layout in layouts.items() if layout is not None
         }
+        by_counts = busiest(after, balanced_layout, is_balanced=True)
+        assert by_counts < found[traffic]["balanced"]
+        print(traffic, "replicas chosen by counts", round(float(by_counts), 2))
         print(traffic, {name: round(float(one), 2) for name, one in found[traffic].items()})
-        stale = balanced
+        stale = balanced_layout
     for share in (0.6, 0.75, 0.9, 1.0):
         gains = {traffic: gain(share, [found[traffic]]) for traffic in found}
         gains["one kind after the other"] = gain(share, [found[one] for one in SETTINGS.domains])

@@ -230,6 +230,8 @@ def test_a_gpu_switches_to_fp8_and_nothing_else_does():
     assert (flags["micro-batches"], flags["cut-from-tokens"], flags["hops"]) == ("2", "2", "two")
     assert "sums-on-nodes" in flags
     assert "sums-on-nodes" not in flags_of({})
+    assert flags_of({})["replica-choice"] == "hashed"
+    assert flags_of({"worker": {"replicaChoice": "balanced"}})["replica-choice"] == "balanced"
     for value, flag in (("cacheTokens", "cache-tokens"), ("maxStepTokens", "max-step-tokens")):
         assert flags_of({"worker": {value: 2**21}})[flag] == "2097152"
 

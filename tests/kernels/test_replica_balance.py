@@ -1,9 +1,8 @@
-"""Replicas chosen by counts: what is reached beside the exact optimum, and what must hold always."""
+"""Replicas chosen by counts: what is reached beside the optimum, and what must hold always."""
 
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linprog
 
 from equipoise_kernels.replica_balance import (
     ROUNDS,
@@ -12,6 +11,7 @@ from equipoise_kernels.replica_balance import (
     replica_ends,
 )
 from equipoise_kernels.replica_choice import SHARE_BITS
+from tests.support.least_maximum import least_maximum
 
 EXPERTS, RANKS, PER_RANK, TOP_K = 24, 8, 5, 4
 SEEDS = range(12)
@@ -24,9 +24,11 @@ def table(generator, *, num_experts=EXPERTS, num_ranks=RANKS, per_rank=PER_RANK)
     places = [0] * num_ranks
     for index, rank in enumerate(ranks):
         options = [e for e in range(num_experts) if rank not in [s // per_rank for s in held[e]]]
-        chosen = index if index < num_experts else options[
-            int(torch.randint(len(options), (), generator=generator))
-        ]
+        chosen = (
+            index
+            if index < num_experts
+            else options[int(torch.randint(len(options), (), generator=generator))]
+        )
         held[chosen].append(rank * per_rank + places[rank])
         places[rank] += 1
     count = torch.tensor([len(slots) for slots in held])
@@ -54,7 +56,12 @@ def chosen(ids_of_rank, slots, count, *, per_rank=PER_RANK, share_ends=None):
         slots[
             ids,
             balanced_replicas(
-                ids, counts, slots, count, rank=rank, slots_per_rank=per_rank,
+                ids,
+                counts,
+                slots,
+                count,
+                rank=rank,
+                slots_per_rank=per_rank,
                 share_ends_ER=share_ends,
             ),
         ]
@@ -67,30 +74,9 @@ def rank_loads(slots_of_rank, *, num_ranks=RANKS, per_rank=PER_RANK):
     return torch.bincount(slots // per_rank, minlength=num_ranks)
 
 
-def lowest_maximum(load, slots, count, *, num_ranks=RANKS, per_rank=PER_RANK):
-    """The exact optimum, with parts of assignments: HiGHS."""
-    pairs = [
-        (expert, int(slot) // per_rank)
-        for expert in range(len(count))
-        for slot in slots[expert, : count[expert]]
-    ]
-    at_most = np.zeros((num_ranks, len(pairs) + 1))
-    sums = np.zeros((len(count), len(pairs) + 1))
-    at_most[:, -1] = -1
-    for column, (expert, rank) in enumerate(pairs):
-        at_most[rank, column] = sums[expert, column] = 1
-    goal = np.zeros(len(pairs) + 1)
-    goal[-1] = 1
-    return linprog(
-        goal, A_ub=at_most, b_ub=np.zeros(num_ranks), A_eq=sums, b_eq=load.numpy(), method="highs"
-    ).fun
-
-
 def fullest(load, slots, count, *, rounds):
     """The busiest rank's load after some rounds."""
-    ends = replica_ends(
-        load, slots, count, num_ranks=RANKS, slots_per_rank=PER_RANK, rounds=rounds
-    )
+    ends = replica_ends(load, slots, count, num_ranks=RANKS, slots_per_rank=PER_RANK, rounds=rounds)
     served = ends.diff(dim=1, prepend=torch.zeros(len(ends), 1, dtype=torch.int64))
     used = torch.arange(slots.shape[1]) < count.unsqueeze(1)
     by_rank = torch.zeros(RANKS, dtype=torch.int64)
@@ -103,7 +89,7 @@ def test_rounds_approach_the_exact_optimum(seed):
     slots, count = table(generator)
     ids = rows(generator, tokens_by_rank=[200] * RANKS)
     load = sum(count_experts(one, num_experts=EXPERTS) for one in ids)
-    best = lowest_maximum(load, slots, count)
+    best = least_maximum(load, slots, count, RANKS, PER_RANK)
     even, few, many = (fullest(load, slots, count, rounds=rounds) for rounds in (0, ROUNDS, 500))
     # Of each replica's part, less than one assignment is rounded.
     assert best - 1 <= many <= best + PER_RANK
@@ -175,9 +161,7 @@ def test_shares_are_kept_on_average_by_traffic_that_they_were_planned_for():
     rng, served = np.random.default_rng(0), torch.zeros(2)
     for _ in range(300):
         load = torch.from_numpy(rng.poisson((90, 30)))
-        found = replica_ends(
-            load, slots, count, num_ranks=2, slots_per_rank=2, share_ends_ER=ends
-        )
+        found = replica_ends(load, slots, count, num_ranks=2, slots_per_rank=2, share_ends_ER=ends)
         served += found[0].diff(prepend=torch.zeros(1, dtype=torch.int64))
     assert served[0] / served.sum() == pytest.approx(2 / 3, abs=0.01)
 

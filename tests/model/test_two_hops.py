@@ -72,7 +72,9 @@ def test_balanced_replicas_change_the_loads_and_no_bit(runs, nodes, send):
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_balanced_replicas_are_the_same_however_rows_travel(runs, nodes):
-    one_hop, two_hops = (of_ranks(runs, nodes, "balanced", send) for send in ("one hop", "two hops"))
+    one_hop, two_hops = (
+        of_ranks(runs, nodes, "balanced", send) for send in ("one hop", "two hops")
+    )
     for one, two in zip(one_hop, two_hops, strict=True):
         assert one["traffic"]["runs"] == two["traffic"]["runs"] != []
 

@@ -3,7 +3,7 @@
 import pytest
 
 from equipoise.planning.node_traffic import NodeCounts
-from equipoise.rank.header import takes_two_hops
+from equipoise.rank.header import balances_replicas, takes_two_hops
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.worker.hops import WINDOW_ROWS, HopChoice, Hops
 from equipoise.worker.settings import WorkerSettings
@@ -57,6 +57,12 @@ def test_rows_travel_as_most_ranks_want():
     assert not takes_two_hops((one, one, two))
     assert not takes_two_hops((one, two))
     assert takes_two_hops((one, two, two))
+
+
+def test_replicas_are_balanced_if_most_ranks_want_it():
+    hashed, balanced = header(), header(wants_balance=1)
+    assert not balances_replicas((hashed, balanced))
+    assert balances_replicas((hashed, balanced, balanced))
 
 
 def test_sums_on_nodes_are_rejected_where_results_must_not_depend_on_the_layout():

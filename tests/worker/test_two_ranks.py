@@ -35,6 +35,7 @@ from equipoise.wire.messages import (
 from equipoise.worker.alone import engine_alone
 from equipoise.worker.hops import Hops
 from equipoise.worker.sequence import Request
+from equipoise.worker.settings import ReplicaChoice
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
 from equipoise_model.checkpoint import save
@@ -219,6 +220,35 @@ async def test_ranks_that_cut_their_steps_make_the_same_tokens_and_show_it_in_th
         # Two exchanges for each layer of an uncut step; in these, several requests were active.
         assert num_exchanges > 2 * CONFIG.num_moe_layers * found.num_steps
         assert found.times.hidden_us > 0
+
+
+async def test_ranks_that_balance_replicas_make_the_same_tokens_and_exchange_their_counts(
+    balancer, settings, join_epoch, random_layout, solo, tmp_path
+):
+    layout = random_layout(1, num_ranks=2, slots_per_rank=6)
+    changes = {
+        "profile_steps": 5,
+        "profile_folder": tmp_path,
+        "replica_choice": ReplicaChoice.BALANCED,
+    }
+    async with two_ranks(balancer, settings, join_epoch, layout, **changes) as pool:
+        generating = [
+            asyncio.create_task(generate(address, prompt, 40))
+            for address in pool.addresses()
+            for prompt in PROMPTS
+        ]
+        for task, prompt in zip(generating, PROMPTS * 2, strict=True):
+            tokens, _ = await task
+            assert tokens == await asyncio.to_thread(solo, prompt, 40)
+        for process in pool.processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for rank in range(2):
+            assert await pool.exit_code(rank) == 0
+    for path in tmp_path.iterdir():
+        found = analyse(Timeline.of(read_slices(path), Names()))
+        num_gathered = sum(one.name == "gloo:all_gather" for one in read_slices(path))
+        # The headers of each step, and the counts of each layer.
+        assert num_gathered >= CONFIG.num_moe_layers * found.num_steps > found.num_steps + 2
 
 
 @pytest.mark.parametrize("hops", list(Hops))

@@ -42,9 +42,7 @@ MORE = {
         "two hops": {"is_two_hop": True},
         "two hops, cut": {"is_two_hop": True, "order": Order.PREFILL},
         "sums on nodes": {"is_two_hop": True, "sums_on_nodes": True},
-        "balanced": {"is_balanced": True},
-        "balanced, cut": {"is_balanced": True, "order": Order.DECODE},
-        "balanced, two hops": {"is_balanced": True, "is_two_hop": True},
+        "balanced": {"is_balanced": True, "is_two_hop": True, "order": Order.DECODE},
     },
     "triton": {"balanced": {"is_balanced": True}},
 }

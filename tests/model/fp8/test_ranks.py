@@ -130,11 +130,10 @@ def test_two_hops_give_the_logits_and_loads_of_one(runs, alone, cut_alone):
 
 @pytest.mark.parametrize("backend", NUM_RANKS)
 def test_balanced_replicas_change_the_loads_and_no_bit(runs, alone, cut_alone, backend):
+    # Those of gloo travel by two hops too, and are cut into micro-batches.
+    expected = cut_alone if backend == "reference" else alone[0]
     for rank, seen in enumerate(runs[backend]):
-        same(seen["balanced"]["logits"], alone[0][rank])
-        if backend == "reference":
-            same(seen["balanced, cut"]["logits"], cut_alone[rank])
-            same(seen["balanced, two hops"]["logits"], alone[0][rank])
+        same(seen["balanced"]["logits"], expected[rank])
     hashed, balanced = (
         [rank[name]["loads"] for rank in runs[backend]] for name in ("together", "balanced")
     )
