@@ -67,7 +67,8 @@ def test_balanced_replicas_change_the_loads_and_no_bit(runs, nodes, send):
         )
         assert (balanced_RL.sum(0) == hashed_RL.sum(0)).all()
         assert (balanced_RL.max(0) <= hashed_RL.max(0)).all()
-    assert (balanced_RL.max(0) < hashed_RL.max(0)).all()
+    # In a layer, one expert without another replica may be what the busiest rank has.
+    assert (balanced_RL.max(0) < hashed_RL.max(0)).any()
 
 
 @pytest.mark.parametrize("nodes", NODES)
