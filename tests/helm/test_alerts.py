@@ -190,6 +190,12 @@ CASES = {
         severity="critical",
         labels={"pod": "g-0"},
     ),
+    "EquipoiseNoGateway": Case(
+        fires={},
+        quiet={'equipoise_gateway_ready{pod="g-0"}': "0x20"},
+        after="6m",
+        severity="critical",
+    ),
     "EquipoiseGatewayErrors": Case(
         fires={
             'equipoise_gateway_requests_total{pod="g-0",outcome="finished"}': "0+90x30",
