@@ -184,7 +184,7 @@ LEADER_PLANTS = {
     "term-unconfirmed": Plant(
         breaks="a leader does not tell workers that obey a later term that its lease was renewed",
         patches=lambda: [(WorkerLinkService, "_leading", _unconfirmed)],
-        kinds=("set_store_back_behind_leader", "shift", "kill_worker"),
+        kinds=("lose_control_plane", "shift", "kill_worker"),
     ),
     "audit-not-restored": Plant(
         breaks="audit records are lost with the store, although a balancer knows them",
