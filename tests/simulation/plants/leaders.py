@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from equipoise.balancer import persistence, pools
+from equipoise.balancer import archive, persistence, pools
 from equipoise.balancer.leadership import leader_state
 from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
@@ -59,7 +59,7 @@ def _hold_not_read() -> list[tuple[Any, str, Any]]:
     async def without_hold(store: Any, pool: str) -> Any:
         return replace(await recall(store, pool), hold=Hold())
 
-    return [(persistence, "recall", without_hold)]
+    return [(module, "recall", without_hold) for module in (persistence, archive)]
 
 
 def _hold_not_restored() -> list[tuple[Any, str, Any]]:
@@ -201,7 +201,7 @@ LEADER_PLANTS = {
         kinds=("operator", "store_forgets", "shift"),
     ),
     "hold-not-read": Plant(
-        breaks="a new leader does not read what operators hold the pool to",
+        breaks="balancers do not read what operators hold the pool to",
         patches=_hold_not_read,
         kinds=("operator", "kill_leader", "pause_leader", "shift"),
     ),
