@@ -5,6 +5,8 @@ those of `planner_loads` (`EQUIPOISE_LOADS` names others). A row's experts are d
 so that each is chosen as often as its load says.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from equipoise_kernels.replica_balance import balanced_replicas, count_experts, 
 from equipoise_kernels.replica_choice import choose_replicas
 from tests.support.least_maximum import least_maximum
 from tests.support.planner_loads import as_recorded, loads_to_measure
+from tests.support.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 
@@ -222,3 +225,26 @@ def test_steps_as_planned_keep_uneven_shares_on_average(capsys):
     with capsys.disabled():
         print(f"\nassignments elsewhere than planned: {found}")
     assert found["balanced"] < 0.015
+
+
+def test_layers_are_faster_where_the_busiest_rank_sets_their_time(capsys, tmp_path):
+    num_ranks, num_rows, turns, pace_s = 8, 32, 8, 4e-3
+    load = next(iter(as_recorded(loads_to_measure()).values()))[:1]
+    layout = planned_layout(load, num_ranks, 288)
+    rng = np.random.default_rng(3)
+    ids = drawn(load[0], turns * num_ranks * num_rows, rng).view(turns, num_ranks, num_rows, -1)
+    torch.save((layout.expert_of_slot, ids), tmp_path / "case")
+    run_ranks(
+        Path(__file__).with_name("paced_choice_rank.py"),
+        [
+            (rank, pace_s, tmp_path / "case", tmp_path / "meet", tmp_path / f"result-{rank}")
+            for rank in range(num_ranks)
+        ],
+    )
+    took = torch.load(tmp_path / "result-0", weights_only=False)
+    with capsys.disabled():
+        print(
+            f"\n{num_ranks} ranks in processes, {num_rows} rows, {pace_s * 1e3} ms per assignment: "
+            f"hashed {took[False]:.3f} s, balanced {took[True]:.3f} s a layer"
+        )
+    assert took[True] < took[False]
