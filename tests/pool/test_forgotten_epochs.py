@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.members import SKIPPED_EPOCHS
 from equipoise.pool.records import EpochMembers, PoolMemory
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, LayoutRejected
@@ -50,6 +51,15 @@ def survives_a_death(fleet):
     fleet.live(seconds=AN_OUTAGE_S)
     check(fleet)
     assert len(fleet.alive) == 3
+
+
+def test_an_epoch_after_an_emptied_store_is_above_those_that_only_absent_ranks_know(fleet):
+    fleet.succeed()
+    fleet.connect()
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+    assert fleet.harness.pool.roster.epoch > 58 + SKIPPED_EPOCHS
+    survives_a_death(fleet)
 
 
 @pytest.mark.parametrize("forms", ["before they connect", "after they connect", "in between"])

@@ -255,7 +255,8 @@ def test_a_claim_does_not_hold_up_workers_whose_group_has_ended(successor):
     for worker in survivors:
         successor.hello(replace(worker.hello, group_lost=lost(worker)))
     beat(successor, seconds=REFORM_S + 1)
-    assert {worker.epoch for worker in successor.ranks} == {78}, "with the liar as a rank like any"
+    (epoch,) = {worker.epoch for worker in successor.ranks}
+    assert epoch > 77, "with the liar as a rank like any"
     serve_all(successor)
     assert successor.pool.diagnosis().health is Health.SERVING
 

@@ -57,7 +57,7 @@ def test_a_balancer_without_memory_uses_no_number_again_that_a_rank_without_grou
         opened = after.pool.layouts.current
         assert opened is None or opened.generation == 9, "before all have reported"
     assert opened is not None
-    assert after.pool.roster.epoch == 6
+    assert after.pool.roster.epoch > 5
     leap = replace(lost(before.ranks[0]), generation=2**60)
     with pytest.raises(RejectedWorkerError, match="reports generation"):
         after.hello(replace(before.ranks[0].hello, group_lost=leap))
