@@ -73,7 +73,7 @@ def test_pools_with_shared_places_have_any_number_of_redundant_slots():
     )
     places = [one.places_of_rank[0] for one in pools]
     assert places == [-(-58 * (256 + more) // 32) for more in (0, 1, 2, 4, 8, 16, 20)]
-    # Three layers of 32 experts on 8 ranks: one more expert is half a place, which none can be.
+    # One more expert in each layer takes half a place on each rank, and so does a second.
     pools = topologies_of_places(
         32, num_layers=4, rank_counts=[8], ranks_per_node=8, max_redundant=2
     )
@@ -226,6 +226,7 @@ def test_moves_are_given_per_hour():
         ([*MODEL, "--memory-gib", "0"], "memory_gib must be above 0, not 0"),
         ([*MODEL, "--window-s", "0"], "window_s must be from"),
         ([*MODEL, "--policy", "x"], "--policy x must be"),
+        ([*MODEL, "--pooled", "--algorithm", "local"], "--pooled cannot be combined with"),
     ],
 )
 def test_invalid_options_are_rejected(arguments, words):

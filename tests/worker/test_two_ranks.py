@@ -193,6 +193,21 @@ async def test_each_rank_writes_a_profile_of_its_steps_that_overlap_reads(
         assert 0 < found.experts_share < 1
 
 
+async def make_the_same_tokens_and_stop(pool, solo):
+    generating = [
+        asyncio.create_task(generate(address, prompt, 40))
+        for address in pool.addresses()
+        for prompt in PROMPTS
+    ]
+    for task, prompt in zip(generating, PROMPTS * 2, strict=True):
+        tokens, _ = await task
+        assert tokens == await asyncio.to_thread(solo, prompt, 40)
+    for process in pool.processes:
+        os.kill(process.pid, signal.SIGTERM)
+    for rank in range(2):
+        assert await pool.exit_code(rank) == 0
+
+
 @pytest.mark.parametrize("phase", [Phase.MIXED, Phase.DECODE])
 async def test_ranks_that_cut_their_steps_make_the_same_tokens_and_show_it_in_their_profiles(
     balancer, settings, join_epoch, random_layout, solo, tmp_path, phase
@@ -202,18 +217,7 @@ async def test_ranks_that_cut_their_steps_make_the_same_tokens_and_show_it_in_th
         "profile_steps": 5, "profile_folder": tmp_path, "micro_batches": 2, "phase": phase,
     }  # fmt: skip
     async with two_ranks(balancer, settings, join_epoch, layout, **changes) as pool:
-        generating = [
-            asyncio.create_task(generate(address, prompt, 40))
-            for address in pool.addresses()
-            for prompt in PROMPTS
-        ]
-        for task, prompt in zip(generating, PROMPTS * 2, strict=True):
-            tokens, _ = await task
-            assert tokens == await asyncio.to_thread(solo, prompt, 40)
-        for process in pool.processes:
-            os.kill(process.pid, signal.SIGTERM)
-        for rank in range(2):
-            assert await pool.exit_code(rank) == 0
+        await make_the_same_tokens_and_stop(pool, solo)
     for path in tmp_path.iterdir():
         found = analyse(Timeline.of(read_slices(path), Names()))
         num_exchanges = sum(one.name == "gloo:all_to_all" for one in read_slices(path))
@@ -232,18 +236,7 @@ async def test_ranks_that_balance_replicas_make_the_same_tokens_and_exchange_the
         "replica_choice": ReplicaChoice.BALANCED,
     }
     async with two_ranks(balancer, settings, join_epoch, layout, **changes) as pool:
-        generating = [
-            asyncio.create_task(generate(address, prompt, 40))
-            for address in pool.addresses()
-            for prompt in PROMPTS
-        ]
-        for task, prompt in zip(generating, PROMPTS * 2, strict=True):
-            tokens, _ = await task
-            assert tokens == await asyncio.to_thread(solo, prompt, 40)
-        for process in pool.processes:
-            os.kill(process.pid, signal.SIGTERM)
-        for rank in range(2):
-            assert await pool.exit_code(rank) == 0
+        await make_the_same_tokens_and_stop(pool, solo)
     for path in tmp_path.iterdir():
         found = analyse(Timeline.of(read_slices(path), Names()))
         num_gathered = sum(one.name == "gloo:all_gather" for one in read_slices(path))

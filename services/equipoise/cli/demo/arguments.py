@@ -29,7 +29,7 @@ def balancer_arguments(
         # The latest window must outweigh older ones, or a shift is detected late.
         f"--fast-half-life-s={settings.interval_s / 2}",
         f"--min-gain={_MIN_GAIN}",
-        # What a rank can pull, so that waves are short from the first on.
+        # What a rank can pull, so that waves are short from the start.
         f"--bandwidth-bytes-per-s={_PULL_MIB_PER_S * 2**20:.0f}",
     ]
 

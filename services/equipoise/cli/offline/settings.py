@@ -308,7 +308,7 @@ class WhatIfSettings:
     """`equipoise whatif`.
 
     Raises:
-        InvalidSettingsError: a value is out of range.
+        InvalidSettingsError: a value is out of range, or options contradict each other.
     """
 
     source: RecordingSettings
@@ -366,6 +366,11 @@ class WhatIfSettings:
             object.__setattr__(self, "max_redundant", unit.num_redundant)
             if self.algorithm is Algorithm.AUTO:
                 object.__setattr__(self, "algorithm", unit.algorithm)
+        if self.pooled and self.algorithm in {Algorithm.HIERARCHICAL, Algorithm.LOCAL}:
+            raise InvalidSettingsError(
+                f"--pooled cannot be combined with --algorithm {self.algorithm}: pooled slots do "
+                "not keep expert groups on nodes"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
