@@ -249,15 +249,37 @@ async def test_answers_are_those_of_one_pool(rig, kind):
 
 
 async def test_a_prompt_that_is_handed_over_counts_once_for_all_its_choices(rig):
-    body = {"prompt": prompts("counted")[-2], "max_tokens": 4, "n": 3, "ignore_eos": True}
-    num_full = len(body["prompt"]) // B * B
-    whole = (await rig.two.post("/v1/completions", json=body)).json()
-    streaming = body | {"stream": True, "stream_options": {"include_usage": True}}
-    streamed = (await rig.two.post("/v1/completions", json=streaming)).text
+    options = {"max_tokens": 4, "n": 3, "ignore_eos": True}
+    first, second = (prompts(seed)[-2] for seed in ("counted whole", "counted in a stream"))
+    num_full = len(first) // B * B
+    whole = (await rig.two.post("/v1/completions", json=options | {"prompt": first})).json()
+    options |= {"prompt": second, "stream": True, "stream_options": {"include_usage": True}}
+    streamed = (await rig.two.post("/v1/completions", json=options)).text
     *_, last, _ = (part for part in streamed.split("\n\n") if part)
     for usage in (whole["usage"], json.loads(last.removeprefix("data: "))["usage"]):
         assert usage["prompt_tokens_details"]["handed_over_tokens"] == num_full
     await all_ended(rig)
+
+
+async def test_a_rank_that_has_a_prompt_cached_prefills_only_the_tokens_after_its_blocks(rig):
+    prompt = [*prompts("repeated")[LENGTHS.index(3 * B)], *range(5)]
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+    before = await counters(rig)
+    # More often than there are decode ranks, one after the other.
+    found = [await answer(rig.two, body) for _ in range(5)]
+    await all_ended(rig)
+    counted = await counters(rig) - before
+    num_direct = counted["short"]
+    assert num_direct >= 5 - len(rig.workers["decode"])
+    num_fetched = 5 - num_direct
+    assert counted == Counter(
+        short=num_direct,
+        own=5 * num_direct,
+        fetched=num_fetched,
+        bytes=num_fetched * TOKEN_BYTES * 3 * B,
+        processed=5 * (5 + NUM_TOKENS - 1),
+    )
+    assert found == 5 * [await answer(rig.one, body)]
 
 
 async def test_a_stop_string_over_the_boundary_ends_the_answer_alike(rig):

@@ -42,32 +42,38 @@ def load(form="v1/16", *, state=RankState.OPEN, answers=None):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prefill", "is_suspect", "expected"),
+    ("prompt", "num_cached", "prefill", "is_suspect", "expected"),
     [
-        (PROMPT[:B], [load()], False, None),
-        (PROMPT[: B - 1], [load()], False, Direct.SHORT),
-        (PROMPT[: B - 1], [], False, Direct.SHORT),
-        (PROMPT, [], False, Direct.NO_PREFILL),
-        (PROMPT, [load(state=RankState.CLOSED)], False, Direct.NO_PREFILL),
-        (PROMPT, [load(answers=False)], False, Direct.NO_PREFILL),
-        (PROMPT, [load("v1/64")], False, Direct.FORM),
-        (PROMPT, [load("")], False, Direct.FORM),
-        (PROMPT, [load("v1/64"), load()], False, None),
-        (PROMPT, [load()], True, Direct.SUSPECT),
+        (PROMPT[:B], 0, [load()], False, None),
+        (PROMPT[: B - 1], 0, [load()], False, Direct.SHORT),
+        (PROMPT[: B - 1], 0, [], False, Direct.SHORT),
+        (PROMPT[: 2 * B], B, [load()], False, None),
+        (PROMPT[: 2 * B - 1], B, [load()], False, Direct.SHORT),
+        (PROMPT, 0, [], False, Direct.NO_PREFILL),
+        (PROMPT, 0, [load(state=RankState.CLOSED)], False, Direct.NO_PREFILL),
+        (PROMPT, 0, [load(answers=False)], False, Direct.NO_PREFILL),
+        (PROMPT, 0, [load("v1/64")], False, Direct.FORM),
+        (PROMPT, 0, [load("")], False, Direct.FORM),
+        (PROMPT, 0, [load("v1/64"), load()], False, None),
+        (PROMPT, 0, [load()], True, Direct.SUSPECT),
     ],
 )
 def test_the_prefill_pool_runs_what_fills_a_block_and_can_be_fetched(
-    prompt, prefill, is_suspect, expected
+    prompt, num_cached, prefill, is_suspect, expected
 ):
     request = GenerateRequest(request_id="r", prompt=prompt, max_tokens=8)
-    chosen = why_direct(request, decode=load(), prefill=prefill, is_suspect=is_suspect)
+    chosen = why_direct(
+        request, decode=load(), num_cached=num_cached, prefill=prefill, is_suspect=is_suspect
+    )
     assert chosen is expected
 
 
 def test_unknown_forms_are_never_paired():
     request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=8)
-    unknown = [load("")]
-    assert why_direct(request, decode=load(""), prefill=unknown, is_suspect=False) is Direct.FORM
+    reason = why_direct(
+        request, decode=load(""), num_cached=0, prefill=[load("")], is_suspect=False
+    )
+    assert reason is Direct.FORM
 
 
 @pytest.mark.parametrize(
@@ -207,6 +213,16 @@ async def test_a_decode_rank_prefills_the_prompt_itself_and_that_is_counted(
         assert rig.tally.direct == {reason: 1}
         if reason is Direct.FORM:
             assert "its latents are v1/16, those of the prefill pool v1/64" in caplog.text
+
+
+async def test_a_prompt_that_its_decode_rank_has_cached_up_to_a_block_goes_there_directly():
+    async with pools(num_decode=1) as rig:
+        for suffix in ((), (1,), range(B)):
+            prompt = (*PROMPT, *suffix)
+            assert tokens_of(await answer(rig, prompt)) == undisturbed(prompt, 12)
+        assert rig.tally.direct == {Direct.SHORT: 1}
+        assert rig.tally.num_handed_over == 2
+        assert [one.HasField("latents_from") for one in legs(rig.decode)] == [True, False, True]
 
 
 async def test_only_prefill_ranks_of_the_same_form_are_chosen_while_a_pool_has_two():

@@ -104,9 +104,18 @@ async def client(address):
     task = asyncio.create_task(serve(settings, stop=stop, listening=listening.set_result))
     base_url = f"http://{await asyncio.wait_for(listening, BOUND_S)}"
     async with httpx2.AsyncClient(base_url=base_url, timeout=BOUND_S) as client:
+        # Until the rank has reported it, chats without max_tokens are told to try again later.
+        async with asyncio.timeout(BOUND_S):
+            while not (await served_model(client))["max_model_len"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         yield client
     stop.set()
     await asyncio.wait_for(task, BOUND_S)
+
+
+async def served_model(client):
+    (model,) = (await client.get("/v1/models")).json()["data"]
+    return model
 
 
 async def check_serves(client):

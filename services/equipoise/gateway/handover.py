@@ -22,7 +22,7 @@ class Direct(StrEnum):
     """Why a decode rank prefills a prompt itself."""
 
     SHORT = "short"
-    """It fills no block, so nothing could be fetched."""
+    """The rank lacks less than a block of it, so nothing could be fetched."""
 
     NO_PREFILL = "no_prefill"
     """No rank of the prefill pool serves."""
@@ -44,11 +44,15 @@ def why_direct(
     request: GenerateRequest,
     *,
     decode: RankLoad,
+    num_cached: int,
     prefill: Sequence[RankLoad],
     is_suspect: bool,
 ) -> Direct | None:
-    """Why the rank `decode` should prefill the prompt itself; None if `prefill` should."""
-    if len(request.prompt) < decode.block_tokens:
+    """Why the rank `decode` should prefill the prompt itself; None if `prefill` should.
+
+    `num_cached` of the prompt's tokens are probably cached on it.
+    """
+    if len(request.prompt) - num_cached < decode.block_tokens:
         return Direct.SHORT
     if is_suspect:
         return Direct.SUSPECT

@@ -258,8 +258,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self.is_proven = False
         """Whether it made enough tokens here to prove that it runs."""
         self._ranks = ranks
-        self._keys = waiter.demand.keys
-        self._num_prompt = len(waiter.request.prompt)
+        self._demand = waiter.demand
         self._booking = choice.booking
         self._latents = choice.booking.latents
         self._num_generated = 0
@@ -270,6 +269,10 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def num_cached(self) -> int:
+        """Tokens of the prompt that the rank has probably cached, by what it ran before."""
+        return self._demand.num_cached_on(self.rank)
 
     def accepted(self) -> None:
         """The rank has accepted the request: it is alive."""
@@ -283,10 +286,10 @@ class Reservation(AbstractContextManager["Reservation"]):
         """The rank has generated tokens, and has run the prompt before the first."""
         if num_tokens and not self._num_generated:
             self.rank.note_prefilled(self._booking)
-            self.rank.prefixes.note(self._keys)
+            self.rank.prefixes.note(self._demand.keys)
         self._num_generated += num_tokens
         # Longer answers than expected hold more.
-        more = self._num_prompt + self._num_generated - self._latents
+        more = self._demand.prompt_tokens + self._num_generated - self._latents
         if more > 0:
             self._latents += more
             self.rank.latents.add(more)
@@ -304,6 +307,8 @@ class Reservation(AbstractContextManager["Reservation"]):
         """
         rank, now = self.rank, self._ranks.now()
         rank.answers, rank.silence = False, reason
+        # Its process, and what that has cached, may be gone.
+        rank.prefixes.clear()
         self._leave_trial()
         if now >= rank.resting_until_s:
             # Many requests that break at once are one failure.

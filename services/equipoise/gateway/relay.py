@@ -232,6 +232,7 @@ class Relay:
         reason = why_direct(
             request,
             decode=decode,
+            num_cached=reservation.num_cached(),
             prefill=self._prefill.loads(),
             is_suspect=suspicion.is_strong,
         )

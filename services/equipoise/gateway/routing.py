@@ -47,13 +47,18 @@ class Demand:
     block_tokens: int = 0
     """Tokens of those blocks; 0 for no keys."""
 
+    def num_cached_on(self, rank: RankLoad) -> int:
+        """Tokens of the prompt that a rank has probably cached."""
+        if rank.block_tokens != self.block_tokens:
+            return 0
+        return rank.prefixes.num_cached(self.keys) * self.block_tokens
+
     def booking_on(self, rank: RankLoad) -> Booking:
         """The request's work on a rank."""
-        num_cached = 0
         if self.is_prefilled_elsewhere:
             num_cached = len(self.keys) * self.block_tokens
-        elif rank.block_tokens == self.block_tokens:
-            num_cached = rank.prefixes.num_cached(self.keys) * self.block_tokens
+        else:
+            num_cached = self.num_cached_on(rank)
         uncached = self.prompt_tokens - num_cached
         return Booking(
             pending_tokens=uncached,
