@@ -2,7 +2,8 @@
 
 Layers of which a rank holds fewer afterwards make room for those of which it holds more. Where no
 order of whole layers does, replicas that the change removes anyway are given up earlier; their
-layers are less balanced until it is their turn.
+layers are less balanced until it is their turn. Where even that is not enough, ranks exchange
+experts of different layers along cycles, one for one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,9 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, ShareTable
 from equipoise.planning.change import LayoutChange
-from equipoise.planning.layout import Layout, is_moved
+from equipoise.planning.layout import Layout, count_replicas, is_moved
 from equipoise.planning.shares import even_shares
+from equipoise.planning.wave_exchange import exchanged
 
 
 def waves_in_places(
@@ -20,15 +22,16 @@ def waves_in_places(
 ) -> list[LayoutChange]:
     """Lead from `current` to `target` by valid layouts that fill no more places of a rank.
 
-    A rank never fills more than in the fuller one of both layouts. A wave takes whole layers while
-    no rank stages more than `most_moves` experts, but at least one. If places are so tight that
-    layers can only change together, they share a wave, whatever it stages.
+    A rank never fills more than in the fuller one of both layouts, and stages at most `most_moves`
+    experts in a wave, or one if that is less, unless the wave stages experts of one layer only.
+    Experts are moved twice only where a rank has no place left for a layer after all replicas that
+    leave anyway are given up.
 
     Args:
         current: the layout in use.
         target: the layout to reach; generations count from its own.
         layers: the layers that change, the most urgent first.
-        most_moves: the most experts that a rank should stage in a wave.
+        most_moves: the most experts that a rank stages in a wave of several layers.
     """
     found, before = [], current
     tables = _Way(current, target, list(layers), most_moves)
@@ -44,6 +47,7 @@ class _Way:
 
     def __init__(self, current: Layout, target: Layout, layers: list[int], most_moves: int) -> None:
         self._first_slot, self._num_experts = current.first_slot, current.num_experts
+        self._rank_of_slot = np.repeat(np.arange(current.num_ranks), current.slots_of_rank)
         self._experts, self._target = current.expert_of_slot.copy(), target.expert_of_slot
         is_even = current.share_of_slot is None and target.share_of_slot is None
         self._shares: ShareTable | None = None if is_even else current.shares().copy()
@@ -56,7 +60,10 @@ class _Way:
     def steps(self) -> Iterator[tuple[ExpertTable, ShareTable | None]]:
         """Yield the tables after each wave; the last are those of the target."""
         while self._layers:
-            batch = self._batch() or self._with_room() or self._joined()
+            batch = self._batch() or self._with_room()
+            if not batch:
+                self._exchange()
+                batch = [layer for layer in self._layers if self._is_reached(layer)]
             self._layers = [layer for layer in self._layers if layer not in batch]
             self._experts[batch] = self._target[batch]
             if self._shares is not None:
@@ -82,54 +89,81 @@ class _Way:
         room = self._room()
         for layer in self._layers:
             lacking = np.maximum(self._growth(layer) - room, 0)
-            cells = self._replicas_to_give_up(lacking, beside=layer)
-            if cells is not None:
-                for other, slot in cells:
-                    self._give_up(other, slot)
+            spare = self._spare(lacking)
+            spare[layer] = False
+            if (self._by_rank(spare).sum(axis=0) >= lacking).all():
+                self._give_up(self._urgent(spare, lacking))
                 return [layer]
         return []
 
-    def _joined(self) -> list[int]:
-        """Take layers in order until they fit together, which all of them do."""
-        room = self._room()
-        for end, layer in enumerate(self._layers, start=1):
-            room = room - self._growth(layer)
-            if (room >= 0).all():
-                return self._layers[:end]
-        return list(self._layers)
+    def _spare(self, lacking: Indices) -> Bools:
+        """Find replicas that leave anyway and could all be given up at once, [layers, slots].
 
-    def _replicas_to_give_up(
-        self, lacking: Indices, *, beside: int
-    ) -> list[tuple[int, int]] | None:
-        """Find spare replicas that leave anyway, enough of each rank; None if there are too few."""
-        cells: list[tuple[int, int]] = []
-        for other in self._layers:
-            if other == beside or not lacking.any():
-                continue
-            experts, target = self._experts[other], self._target[other]
-            counts = np.bincount(experts[experts != EMPTY], minlength=self._num_experts)
-            for rank in np.flatnonzero(lacking).tolist():
-                for slot in range(self._first_slot[rank], self._first_slot[rank + 1]):
-                    expert = int(experts[slot])
-                    leaves = expert != EMPTY and expert != target[slot]
-                    if lacking[rank] and leaves and counts[expert] > 1:
-                        counts[expert] -= 1
-                        lacking[rank] -= 1
-                        cells.append((other, slot))
-        return None if lacking.any() else cells
+        Of an expert that stays nowhere, a rank that lacks the fewest places keeps one.
+        """
+        spare = self._leaving()
+        staying = np.where(spare, np.int32(EMPTY), self._experts)
+        stays = count_replicas(staying, num_experts=self._num_experts) > 0
+        of_slot = np.take_along_axis(stays, np.maximum(self._experts, 0).astype(np.int64), axis=1)
+        layers, slots = np.nonzero(spare & ~of_slot)
+        cells = layers * self._num_experts + self._experts[layers, slots]
+        order = np.lexsort((lacking[self._rank_of_slot[slots]], cells))
+        _, first = np.unique(cells[order], return_index=True)
+        spare[layers[order[first]], slots[order[first]]] = False
+        return spare
 
-    def _give_up(self, layer: int, slot: int) -> None:
-        """Empty a slot; the other replicas of its expert serve its share."""
-        experts = self._experts[layer]
-        expert, experts[slot] = int(experts[slot]), EMPTY
-        if self._shares is None:
-            return
-        shares = self._shares[layer]
-        if self._uneven[layer]:
-            shares[np.flatnonzero(experts == expert)[0]] += shares[slot]
-            shares[slot] = 0
-        else:
-            shares[:] = even_shares(experts[None], num_experts=self._num_experts)[0]
+    def _urgent(self, spare: Bools, lacking: Indices) -> Bools:
+        """Choose as many spare replicas of each rank as it lacks places, urgent layers first."""
+        chosen = np.zeros_like(spare)
+        for rank in np.flatnonzero(lacking).tolist():
+            own = slice(self._first_slot[rank], self._first_slot[rank + 1])
+            rows, slots = np.nonzero(spare[self._layers, own])
+            layers = np.array(self._layers)[rows]
+            chosen[layers[: lacking[rank]], own.start + slots[: lacking[rank]]] = True
+        return chosen
+
+    def _give_up(self, cells: Bools) -> None:
+        """Empty slots, [layers, slots]; the other replicas of their experts serve their shares."""
+        for layer, slot in np.argwhere(cells).tolist():
+            experts = self._experts[layer]
+            expert, experts[slot] = int(experts[slot]), EMPTY
+            if self._shares is not None and self._uneven[layer]:
+                shares = self._shares[layer]
+                shares[np.flatnonzero(experts == expert)[0]] += shares[slot]
+                shares[slot] = 0
+        if self._shares is not None:
+            is_even = cells.any(axis=1) & ~self._uneven
+            self._shares[is_even] = even_shares(
+                self._experts[is_even], num_experts=self._num_experts
+            )
+
+    def _exchange(self) -> None:
+        """Give up all spare replicas, then exchange experts, each of which has no other."""
+        self._give_up(self._spare(np.zeros_like(self._most)))
+        for layer, slot, to in exchanged(
+            self._experts,
+            self._target,
+            rank_of_slot=self._rank_of_slot,
+            layers=self._layers,
+            most_moves=self._most_moves,
+        ):
+            experts = self._experts[layer]
+            experts[to], experts[slot] = experts[slot], EMPTY
+            if self._shares is not None:
+                shares = self._shares[layer]
+                shares[to], shares[slot] = shares[slot], 0
+
+    def _leaving(self) -> Bools:
+        """Find experts that are not where they should be in the end, [layers, slots]."""
+        leaving: Bools = (self._experts != self._target) & (self._experts != EMPTY)
+        return leaving
+
+    def _is_reached(self, layer: int) -> bool:
+        """Whether a layer is as it should be in the end."""
+        reached = np.array_equal(self._experts[layer], self._target[layer])
+        if self._shares is not None:
+            reached &= np.array_equal(self._shares[layer], self._target_shares[layer])
+        return reached
 
     def _room(self) -> Indices:
         """Places that each rank has left."""
