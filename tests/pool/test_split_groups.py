@@ -121,7 +121,7 @@ def test_a_new_balancer_that_meets_both_groups_makes_one_of_them(fleet, first, r
     fleet.connect(*NEW if first == OLD else OLD)
     fleet.live(seconds=20)
     check(fleet)
-    assert fleet.opened()[-1] == 4
+    assert fleet.opened()[-1] > 3
 
 
 def test_if_the_ranks_die_the_other_group_goes_on(fleet):

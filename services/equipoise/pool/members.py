@@ -19,11 +19,6 @@ from equipoise.pool.room import check_room, shared
 from equipoise.wire.balancer_messages import Peer
 from equipoise.wire.messages import GroupLost, Hello, RunningState
 
-SKIPPED_EPOCHS = 1000
-"""Numbers that are left out where the store has no epoch of a pool, but its workers have.
-
-Ranks that have yet to connect may be in a later one than those that have."""
-
 
 class Roster:
     """The members of one pool."""
@@ -119,9 +114,6 @@ class Roster:
         is None, or if none of their group is among `workers`: nothing would end it. Members that
         are gone are forgotten.
         """
-        if self.highest_epoch and not self.recorded_epoch:
-            # The store has lost the epochs that workers know of, and may have had later ones.
-            self.highest_epoch += SKIPPED_EPOCHS
         self.highest_epoch += 1
         self.epoch, self.opened_here = self.highest_epoch, True
         self._members = {name: one for name, one in self._members.items() if one.connected}

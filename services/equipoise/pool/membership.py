@@ -306,6 +306,8 @@ class Membership:
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
         is_known = not self._unwritten.is_pending
         left_out = f"it is not part of the next epoch: {opening.reason}" if is_known else None
+        if roster.latest is None and roster.highest_epoch:
+            self._numbers.skip(opening.workers)
         roster.open_epoch(
             frozenset(opening.workers),
             no_hosts=self._interruptions.failed_hosts,

@@ -1,4 +1,7 @@
-"""`NumberClaims`: the epochs and generations that workers report to have used."""
+"""`NumberClaims`: the epochs and generations that workers have used, or may have."""
+
+from collections.abc import Collection
+from zlib import crc32
 
 from equipoise.pool.effects import Chain, Log
 from equipoise.pool.hello_checks import LARGE_LEAP, RejectedWorkerError, UsedNumbers
@@ -8,6 +11,15 @@ from equipoise.wire.errors import InvalidMessageError
 
 MAX_CLAIMS = 64
 """Claims remembered, by worker and number; of more, the least recent ones are forgotten."""
+
+SKIPPED_NUMBERS = 1000
+"""Numbers that a balancer leaves out before it opens its first epoch of a pool that had others.
+
+The store may have lost its latest records, and the ranks that know of them may be absent: they are
+fewer than that."""
+
+SPREAD = 10_000
+"""So many more are left out at most, by who the ranks are: the store may lose that epoch, too."""
 
 
 class NumberClaims:
@@ -61,6 +73,16 @@ class NumberClaims:
         for forgotten in list(self._raised)[:-MAX_CLAIMS]:
             del self._raised[forgotten]
         return tuple(logs)
+
+    def skip(self, workers: Collection[str]) -> None:
+        """Leave out numbers that only absent ranks may know, before `workers` are the first ranks.
+
+        Two balancers that know the same give other ranks other numbers.
+        """
+        num_skipped = SKIPPED_NUMBERS + crc32(" ".join(sorted(workers)).encode()) % SPREAD
+        used = self._used
+        self._roster.reserve_epoch(used.epoch + num_skipped)
+        self._layouts.reserve(used.generation + num_skipped)
 
     def _fault(self, worker: str, used: UsedNumbers, *, now: float) -> tuple[str, str] | None:
         """Which number no pool can have reached, and the reason to reject it."""
