@@ -11,12 +11,7 @@ from tests.simulation.gaps import AFTER_S
 from tests.simulation.loop import Process, outside
 from tests.simulation.schedule import BALANCERS, WORKERS
 from tests.simulation.store import NAME
-from tests.simulation.takeover import (
-    JOINING_S,
-    TAKEOVER_S,
-    lose_control_plane,
-    lose_store_behind,
-)
+from tests.simulation.takeover import StoreLosses
 
 _FILE = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\ndefaults:\n  "
 EDITS = (
@@ -33,7 +28,7 @@ LEAST_GOOD_DISKS = 2
 """Workers with an undamaged checkpoint; they have slots for every expert."""
 
 
-class Faults:
+class Faults(StoreLosses):
     """The faults of a `World`, whose base this is.
 
     A method returns whether its fault took effect at once. Of others, what they hit adds their kind
@@ -159,29 +154,8 @@ class Faults:
         balancer.suspended_s += self.loop.time() - since_s
         balancer.suspended_at_s = None
         balancer.woke_s = balancer.monotonic_s()
-        process.resume()
+        process.resume(stood_still_s=self.loop.time() - since_s)
         return bool(balancer.elector.leads())
-
-    def do_lose_store_behind_leader(self, how: str, loss_s: float, wake_s: float) -> None:
-        """The store is emptied while a leader is suspended and another one takes over."""
-        self._lose_store_behind("lose_store_behind_leader", how, loss_s, wake_s)
-
-    def do_set_store_back_behind_leader(self, loss_s: float, wake_s: float) -> None:
-        """The store goes back to what it was when a leader was suspended; another one has led."""
-        self._lose_store_behind("set_store_back_behind_leader", "goes back", loss_s, wake_s)
-
-    def _lose_store_behind(self, kind: str, how: str, loss_s: float, wake_s: float) -> None:
-        leader = self.leader()
-        if leader is None or leader.process.paused:
-            return
-        coroutine = lose_store_behind(self, leader, kind, how, loss_s=loss_s, wake_s=wake_s)
-        self.loop.create_task(coroutine, context=outside())
-        self._until(TAKEOVER_S + loss_s + wake_s, lambda: None)
-
-    def do_lose_control_plane(self, back_after_s: float) -> None:
-        """Both balancers die while ranks join a group, and the store is emptied."""
-        self.loop.create_task(lose_control_plane(self, back_after_s), context=outside())
-        self._until(JOINING_S + back_after_s, lambda: None)
 
     def _cut(self, kind: str, source: str, target: str, for_s: float) -> None:
         self.network.cut(source, target)

@@ -115,11 +115,14 @@ class Process:
         """Stop (SIGSTOP)."""
         self.paused = True
 
-    def resume(self) -> None:
-        """Continue (SIGCONT) with everything that became due meanwhile."""
+    def resume(self, *, stood_still_s: float = 0.0) -> None:
+        """Continue (SIGCONT) with everything that became due meanwhile.
+
+        If its clock stood still, no timer has become due: all are that much later.
+        """
         self.paused = False
         parked, self._parked = self._parked, []
-        self._loop.take_back(parked)
+        self._loop.take_back(self, parked, stood_still_s=stood_still_s)
 
     def keep(self, handle: _Handle) -> None:
         """What a paused process would run waits until it resumes; a dead one drops it."""
@@ -190,9 +193,21 @@ class SimLoop(base_events.BaseEventLoop):
         future.set_result(result)
         return future
 
-    def take_back(self, handles: list[_Handle]) -> None:
-        """Schedule what a paused process kept."""
-        self._ready.extend(handles)
+    def take_back(self, process: Process, handles: list[_Handle], *, stood_still_s: float) -> None:
+        """Schedule what a paused process kept; if its clock stood still, timers are due later."""
+        if not stood_still_s:
+            self._ready.extend(handles)
+            return
+        for timer in self._due:
+            if timer[4].get(_PROCESS) is process:
+                timer[0] += stood_still_s
+        for handle in handles:
+            if handle[0]:
+                handle[0] += stood_still_s
+                self._due.append(handle)
+            else:
+                self._ready.append(handle)
+        heapq.heapify(self._due)
 
     def run_until(self, until_s: float) -> None:
         """Run everything that is due up to a time."""

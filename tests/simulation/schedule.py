@@ -164,6 +164,12 @@ MAKERS: dict[str, Any] = {
         round(r.uniform(0.0, 8.0), 2),
         round(r.uniform(0.0, 3.0), 2),
     ),
+    "set_store_back_behind_split": lambda r: (
+        *r.sample(WORKERS, 2),
+        round(r.uniform(0.0, 1.0), 2),
+        round(r.uniform(0.0, 0.5), 2),
+    ),
+    "set_store_back_behind_epoch": lambda r: (*r.sample(WORKERS, 2), _duration(r)),
     "lose_control_plane": lambda r: (_duration(r),),
     "broken_groups": lambda r: (round(r.uniform(*BROKEN_S), 2),),
     "wrong_clock": lambda r: (r.choice(BALANCERS), r.choice(CLOCKS_S), _duration(r)),
@@ -192,6 +198,8 @@ LATER = (
     "wrong_clock",
     "retire_worker",
     "crash_loop",
+    "set_store_back_behind_split",
+    "set_store_back_behind_epoch",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

@@ -1,15 +1,19 @@
-"""The store loses contents at the worst moments: during a takeover, and while a group forms.
+"""`StoreLosses`: the store loses contents at the worst moments, during changes of leader and epoch.
 
-`lose_store_behind`: a leader is suspended, another takes over, and the store loses contents. Then
-the first wakes. By its own clock no time has passed, so that it still leads.
-
-`lose_control_plane`: ranks have taken up an epoch that nobody else remembers.
+A suspended leader wakes after another one has led and the store lost that. By its own clock no time
+has passed, so that it still leads. Or balancers die, and no rank that they meet knows the latest
+epoch.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import permutations
 from typing import Any
 
+from tests.simulation.loop import outside
+from tests.simulation.schedule import BALANCERS
+
+POOL = "main"
 LOOK_S = 0.1
 TAKEOVER_S = 20.0
 """Seconds within which another balancer takes over, or the first wakes without one."""
@@ -17,13 +21,65 @@ TAKEOVER_S = 20.0
 JOINING_S = 6.0
 """Seconds within which ranks join a group, or the control plane is lost without that."""
 
+SPLIT_S = 16.0
+"""Seconds within which a part of the workers begins an epoch without the others."""
 
-async def lose_control_plane(world: Any, back_after_s: float) -> None:
-    """Empty the store and kill all balancers, if possible while ranks join a group."""
-    is_joining = await _until(world, _is_joining, world.loop.time() + JOINING_S)
+
+class StoreLosses:
+    """A part of the `Faults` of a world."""
+
+    def do_lose_store_behind_leader(self: Any, how: str, loss_s: float, wake_s: float) -> None:
+        """The store is emptied while a leader is suspended and another one takes over."""
+        kind = "lose_store_behind_leader"
+        self._lose(kind, _lose_behind_leader, how, loss_s, wake_s, lasts_s=TAKEOVER_S)
+
+    def do_set_store_back_behind_leader(self: Any, loss_s: float, wake_s: float) -> None:
+        """The store goes back to what it was when a leader was suspended; another one has led."""
+        kind = "set_store_back_behind_leader"
+        self._lose(kind, _lose_behind_leader, "goes back", loss_s, wake_s, lasts_s=TAKEOVER_S)
+
+    def do_set_store_back_behind_split(
+        self: Any, one: str, other: str, loss_s: float, wake_s: float
+    ) -> None:
+        """The same, while two workers reach no balancer but the suspended leader.
+
+        The others begin an epoch with the next one.
+        """
+        kind, lasts_s = "set_store_back_behind_split", TAKEOVER_S + SPLIT_S
+        self._lose(kind, _set_back_behind_split, (one, other), loss_s, wake_s, lasts_s=lasts_s)
+
+    def do_set_store_back_behind_epoch(
+        self: Any, one: str, other: str, back_after_s: float
+    ) -> None:
+        """All balancers die, and the store goes back to before an epoch without two workers.
+
+        Its ranks serve on, but reach no balancer until these two have begun the next one.
+        """
+        lasts_s = 2 * SPLIT_S + back_after_s
+        self._lose(
+            "set_store_back_behind_epoch",
+            *(_set_back_behind_epoch, (one, other), back_after_s),
+            lasts_s=lasts_s,
+        )
+
+    def do_lose_control_plane(self: Any, back_after_s: float) -> None:
+        """Both balancers die while ranks join a group, and the store is emptied."""
+        lasts_s = JOINING_S + back_after_s
+        self._lose("lose_control_plane", _lose_control_plane, back_after_s, lasts_s=lasts_s)
+
+    def _lose(self: Any, kind: str, how: Any, *args: Any, lasts_s: float) -> None:
+        async def lose() -> None:
+            if await how(self, *args):
+                self.effects.add(kind)
+
+        self.loop.create_task(lose(), context=outside())
+        self._until(lasts_s + sum(arg for arg in args if isinstance(arg, float)), lambda: None)
+
+
+async def _lose_control_plane(world: Any, back_after_s: float) -> bool:
+    is_joining = await _until(world, _is_joining, JOINING_S)
     is_lost = world.lose_records(world.store.forget)
-    if world.kill_balancers(back_after_s) and is_lost and is_joining:
-        world.effects.add("lose_control_plane")
+    return world.kill_balancers(back_after_s) and is_lost and is_joining
 
 
 def _is_joining(world: Any) -> bool:
@@ -32,39 +88,117 @@ def _is_joining(world: Any) -> bool:
     return any(one.epochs.state.has_begun and one.rank is None for one in workers)
 
 
-async def lose_store_behind(
-    world: Any, leader: Any, kind: str, how: str, *, loss_s: float, wake_s: float
-) -> None:
+async def _lose_behind_leader(world: Any, how: str, loss_s: float, wake_s: float) -> bool:
     """Suspend a leader, its clock included, until another has led and the store lost contents.
 
     The store is emptied `loss_s` after the suspension ("emptied first"), or `loss_s` after another
     balancer leads ("emptied"), or returns then to what it had before ("goes back"). The first wakes
-    `wake_s` after both.
+    `wake_s` after both. Returns whether all of that came about.
     """
-    loop, store = world.loop, world.store
-    began_s, before = loop.time(), store.data
-    leader.process.pause()
-    leader.suspended_at_s = began_s
-    for name in world.workers:  # They need not wait for their timeout to find another leader.
-        world.network.reset(name, leader.process.name)
+    leader, began_s, before = world.leader(), world.loop.time(), world.store.data
+    if not _suspend(world, leader):
+        return False
+    is_led = _is_led_without(leader)
+    has_led = how == "emptied first" or await _until(world, is_led, TAKEOVER_S)
+    await asyncio.sleep(loss_s)
+    goes_back = how == "goes back"
+    is_lost = _set_back(world, before) if goes_back else world.lose_records(world.store.forget)
+    if how == "emptied first":
+        has_led = await _until(world, is_led, began_s + TAKEOVER_S - world.loop.time())
+    await asyncio.sleep(wake_s)
+    return world.wake(leader, since_s=began_s) and is_lost and has_led
 
-    def is_led(_world: Any) -> bool:
+
+async def _set_back_behind_split(
+    world: Any, left: tuple[str, ...], loss_s: float, wake_s: float
+) -> bool:
+    leader, began_s, before = world.leader(), world.loop.time(), world.store.data
+    if not world.wanted.issuperset(left) or not _suspend(world, leader, besides=left):
+        return False
+    others = sorted((world.wanted | {*BALANCERS}) - {*left, leader.process.name})
+    with _Cuts(world, left, others):
+        has_led = await _until(world, _is_led_without(leader), TAKEOVER_S)
+        has_begun = await _until(world, _has_epoch_without(left), SPLIT_S)
+        await asyncio.sleep(loss_s)
+        is_lost = _set_back(world, before)
+        await asyncio.sleep(wake_s)
+        is_awake = world.wake(leader, since_s=began_s)
+        await asyncio.sleep(1.0)
+    return is_awake and has_led and has_begun and is_lost
+
+
+async def _set_back_behind_epoch(world: Any, left: tuple[str, ...], back_after_s: float) -> bool:
+    before, others = world.store.data, sorted(world.wanted.difference(left))
+    if not world.wanted.issuperset(left):
+        return False
+    with _Cuts(world, left, (*others, *BALANCERS)):
+        has_begun = await _until(world, _has_epoch_without(left), SPLIT_S)
+    with _Cuts(world, others, (*left, *BALANCERS)):
+        is_lost = _set_back(world, before)
+        are_killed = world.kill_balancers(back_after_s)
+        follows = await _until(world, _has_epoch_without(others), SPLIT_S + back_after_s)
+        await asyncio.sleep(1.0)
+    return has_begun and is_lost and are_killed and follows
+
+
+class _Cuts:
+    """A context in which no message passes between some processes and others."""
+
+    def __init__(self, world: Any, some: Iterable[str], others: Iterable[str]) -> None:
+        self._network = world.network
+        pairs = [(one, other) for one in some for other in others]
+        self._ways = [way for pair in pairs for way in permutations(pair)]
+
+    def __enter__(self) -> None:
+        for way in self._ways:
+            self._network.cut(*way)
+
+    def __exit__(self, *_: object) -> None:
+        for way in self._ways:
+            if self._network.is_cut(*way):  # Unless all faults have ended.
+                self._network.heal(*way)
+
+
+def _suspend(world: Any, leader: Any, *, besides: Iterable[str] = ()) -> bool:
+    """Suspend a leader with its clock; False if there is none, or it is paused."""
+    if leader is None or leader.process.paused:
+        return False
+    leader.process.pause()
+    leader.suspended_at_s = world.loop.time()
+    for name in world.workers.keys() - {*besides}:
+        # They need not wait for their timeout to find another leader.
+        world.network.reset(name, leader.process.name)
+    return True
+
+
+def _set_back(world: Any, data: Any) -> bool:
+    return bool(world.lose_records(lambda: world.store.fail_over(data)))
+
+
+def _is_led_without(leader: Any) -> Callable[[Any], bool]:
+    def is_led(world: Any) -> bool:
         others = [one for one in world.living_balancers() if one is not leader]
         return any(one.seat.led is not None for one in others)
 
-    has_led = how == "emptied first" or await _until(world, is_led, began_s + TAKEOVER_S)
-    await asyncio.sleep(loss_s)
-    goes_back = how == "goes back"
-    is_lost = world.lose_records(lambda: store.fail_over(before) if goes_back else store.forget())
-    if how == "emptied first":
-        has_led = await _until(world, is_led, began_s + TAKEOVER_S)
-    await asyncio.sleep(wake_s)
-    if world.wake(leader, since_s=began_s) and is_lost and has_led:
-        world.effects.add(kind)
+    return is_led
 
 
-async def _until(world: Any, holds: Callable[[Any], bool], ends_s: float) -> bool:
+def _has_epoch_without(workers: Iterable[str]) -> Callable[[Any], bool]:
+    """Whether the store's latest epoch has none of these workers, and its ranks have it."""
+
+    def holds(world: Any) -> bool:
+        members = world.store.data.get(("members", POOL))
+        if members is None or not {*workers}.isdisjoint(members.workers):
+            return False
+        ranks = [world.workers[name].epochs.state for name in members.workers]
+        return all(state.highest_epoch == members.epoch for state in ranks)
+
+    return holds
+
+
+async def _until(world: Any, holds: Callable[[Any], bool], within_s: float) -> bool:
     """Wait until something holds of the world; False if it does not in time."""
+    ends_s = world.loop.time() + within_s
     while world.loop.time() < ends_s:
         if holds(world):
             return True

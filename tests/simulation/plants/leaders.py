@@ -12,6 +12,7 @@ from equipoise.pool.decisions import Decisions
 from equipoise.pool.journal import Journal
 from equipoise.pool.members import Roster
 from equipoise.pool.membership import Membership
+from equipoise.pool.number_claims import NumberClaims
 from equipoise.pool.records import Hold
 from equipoise.pool.rollouts import Rollouts
 from tests.simulation.plants.plant import Plant, always
@@ -120,6 +121,7 @@ def _fence_ignored() -> list[tuple[Any, str, Any]]:
 
 
 def _failover_unfenced() -> list[tuple[Any, str, Any]]:
+    # Either one alone is hidden by the other: the leader after it skips the numbers it would use.
     fenced = SimStore._fenced
 
     def trusting(self: Any, data: Any, change: Any, term: int) -> Any:
@@ -127,7 +129,7 @@ def _failover_unfenced() -> list[tuple[Any, str, Any]]:
             data["server"] = self._server.num_failovers
         return fenced(self, data, change, term)
 
-    return [(SimStore, "_fenced", trusting)]
+    return [(SimStore, "_fenced", trusting), (NumberClaims, "skip", always(None))]
 
 
 def _first_term_known() -> list[tuple[Any, str, Any]]:
@@ -174,7 +176,12 @@ LEADER_PLANTS = {
     "failover-unfenced": Plant(
         breaks="the store accepts writes of a term that began before its failover",
         patches=_failover_unfenced,
-        kinds=("set_store_back_behind_leader", "shift", "operator"),
+        kinds=("set_store_back_behind_split", "shift", "operator"),
+    ),
+    "numbers-not-skipped": Plant(
+        breaks="a new leader opens the epoch after the latest that it knows of",
+        patches=lambda: [(NumberClaims, "skip", always(None))],
+        kinds=("set_store_back_behind_epoch", "shift", "operator"),
     ),
     "first-term-known": Plant(
         breaks="each balancer that knows no term begins with the same one",
