@@ -6,6 +6,7 @@ import pytest
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import fits, propose_layout
+from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
 
 MODEL = ModelShape(num_layers=3, num_experts=6, num_groups=2, expert_bytes=1000)
@@ -54,6 +55,17 @@ def test_the_reported_balance_is_that_of_the_window():
     found = given(layout_of(7), layout_of(3, shift=1), window=skewed)
     assert found.balancedness_current != found.balancedness_proposed
     assert 0 < found.balancedness_proposed <= 1
+
+
+def test_an_equal_target_with_uneven_shares_needs_no_moves():
+    current = layout_of(7)
+    shares = np.array(current.shares())
+    slots = np.flatnonzero(current.expert_of_slot[0] == 0)
+    shares[0, slots] = [1, WHOLE - 1]
+    current = current.with_placement(current.expert_of_slot, generation=7, share_of_slot=shares)
+    found = given(current, current)
+    assert not found.waves
+    assert found.moves == 0
 
 
 @pytest.mark.parametrize("window", [None, np.zeros((3, 6)), np.ones((2, 6))])

@@ -140,8 +140,8 @@ def changes_by_layers(
     if uneven.any() or target_uneven.any():
         has_shares = tuple(_any_after_each(batches, uneven, target_uneven))
         shares = target.shares()
-        is_sent = np.repeat(has_shares, [len(batch) for batch in batches])[:, None]
-        differs |= is_sent & (base.shares() != shares)[layers]
+        is_sent = np.repeat(np.array(has_shares, dtype=np.bool_), [len(one) for one in batches])
+        differs |= is_sent[:, None] & (base.shares() != shares)[layers]
     # Cells in the order of the changes, ascending within each.
     sent = np.flatnonzero(differs)
     ends = np.searchsorted(sent, np.arange(len(layers) + 1) * base.num_slots)

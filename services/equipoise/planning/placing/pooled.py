@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, Slots, Weights
+from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import used_places
 from equipoise.planning.placing.blanks import widened, without_blanks
 from equipoise.planning.placing.compiled import compiled, part
@@ -47,6 +48,10 @@ def place_pooled(problem: Problem, *, free: Bools) -> ExpertTable:
 
     No rank holds more experts over all layers than it has places, nor in one layer more than it has
     slots. The other layers stay as they are. Returns int32 [layers, slots] or EMPTY.
+
+    Raises:
+        InvalidLayoutError: no placement was found that fits, which hardly more places than experts
+            on few ranks may have.
     """
     topology = problem.topology
     kept = np.where(free[:, None], EMPTY, problem.held)
@@ -66,6 +71,13 @@ def place_pooled(problem: Problem, *, free: Bools) -> ExpertTable:
     if even is not None:
         tables.append(even.table)
     fitted = [into_rooms(part_of, table, room=room) for table in tables]
+    first_slot = topology.first_slot
+    fitted = [one for one in fitted if (used_places(one, first_slot=first_slot) <= room).all()]
+    if not fitted:
+        raise InvalidLayoutError(
+            f"no layout of {len(part_of.load)} layers was found in the places that are left on "
+            f"{topology.num_ranks} ranks, {room.min()} to {room.max()}: give each rank more places"
+        )
     placed = problem.held.copy()
     placed[free] = min(fitted, key=lambda table: _step_time(part_of, table))
     return placed
