@@ -138,12 +138,14 @@ lint: $(STAMP)  ## Style, types, imports between packages, protos against their 
 bench: $(STAMP)  ## Run the benchmarks and print their ratios
 	$(BIN)/python -m pytest -m benchmark -s $(ARGS)
 
-fuzz: $(STAMP)  ## Send every field of every message at its limits, a million random faults, a million bodies over HTTP
+fuzz: $(STAMP)  ## Send every field of every message at its limits, a million random faults, bodies over HTTP and pooled plans
 	EQUIPOISE_LIMITS_SHARE=1 $(BIN)/python -m pytest tests/balancer/test_limits.py tests/worker/test_limits.py tests/wire/test_limits.py $(ARGS)
 	EQUIPOISE_FUZZ_DECODED=750000 EQUIPOISE_FUZZ_HEARD=100000 EQUIPOISE_FUZZ_SOCKET=150000 \
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 	EQUIPOISE_FUZZ_BODIES=1000000 \
 	  $(BIN)/python -m pytest -s -o timeout=0 tests/gateway/test_hostile_fields.py -k random_body $(ARGS)
+	EQUIPOISE_RANDOM_PLANS=1000000 EQUIPOISE_RANDOM_POOLS=350000 \
+	  $(BIN)/python -m pytest -o timeout=0 tests/planning/test_wave_places.py tests/planning/test_places.py -k any_plan $(ARGS)
 
 simulate: $(STAMP)  ## Play 10,000 schedules of faults on a simulated fleet (ARGS="--hours 8"; --help lists all)
 	PYTHONHASHSEED=0 PYTHONPATH=. $(BIN)/python -m tests.simulation $(or $(ARGS),--schedules 10000)

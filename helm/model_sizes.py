@@ -16,7 +16,7 @@ MODELS = {"deepseek-v3": DEEPSEEK_V3}
 
 def written() -> str:
     """The file's text."""
-    lines = ["# Bytes of models in FP8. Written by helm/model_sizes.py."]
+    lines = ["# Layers with experts, and bytes, of models in FP8. Written by helm/model_sizes.py."]
     for name, config in MODELS.items():
         lines += [f"{name}:", *(f"  {key}: {value}" for key, value in _sizes(config).items())]
     return "\n".join(lines) + "\n"
@@ -25,6 +25,8 @@ def written() -> str:
 def _sizes(config: ModelConfig) -> dict[str, object]:
     row = RowBytes.of(config, is_fp8=True, dtype=torch.bfloat16)
     return {
+        "layers": config.num_moe_layers,
+        "draftLayers": config.num_expert_layers - config.num_moe_layers,
         "denseBytes": _term(config, "dense weights"),
         "slotBytes": _term(config, "experts"),
         "latentBytes": f"{{bf16: {_latents(config)}, fp8: {_latents(config, fp8_latents=True)}}}",

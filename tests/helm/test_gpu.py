@@ -58,6 +58,7 @@ def explained(tmp_path, capsys):
                 for name in (
                     "num_ranks",
                     "slots_per_rank",
+                    "places",
                     "spare_slots",
                     "cache_tokens",
                     "context_length",
@@ -94,6 +95,14 @@ TOO_LARGE = {
     "latents": ({"cacheTokens": 500_000}, "lower worker.cacheTokens, maxRequests or contextLength"),
     "requests": ({"cacheTokens": 0}, "lower worker.cacheTokens, maxRequests or contextLength"),
     "experts": ({"slotsPerRank": 20}, "lower worker.slotsPerRank (experts can shrink the most)"),
+    "experts in shared places": (
+        {"slotsPerRank": 20, "places": 900, "numMoeLayers": 58},
+        "lower worker.places (experts can shrink the most)",
+    ),
+    "experts in shared places, with drafts": (
+        {"slotsPerRank": 20, "places": 820, "numMoeLayers": 59, "speculate": 1, "spareSlots": 40},
+        "lower worker.places (experts can shrink the most)",
+    ),
     "staging": ({"spareSlots": 9}, "lower worker.spareSlots (staging slots can shrink the most)"),
     "steps": (
         {"maxStepTokens": 65_536, "cacheTokens": 32_768},

@@ -292,16 +292,22 @@ def test_selectors_never_change_with_the_version_and_match_their_pods():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "slots", "shared", "spare", "strategy"),
+    ("ranks", "slots", "places", "shared", "spare", "strategy"),
     [
-        (4, 12, False, 1, "RollingUpdate"),
-        (4, 8, False, 0, "OnDelete"),
-        (8, 16, False, 6, "RollingUpdate"),
-        (8, 16, True, 5, "RollingUpdate"),
+        (4, 12, 0, False, 1, "RollingUpdate"),
+        (4, 8, 0, False, 0, "OnDelete"),
+        (8, 16, 0, False, 6, "RollingUpdate"),
+        (8, 16, 0, True, 5, "RollingUpdate"),
+        (4, 12, 42, False, 0, "OnDelete"),
+        (4, 12, 43, False, 1, "RollingUpdate"),
+        (4, 12, 43, True, 0, "OnDelete"),
     ],
 )
-def test_upgrades_and_disruptions_depend_on_the_spare_ranks(ranks, slots, shared, spare, strategy):
+def test_upgrades_and_disruptions_depend_on_the_spare_ranks(
+    ranks, slots, places, shared, spare, strategy
+):
     chosen = {"replicas": ranks, "slotsPerRank": slots, "numExperts": 32, "sharedAsRouted": shared}
+    chosen |= {"places": places, "numMoeLayers": 4}
     objects = render({"worker": chosen})
     budget = one_of(objects, "PodDisruptionBudget", "eq-equipoise-worker")
     assert budget["spec"]["maxUnavailable"] == spare
@@ -361,6 +367,12 @@ CONTRADICTIONS = {
     r"worker.replicas \(2\) x worker.slotsPerRank \(12\) cannot hold worker.numExperts \(32\)": {
         "worker": {"replicas": 2}
     },
+    r"worker.places \(40\) are for all MoE layers: set worker.numMoeLayers": {
+        "worker": {"places": 40}
+    },
+    "so from 4 to 48": {"worker": {"places": 49, "numMoeLayers": 4}},
+    r"worker.replicas \(4\) x worker.places \(31\) cannot hold 32 experts in each of 4 MoE layers: "
+    "add ranks, or raise worker.places to 32": {"worker": {"places": 31, "numMoeLayers": 4}},
     r"cannot hold worker.numExperts \(32\) and the shared expert: add ranks or slots": {
         "worker": {"replicas": 2, "slotsPerRank": 16, "sharedAsRouted": True}
     },

@@ -17,6 +17,7 @@
 {{- if and $balancer.storage.persistent $shared -}}
 {{- fail "balancer.storage.persistent is for a balancer without Redis: disable one of them" -}}
 {{- end -}}
+{{- if ne .Values.worker.kind "None" -}}{{- include "equipoise.placeChecks" . -}}{{- end -}}
 {{- if and (ne .Values.worker.kind "None") (lt (include "equipoise.spareRanks" . | int) 0) -}}
 {{- fail (printf "worker.replicas (%d) x worker.slotsPerRank (%d) cannot hold worker.numExperts (%d)%s: add ranks or slots" (int .Values.worker.replicas) (int .Values.worker.slotsPerRank) (int .Values.worker.numExperts) (ternary " and the shared expert" "" .Values.worker.sharedAsRouted)) -}}
 {{- end -}}
@@ -57,6 +58,24 @@
 {{- end -}}
 {{- include "equipoise.weightChecks" .Values.worker -}}
 {{- include "equipoise.memoryCheck" . -}}
+{{- end -}}
+
+{{/* Places of a rank, as a balancer checks them, and those of all ranks. */}}
+{{- define "equipoise.placeChecks" -}}
+{{- $w := .Values.worker -}}
+{{- if $w.places -}}
+{{- $layers := include "equipoise.expertLayers" . | int64 -}}
+{{- if eq $layers 0 -}}
+{{- fail (printf "worker.places (%d) are for all MoE layers: set worker.numMoeLayers, or worker.checkpoint.model" (int64 $w.places)) -}}
+{{- end -}}
+{{- if or (lt (int64 $w.places) $layers) (gt (int64 $w.places) (mul $layers $w.slotsPerRank)) -}}
+{{- fail (printf "worker.places (%d) must be from 1 to worker.slotsPerRank (%d) for each of %d MoE layers, so from %d to %d" (int64 $w.places) (int $w.slotsPerRank) $layers $layers (mul $layers $w.slotsPerRank)) -}}
+{{- end -}}
+{{- $experts := include "equipoise.placedExperts" $w | int64 -}}
+{{- if lt (mul $w.replicas (int64 $w.places)) (mul $layers $experts) -}}
+{{- fail (printf "worker.replicas (%d) x worker.places (%d) cannot hold %d experts in each of %d MoE layers: add ranks, or raise worker.places to %d" (int $w.replicas) (int64 $w.places) $experts $layers (div (add (mul $layers $experts) $w.replicas -1) $w.replicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "equipoise.localRankChecks" -}}

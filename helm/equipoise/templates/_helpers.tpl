@@ -173,10 +173,26 @@ spec:
 {{ add .numExperts (ternary 1 0 .sharedAsRouted) }}
 {{- end -}}
 
+{{/* MoE layers with experts, those of draft tokens included; 0 if unknown. */}}
+{{- define "equipoise.expertLayers" -}}
+{{- $w := .Values.worker -}}
+{{- $layers := int64 $w.numMoeLayers -}}
+{{- with $w.checkpoint.model -}}
+{{- $model := index ($.Files.Get "files/models.yaml" | fromYaml) . -}}
+{{- $layers = add (int64 $model.layers) (ternary (int64 $model.draftLayers) 0 (gt (int64 $w.speculate) 0)) -}}
+{{- end -}}
+{{ $layers }}
+{{- end -}}
+
 {{/* The number of ranks that may be missing while the others hold every expert. */}}
 {{- define "equipoise.spareRanks" -}}
 {{- $w := .Values.worker -}}
-{{- $needed := div (add (include "equipoise.placedExperts" $w | int64) $w.slotsPerRank -1) $w.slotsPerRank -}}
+{{- $experts := include "equipoise.placedExperts" $w | int64 -}}
+{{- $needed := div (add $experts $w.slotsPerRank -1) $w.slotsPerRank -}}
+{{- if $w.places -}}
+{{- $inAll := mul $experts (include "equipoise.expertLayers" . | int64) -}}
+{{- $needed = max $needed (div (add $inAll (int64 $w.places) -1) (int64 $w.places)) -}}
+{{- end -}}
 {{- sub $w.replicas $needed -}}
 {{- end -}}
 

@@ -6,6 +6,7 @@
 {{- $ranks := int64 $w.replicas -}}
 {{- $slots := int64 $w.slotsPerRank -}}
 {{- $least := min $slots (div (add (include "equipoise.placedExperts" $w | int64) $ranks -1) $ranks) -}}
+{{- $remedy := "worker.slotsPerRank" -}}
 {{- $denseBytes := int64 $model.denseBytes -}}
 {{- $slotBytes := int64 $model.slotBytes -}}
 {{- $blockBytes := mul 64 (int64 (index $model.latentBytes $w.latents)) -}}
@@ -16,6 +17,15 @@
 {{- end -}}
 {{/* A routed shared expert is in slots only. */}}
 {{- if $w.sharedAsRouted -}}{{- $denseBytes = sub $denseBytes $slotBytes -}}{{- end -}}
+{{/* Experts that a rank holds, and the bytes of each: in all layers, or with places in one. */}}
+{{- $held := $slots -}}
+{{- if $w.places -}}
+{{- $layers := include "equipoise.expertLayers" . | int64 -}}
+{{- $held = int64 $w.places -}}
+{{- $least = div (add (mul $layers (include "equipoise.placedExperts" $w | int64)) $ranks -1) $ranks -}}
+{{- $slotBytes = div $slotBytes $layers -}}
+{{- $remedy = "worker.places" -}}
+{{- end -}}
 {{/* Blocks of 64 positions. */}}
 {{- $perRequest := div (add (int64 $w.contextLength) 63) 64 -}}
 {{- $blocks := add 1 (mul (int64 $w.maxRequests) $perRequest) -}}
@@ -33,7 +43,7 @@
 {{- $smallest := include "equipoise.stepBytes" (merge (dict "rows" (min (int64 $w.maxStepTokens) (int64 $w.maxRequests))) $step) | int64 -}}
 {{- $terms := list
   (dict "name" "dense weights" "bytes" $denseBytes "least" $denseBytes "remedy" "")
-  (dict "name" "experts" "bytes" (mul $slots $slotBytes) "least" (mul $least $slotBytes) "remedy" "worker.slotsPerRank")
+  (dict "name" "experts" "bytes" (mul $held $slotBytes) "least" (mul $least $slotBytes) "remedy" $remedy)
   (dict "name" "staging slots" "bytes" (mul (int64 $w.spareSlots) $slotBytes) "least" 0 "remedy" "worker.spareSlots")
   (dict "name" "latents" "bytes" (mul $blocks $blockBytes) "least" (mul (min $blocks (add 1 $perRequest)) $blockBytes) "remedy" "worker.cacheTokens, maxRequests or contextLength")
   (dict "name" "exchange buffers" "bytes" $exchange "least" $exchange "remedy" "")
@@ -50,7 +60,7 @@
 {{- end -}}
 {{- $capacity := floor (mulf $w.gpu.memoryGiB 1073741824) | int64 -}}
 {{- if gt $needed $capacity -}}
-{{- $remedy := "add ranks, or use GPUs with more memory" -}}
+{{- $remedy = "add ranks, or use GPUs with more memory" -}}
 {{- if $largest.bytes -}}{{- $remedy = printf "lower %s (%s can shrink the most), add ranks, or use GPUs with more memory" $largest.remedy $largest.name -}}{{- end -}}
 {{- fail (printf "a rank needs %s, more than worker.gpu.memoryGiB (%s): %s. Remedy: %s" (include "equipoise.gib" $needed) (include "equipoise.gib" $capacity) (join ", " $all) $remedy) -}}
 {{- end -}}

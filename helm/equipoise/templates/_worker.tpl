@@ -58,6 +58,7 @@ spec:
         - --local-ranks={{ $worker.localRanks }}
         {{- end }}
         - --slots-per-rank={{ $worker.slotsPerRank }}
+        - --places={{ int64 $worker.places }}
         {{- if $worker.sharedAsRouted }}
         - --shared-as-routed
         {{- end }}
