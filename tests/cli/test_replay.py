@@ -154,6 +154,19 @@ def test_a_current_layout_is_where_a_replay_starts(tmp_path):
     assert never["windows"][0]["balancedness"] > in_order["windows"][0]["balancedness"]
 
 
+def test_layers_that_share_places_are_replayed_per_layer_and_pooled():
+    places = ["--places", "38", "--slots", "48"]
+    both = replayed(*POOL, *places)
+    assert list(both) == ["never", "default", "pooled"]
+    assert both["pooled"]["policy"]["slots"] == "pooled"
+    for name in ("default", "pooled"):
+        assert both[name]["moves"]
+        assert both[name]["balancedness_mean"] > both["never"]["balancedness_mean"] + 0.1
+    assert both["pooled"]["windows"] != both["default"]["windows"]
+    assert "38 places each, up to 12 slots in a layer" in equipoise(*POOL, *places)
+    assert list(replayed(*POOL, *places, "--policy", "default")) == ["never", "default"]
+
+
 def test_several_files_are_replayed_in_order(tmp_path):
     for name, hot in (("b", 1), ("a", 0)):
         load = [[5000.0 if expert == hot else 100.0 for expert in range(8)]]
@@ -213,6 +226,11 @@ def test_a_png_is_drawn_too(tmp_path):
         ([*POOL, "--window-s", "0"], "window_s must be from 0.001 to 86400, not 0"),
         ([*POOL, "--plot", "x.jpg"], "--plot must end in .svg or .png, not 'x.jpg'"),
         ([*POOL, "--policy", "never=interval=20"], "--policy never: the name is reserved"),
+        (
+            [*POOL, "--places", "41"],
+            "--places 41 must be from 32, for 32 experts of 4 layers, to 40",
+        ),
+        ([*POOL, "--places", "-1"], "places must be at least 0, not -1"),
         ([*POOL, "--policy", "x"], "--policy x must be name=option=value"),
     ],
 )

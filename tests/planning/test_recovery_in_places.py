@@ -64,6 +64,17 @@ def test_a_new_pool_starts_with_equally_many_slots_in_every_layer():
     assert (used == NUM_PLACES // NUM_LAYERS).all()
 
 
+def test_a_new_pool_with_hardly_more_places_than_experts_starts_all_the_same():
+    """3 ranks of 28 places have 5 slots per layer each if all layers are alike: 1 too few."""
+    layout = recovered([None] * 3, np.zeros((NUM_LAYERS, NUM_EXPERTS)))
+    assert max(layout.used_places) <= NUM_PLACES
+    load = load_of(0)
+    where = {"model": MODEL, "topology": topology_of(3), "current": layout}
+    with pytest.raises(InvalidLayoutError, match=r"are 15 slots, too few for 16 .* or pool them"):
+        plan_in_places(load, Wishes(slots=SlotUse.PER_LAYER), **where)
+    assert plan_in_places(load, Wishes(slots=SlotUse.POOLED), **where).moves
+
+
 def test_ranks_that_hold_the_committed_layout_keep_it():
     load = load_of(0)
     layout = pooled_layout(load, 4)

@@ -76,6 +76,13 @@ def plan_in_places(
                 f"{min(topology.places_of_rank)} places of a rank are less than one for each of "
                 f"{model.num_layers} layers: give each rank more, or pool them"
             )
+        num_left = sum(size for rank, size in enumerate(of_layer) if rank not in exclude_ranks)
+        if topology.places_of_rank and num_left < model.num_experts:
+            raise InvalidLayoutError(
+                f"with equally many slots in each layer, the places of {topology.num_ranks} ranks "
+                f"are {num_left} slots, too few for {model.num_experts} experts: give each rank "
+                "more, or pool them"
+            )
         narrow = Topology(
             node_of_rank=topology.node_of_rank, slots_per_rank=max(of_layer), slots_of_rank=of_layer
         )

@@ -16,7 +16,7 @@ from equipoise.planning.placing.blanks import widened
 from equipoise.planning.placing.cover import cover, fill
 from equipoise.planning.placing.cover_places import cover_in_places
 from equipoise.planning.placing.problem import Problem
-from equipoise.planning.policy import Algorithm
+from equipoise.planning.policy import Algorithm, SlotUse
 from equipoise.planning.topology import ModelShape, Topology
 
 
@@ -97,8 +97,10 @@ def _covered(problem: Problem) -> ExpertTable:
 
 def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> ExpertTable:
     """Place experts on workers that hold nothing; without load, as pools start."""
-    if not load.any() and topology.has_equal_slots:
-        of_layer = topology.slots_of_layer(model.num_layers)
+    of_layer = topology.slots_of_layer(model.num_layers)
+    # Hardly more places than experts only suffice if layers have different numbers of slots.
+    has_room = not topology.places_of_rank or sum(of_layer) >= model.num_experts
+    if has_room and not load.any() and topology.has_equal_slots:
         table = contiguous_layout(
             num_layers=model.num_layers,
             num_experts=model.num_experts,
@@ -107,6 +109,9 @@ def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> Exper
         ).expert_of_slot
         return widened(table, topology, of_layer, fill=EMPTY)
     wishes = Wishes(algorithm=Algorithm.AUTO)
+    if not has_room:
+        wishes = Wishes(algorithm=Algorithm.AUTO, slots=SlotUse.POOLED)
+        load = load if load.any() else np.ones_like(load)
     planned = plan_in_places(load, wishes, model=model, topology=topology, current=None)
     return planned.expert_of_slot
 

@@ -13,8 +13,9 @@ from equipoise.formats.files import read_placement, read_recording
 from equipoise.formats.model_config import ModelDescription, read_model_config
 from equipoise.formats.recording import Recording, joined
 from equipoise.planning.arrays import ExpertTable, ShareTable
-from equipoise.planning.layout import Layout, contiguous_layout, used_places
+from equipoise.planning.layout import Layout, used_places
 from equipoise.planning.placing.twins import repair_twins
+from equipoise.planning.recovery import recover
 from equipoise.planning.shared_expert import shape_with_shared_expert, with_shared_expert
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.settings.errors import InvalidSettingsError
@@ -132,11 +133,11 @@ def read_case(settings: RecordingSettings) -> Case:
 
 
 def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
-    """A pool with the same number of ranks on each node and of slots on each rank.
+    """A pool with the same number of ranks on each node and of slots and places on each rank.
 
     Raises:
         InvalidSettingsError: ranks or slots do not divide evenly, hold too few experts or exceed
-            `MAX_SLOTS`.
+            `MAX_SLOTS`; or places hold too few experts or exceed the slots.
     """
     num_nodes, num_ranks = settings.nodes, settings.ranks
     if num_ranks > MAX_SLOTS or (settings.slots or 0) > MAX_SLOTS:
@@ -157,10 +158,19 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
         raise InvalidSettingsError(
             f"--slots {num_slots} cannot hold {model.num_experts} experts: use {least} or more"
         )
-    ranks_per_node = num_ranks // num_nodes
+    ranks_per_node, slots_per_rank = num_ranks // num_nodes, num_slots // num_ranks
+    fewest = -(-model.num_layers * model.num_experts // num_ranks)
+    most = model.num_layers * slots_per_rank
+    if settings.places and not fewest <= settings.places <= most:
+        raise InvalidSettingsError(
+            f"--places {settings.places} must be from {fewest}, for {model.num_experts} experts "
+            f"of {model.num_layers} layers, to {most}, one in each of {slots_per_rank} slots of a "
+            "rank and layer (--slots / --ranks)"
+        )
     return Topology(
         node_of_rank=tuple(f"node{rank // ranks_per_node}" for rank in range(num_ranks)),
-        slots_per_rank=num_slots // num_ranks,
+        slots_per_rank=slots_per_rank,
+        places_of_rank=(settings.places,) * num_ranks if settings.places else (),
     )
 
 
@@ -219,7 +229,7 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
                 f"{topology.places_of_rank[0]}"
             )
     elif placement.has_empty_slots:
-        raise FormatError(f"{path}: its layers share places: only `plan --places` reads it")
+        raise FormatError(f"{path}: its layers share places: say how many with --places")
     # The load determines which duplicates are cheapest to replace.
     repaired = table
     if not placement.has_empty_slots:
@@ -241,18 +251,21 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
 
 
 def starting_layout(settings: PoolSettings, *, case: Case, topology: Topology) -> Layout:
-    """The current layout, or experts in order if the settings name no file.
+    """The current layout, or what a new pool starts with if the settings name no file.
 
     Raises:
         FormatError: the file is invalid, or its experts, layers, ranks or slots differ.
     """
     if (current := read_current(settings, case=case, topology=topology)) is not None:
         return current.layout
-    return contiguous_layout(
-        num_layers=case.model.num_layers,
-        num_experts=case.model.num_experts,
-        num_ranks=topology.num_ranks,
-        slots_per_rank=topology.slots_per_rank,
+    model = case.model
+    return recover(
+        [None] * topology.num_ranks,
+        load=np.zeros((model.num_layers, model.num_experts)),
+        model=model,
+        topology=topology,
+        committed=None,
+        generation=1,
     )
 
 

@@ -123,8 +123,6 @@ def _make(settings: PlanSettings) -> _PlanReport:
         if settings.slots_of_rank
         else pool_topology(settings.pool, case.model)
     )
-    if settings.places:
-        topology = replace(topology, places_of_rank=(settings.places,) * topology.num_ranks)
     current = read_current(settings.pool, case=case, topology=topology)
     is_counts = bool((load == np.trunc(load)).all())
     arguments: dict[str, Any] = {
@@ -136,7 +134,7 @@ def _make(settings: PlanSettings) -> _PlanReport:
         # If the loads are counts, the plan makes no moves for noise.
         "samples": assignments_per_layer(load) if current and is_counts else None,
     }
-    if settings.places:
+    if settings.pool.places:
         planner: Callable[..., Plan] = _pooled
         arguments["wishes"] = Wishes(
             algorithm=arguments.pop("algorithm"),
@@ -157,7 +155,7 @@ def _make(settings: PlanSettings) -> _PlanReport:
         arguments["num_shared_ranks"] = settings.shared_ranks
     try:
         # The first call compiles or loads machine code; keep that out of the measured time.
-        if not settings.places:
+        if not settings.pool.places:
             planner(
                 load[:1],
                 **{**arguments, "model": replace(case.model, num_layers=1), "current": None},
@@ -243,7 +241,7 @@ def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
         "num_groups": model.num_groups,
         "num_ranks": len(made.ranks),
         "num_slots": int(made.expert_of_slot.shape[1]),
-        "num_places": settings.places,
+        "num_places": settings.pool.places,
         "slots_of_layer": (made.expert_of_slot != EMPTY).sum(axis=1).tolist(),
         "num_windows": report.case.recording.num_windows,
         "first_moe_layer": report.case.recording.first_moe_layer,
@@ -259,9 +257,9 @@ def _show(report: _PlanReport, settings: PlanSettings) -> None:
     used = (made.expert_of_slot != EMPTY).sum(axis=1)
     num_slots = int(made.expert_of_slot.shape[1])
     slots_text = f"{num_slots} slots ({num_slots - model.num_experts} redundant)"
-    if settings.places:
+    if settings.pool.places:
         slots_text = (
-            f"{settings.places} places each: {used.min()} to {used.max()} slots in a layer "
+            f"{settings.pool.places} places each: {used.min()} to {used.max()} slots in a layer "
             f"({used.mean() - model.num_experts:.1f} redundant on average)"
         )
     out.print(

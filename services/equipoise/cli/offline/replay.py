@@ -121,10 +121,15 @@ def _show(
 ) -> None:
     out = console()
     model = case.model
+    slots_text = f"{topology.num_slots} slots"
+    if settings.pool.places:
+        slots_text = (
+            f"{settings.pool.places} places each, up to {topology.slots_per_rank} slots in a layer"
+        )
     out.print(
         f"{case.recording.num_windows} windows of {settings.window_s:g} s, {model.num_layers} "
         f"layers x {model.num_experts} experts; {format_count(topology.num_ranks, 'rank')} on "
-        f"{format_count(len(topology.nodes), 'node')}, {topology.num_slots} slots"
+        f"{format_count(len(topology.nodes), 'node')}, {slots_text}"
     )
     for one in runs:
         if one.policy is not None:

@@ -90,6 +90,14 @@ class PoolSettings:
     slots: int | None = None
     """Physical slots per layer over all ranks. Default: the fewest that hold all experts."""
 
+    places: Annotated[int, Range(0)] = 0
+    """Experts that each rank has room for over all layers (workers' --places). Layers then share
+    them: each gets as many slots as shorten the step most, on each rank at most --slots / --ranks.
+    `replay` does so under policies with slots=pooled."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
 
 def _source_of(unit: Unit, source: RecordingSettings) -> RecordingSettings:
     """The loads as a unit plans them: the model is DeepSeek-V3 unless the options say more."""
@@ -159,11 +167,6 @@ class PlanSettings:
     """Let an expert's replicas serve unequal shares of its load. Only Equipoise's own format and
     workers support shares."""
 
-    places: Annotated[int, Range(0)] = 0
-    """Experts that each rank has room for over all layers. Layers then share them: each gets as
-    many slots as shorten the step most, on each rank at most --slots / --ranks. Only Equipoise's
-    own format and workers support that (--places, and planning.slots=pooled in the policy)."""
-
     shared_ranks: Annotated[int | None, Range(1)] = None
     """Number of ranks, the last ones, that hold only the shared expert. Needs --shared-expert and
     one slot per rank. Default: the plan chooses the shared expert's replicas."""
@@ -210,7 +213,7 @@ class PlanSettings:
                 f"--weighted works with --format {Format.EQUIPOISE} only: {self.format} cannot "
                 "represent shares"
             )
-        if self.places:
+        if self.pool.places:
             self._check_places()
         if is_limited and self.algorithm not in {Algorithm.AUTO, Algorithm.INCREMENTAL}:
             raise InvalidSettingsError(
@@ -273,7 +276,7 @@ class ReplaySettings:
     policy: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
     """Policy to compare, repeatable: NAME=interval=20,min_gain=0.05 (options of the balancer; the
     rest keep their defaults), a BalancePolicy .yaml, a .toml or .json file of options, or
-    `default`."""
+    `default`. Default: `default`, and with --places also pooled=slots=pooled."""
 
     window_s: Annotated[float, Range(0.001, DAY_S)] = 10.0
     """Length of each window in seconds, which recordings do not contain."""
@@ -299,6 +302,8 @@ class ReplaySettings:
             object.__setattr__(self, "source", _source_of(unit, self.source))
             own = f"{self.unit}=algorithm={unit.algorithm},interval={unit.interval_s:g}"
             object.__setattr__(self, "policy", self.policy or (own,))
+        if self.pool.places:
+            object.__setattr__(self, "policy", self.policy or ("default", "pooled=slots=pooled"))
         if self.plot is not None and self.plot.suffix not in _IMAGES:
             raise InvalidSettingsError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
 
