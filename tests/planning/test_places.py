@@ -101,7 +101,7 @@ def check_random_pool(rng):
                 current, topology = lose_a_rank(
                     current, load, lost=lost, model=model, topology=topology
                 )
-            except InvalidLayoutError:
+            except InvalidLayoutError:  # Only too few places are a reason.
                 num_left = sum(topology.places_of_rank) - topology.places_of_rank[lost]
                 assert num_left < load.size
         places = np.array(topology.places_of_rank)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout, count_moves
+from equipoise.planning.layout import Layout, contiguous_layout, count_moves
 from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.policy import SlotUse
 from equipoise.planning.recovery import recover, recovery_moves
@@ -96,6 +96,26 @@ def test_the_experts_of_a_lost_rank_go_to_the_others_and_no_other_expert_moves(s
     checksums = np.zeros((NUM_LAYERS, NUM_EXPERTS, 16), dtype=np.uint8)
     moves = recovery_moves(held, target=after, topology=topology_of(3), checksums=checksums)
     assert sum(map(len, moves.values())) == missing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_experts_are_placed_anew_where_the_places_left_are_in_the_wrong_ranks(seed):
+    """Exactly as many places as experts: a rank with an empty slot of a layer may be full."""
+    tables = [
+        [[0, 1, -1], [0, 1, -1], [0, 1, -1]],
+        [[6, 3, -1], [7, 3, -1], [2, 5, -1]],
+        [[2, 7, -1], [6, 4, -1], [6, 7, -1]],
+    ]
+    where = {"num_layers": 3, "num_experts": 8}
+    after = recover(
+        [np.array(table, dtype=np.int32) for table in tables],
+        load=np.random.default_rng(seed).random((3, 8)) * (seed > 0),
+        model=ModelShape(num_groups=1, expert_bytes=1, **where),
+        topology=Topology(node_of_rank=("a",) * 3, slots_per_rank=3, places_of_rank=(8,) * 3),
+        committed=contiguous_layout(num_ranks=4, slots_per_rank=3, **where),
+        generation=7,
+    )
+    assert after.used_places == (8, 8, 8)
 
 
 def test_a_rank_that_holds_nothing_joins_with_its_part_of_the_committed_layout():

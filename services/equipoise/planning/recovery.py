@@ -5,6 +5,7 @@ that follow improve the balance while requests are served.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.placing.blanks import widened
 from equipoise.planning.placing.cover import cover, fill
 from equipoise.planning.placing.cover_places import cover_in_places
+from equipoise.planning.placing.pooled import place_pooled
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.policy import Algorithm, SlotUse
 from equipoise.planning.topology import ModelShape, Topology
@@ -87,9 +89,17 @@ def recovery_moves(
 
 
 def _covered(problem: Problem) -> ExpertTable:
-    """Cover all experts; slots that are not part of a pool of places are all filled."""
+    """Cover all experts; slots that are not part of a pool of places are all filled.
+
+    Where there is no place without moving others, experts are placed anew, near what ranks hold.
+    """
     if problem.topology.places_of_rank:
-        return cover_in_places(problem)
+        covered = cover_in_places(problem)
+        if covered is not None:
+            return covered
+        load = problem.load if problem.load.any() else np.ones_like(problem.load)
+        every = np.ones(problem.model.num_layers, dtype=np.bool_)
+        return place_pooled(replace(problem, load=load), free=every)
     for layer in range(problem.model.num_layers):
         fill(problem.held[layer], problem.load[layer], problem.topology)
     return cover(problem)

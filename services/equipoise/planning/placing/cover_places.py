@@ -8,12 +8,14 @@ from equipoise.planning.layout import count_replicas, used_places
 from equipoise.planning.placing.problem import Problem
 
 
-def cover_in_places(problem: Problem) -> ExpertTable:
+def cover_in_places(problem: Problem) -> ExpertTable | None:
     """Return the placement in use with every expert in it, int32 [layers, slots] or EMPTY.
 
     Each missing expert, the heaviest of its layer first, goes to the least loaded rank that has an
     empty slot and a place left. Where there is none, it takes the slot of a spare replica; or a
     rank with an empty slot gives up a spare replica of another layer. Other slots stay as they are.
+    None if that fails: with hardly more places than experts, the ranks with an empty slot may have
+    no place left.
 
     Raises:
         InvalidLayoutError: the ranks have fewer places than there are experts.
@@ -29,11 +31,13 @@ def cover_in_places(problem: Problem) -> ExpertTable:
     for layer in np.flatnonzero((problem.replicas(table) == 0).any(axis=1)).tolist():
         missing = np.flatnonzero(problem.replicas(table[layer : layer + 1])[0] == 0)
         for expert in missing[np.argsort(-problem.load[layer, missing], kind="stable")].tolist():
-            _place(problem, table, layer, expert)
+            if not _place(problem, table, layer, expert):
+                return None
     return table
 
 
-def _place(problem: Problem, table: ExpertTable, layer: int, expert: int) -> None:
+def _place(problem: Problem, table: ExpertTable, layer: int, expert: int) -> bool:
+    """Place an expert in the table, if it fits."""
     room = np.array(problem.topology.places_of_rank)
     room -= used_places(table, first_slot=problem.topology.first_slot)
     slots, carried = table[layer], problem.rank_loads(table[layer : layer + 1])[0]
@@ -41,7 +45,7 @@ def _place(problem: Problem, table: ExpertTable, layer: int, expert: int) -> Non
     for allowed in (is_free & (room[problem.rank_of_slot] > 0), _spare(problem, table)[layer]):
         if allowed.any():
             slots[np.where(allowed, carried[problem.rank_of_slot], np.inf).argmin()] = expert
-            return
+            return True
     for slot in np.flatnonzero(is_free).tolist():
         rank = int(problem.rank_of_slot[slot])
         own = slice(problem.topology.first_slot[rank], problem.topology.first_slot[rank + 1])
@@ -50,10 +54,8 @@ def _place(problem: Problem, table: ExpertTable, layer: int, expert: int) -> Non
             other, place = spare[0].tolist()
             table[other, own.start + place] = EMPTY
             slots[slot] = expert
-            return
-    raise InvalidLayoutError(
-        f"no rank has a place left for expert {expert} of layer {layer}: more workers are needed"
-    )
+            return True
+    return False
 
 
 def _spare(problem: Problem, table: ExpertTable) -> Bools:
