@@ -1,11 +1,23 @@
 """Real processes whose layers share places: from perLayer to pooled slots and back."""
 
+import asyncio
 import signal
+from contextlib import asynccontextmanager, suppress
 
+import grpc
 import numpy as np
 import pytest
 
-from tests.support.real_pool import check_tokens, pool_of, under_load, undisturbed_tokens
+from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2, status_pb2_grpc
+from tests.support.real_pool import (
+    BOUND_S,
+    check_tokens,
+    mirrored,
+    pool_of,
+    under_load,
+    undisturbed_tokens,
+)
+from tests.support.redis_server import RedisServer, require_redis
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
 
@@ -94,3 +106,108 @@ async def test_ranks_that_share_places_survive_a_killed_one_and_no_token_changes
             later = await pool.serving(*NAMES, after_epoch=after.epoch)
             assert not later.quarantined
     check_tokens(traffic, undisturbed_tokens())
+
+
+@asynccontextmanager
+async def places_watched(pool):
+    """Ask for the layout again and again: no rank may hold more than its places."""
+    generations = set()
+
+    async def ask():
+        async with grpc.aio.insecure_channel(pool.address) as channel:
+            stub = status_pb2_grpc.StatusStub(channel)
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    layout = (await stub.GetLayout(status_pb2.GetLayoutRequest())).layout
+                    slots_in_use(layout)
+                    generations.add(layout.generation)
+                await asyncio.sleep(0.02)
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield generations
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert asking.cancelled(), asking.exception()
+
+
+async def pin(pool, layout):
+    async with grpc.aio.insecure_channel(pool.address) as channel:
+        request = admin_pb2.PinRequest(reason="to be rolled out", layout=layout)
+        answer = await admin_pb2_grpc.AdminStub(channel).Pin(request, timeout=BOUND_S)
+    assert answer.outcome.accepted, answer.outcome.reason
+
+
+async def layout_of_successor(pool):
+    """The layout as soon as a new balancer has one."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                return await pool.layout()
+            await asyncio.sleep(0.1)
+
+
+async def test_shared_places_outlive_balancers_their_store_and_all_processes(tmp_path):
+    require_redis()
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY.format(slots="pooled") + "  waves: {maxMoves: 1}\n")
+    places = f"--places={NUM_PLACES}"
+    with RedisServer(tmp_path / "redis") as redis:
+        balancer = (f"--store={redis.url}", f"--policy={policy}")
+        async with pool_of(
+            *NAMES,
+            folder=tmp_path,
+            slots_per_rank=NUM_SLOTS,
+            arguments=(places,),
+            balancer_arguments=balancer,
+        ) as (pool, first):
+            async with under_load(first) as traffic, places_watched(pool) as generations:
+                later = first
+                while (slots_in_use(await pool.layout()) == NUM_PLACES // 4).all():
+                    later = await pool.until(
+                        lambda status, least=later.generation: status.generation > least
+                    )
+                await pin(pool, await pool.layout())
+                still = await pool.until(
+                    lambda one: one.hold.at_pin and not one.HasField("rollout")
+                )
+                wanted = mirrored(await pool.layout())
+                await pin(pool, wanted)
+                # The balancer dies between the waves of a change of every slot.
+                amid = await pool.until(lambda one: one.generation > still.generation)
+                await pool.fleet.stop("balancer", with_signal=signal.SIGKILL)
+                await traffic.until_finished(3)
+                await pool.start_balancer(*balancer)
+                done = await pool.until(
+                    lambda one: (
+                        one.health == status_pb2.POOL_HEALTH_SERVING
+                        and one.hold.at_pin
+                        and one.generation >= amid.generation
+                        and not one.HasField("rollout")
+                    )
+                )
+                assert (await pool.layout()).expert_of_slot == wanted.expert_of_slot
+                assert done.epoch == first.epoch, "the ranks went on"
+                # Its successor finds an empty store: the layout is what the workers run.
+                await pool.fleet.stop("balancer", with_signal=signal.SIGKILL)
+                redis.restart_empty()
+                await pool.start_balancer(*balancer, "--interval-s=3600")
+                found = await layout_of_successor(pool)
+                assert found.expert_of_slot == wanted.expert_of_slot
+                after = await pool.serving(*NAMES)
+                assert after.epoch == first.epoch, "the ranks went on"
+                await traffic.until_finished(3)
+            assert len(generations) > 3
+            check_tokens(traffic, undisturbed_tokens())
+            # All processes end; the layout is in the store.
+            for name in (*NAMES, "balancer"):
+                await pool.fleet.stop(name, with_signal=signal.SIGKILL)
+            await pool.start_balancer(*balancer, "--interval-s=3600")
+            for name in NAMES:
+                await pool.start_worker(name, places)
+            again = await pool.serving(*NAMES, after_epoch=after.epoch)
+            assert (await pool.layout()).expert_of_slot == wanted.expert_of_slot
+            async with under_load(again) as traffic:
+                await traffic.until_finished(3)
+            check_tokens(traffic, undisturbed_tokens())
