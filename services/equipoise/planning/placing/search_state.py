@@ -90,3 +90,34 @@ class SearchState(NamedTuple):
     lightest_first: Indices
     step: Indices
     """[4]: the step found."""
+
+
+class SpareSlots(NamedTuple):
+    """The slots whose expert has other replicas, with what a copy to them depends on."""
+
+    slots: Indices
+    """[spare slots]."""
+    least_cost: Weights
+    """Of a copy, [spare slots]: less than a move where the slot may get back its expert, or an
+    expert its home."""
+    before: Weights
+    """Excess that it removes, before what is left on the rank is subtracted, [spare slots]."""
+    without: Load
+    """What the rank carries above the threshold without the expert, [kinds, spare slots]."""
+
+
+class Partners(NamedTuple):
+    """The slots of the least loaded ranks, with what a swap depends on side by side."""
+
+    slots: Indices
+    """[partners]."""
+    excess: Weights
+    """Of their ranks, [partners]."""
+    share: Load
+    """Their load, [kinds, partners]."""
+    without: Load
+    """What their rank carries without them, [kinds, partners]."""
+    least_cost: Weights
+    """Of a swap with a slot that holds what it held at the start, [partners]."""
+    removed: Weights
+    """Excess that a swap removes, [partners]; overwritten by each search."""
