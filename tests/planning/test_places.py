@@ -49,11 +49,13 @@ def random_pool(rng):
     # At least as many as for one slot of each layer.
     places = max(least, -(-num_experts // num_ranks) * num_layers) + int(rng.integers(0, 9))
     slots = -(-places // num_layers) + int(rng.integers(0, 4))
+    is_unequal = rng.random() < 0.2
+    more = rng.integers(0, 5, num_ranks) * is_unequal
     model = ModelShape(num_layers=num_layers, num_experts=num_experts, num_groups=1, expert_bytes=1)
     topology = Topology(
         node_of_rank=tuple(str(rank // 2) for rank in range(num_ranks)),
         slots_per_rank=slots,
-        places_of_rank=(min(places, num_layers * slots),) * num_ranks,
+        places_of_rank=tuple(np.minimum(places + more, num_layers * slots).tolist()),
     )
     return model, topology
 
@@ -262,6 +264,17 @@ def test_too_few_places_are_an_error_that_says_how_many_are_needed():
     with pytest.raises(InvalidLayoutError, match="at least 16 places"):
         plan_in_places(
             np.ones((4, 8)), Wishes(slots=POOLED), model=model, topology=topology, current=None
+        )
+
+
+def test_ranks_whose_slots_differ_are_rejected_if_pooled():
+    model = ModelShape(num_layers=3, num_experts=8, num_groups=1, expert_bytes=1)
+    topology = Topology(
+        node_of_rank=("a",) * 3, slots_per_rank=5, slots_of_rank=(4, 3, 5), places_of_rank=(9, 9, 9)
+    )
+    with pytest.raises(InvalidLayoutError, match=r"equally many slots .* not \(4, 3, 5\)"):
+        plan_in_places(
+            np.ones((3, 8)), Wishes(slots=POOLED), model=model, topology=topology, current=None
         )
 
 

@@ -67,7 +67,8 @@ def plan_in_places(
     """Plan as `plan` does, and fill no more places of any rank than it has.
 
     Raises:
-        InvalidLayoutError: there are fewer slots or places than experts, or no ranks.
+        InvalidLayoutError: there are fewer slots or places than experts, or no ranks; or slots are
+            pooled and ranks differ in how many they have, not only in places.
     """
     if not topology.places_of_rank or wishes.slots is SlotUse.PER_LAYER:
         of_layer = topology.slots_of_layer(model.num_layers)
@@ -106,6 +107,11 @@ def plan_in_places(
             least_gain_per_move=wishes.least_gain_per_move,
         )
         return _widened(made, topology, of_layer, current) if topology.places_of_rank else made
+    if not topology.has_equal_slots:
+        raise InvalidLayoutError(
+            "pooled slots need equally many slots of a layer on each rank, not "
+            f"{topology.slots_of_rank}: give ranks different numbers of places instead"
+        )
     ranks = tuple(rank for rank in range(topology.num_ranks) if rank not in exclude_ranks)
     if not ranks:
         raise InvalidLayoutError("no rank is left to plan for: exclude fewer ranks")
