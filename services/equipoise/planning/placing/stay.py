@@ -67,11 +67,12 @@ def _match_layers(table: Slots, held: Slots, bounds: Indices, num_experts: int) 
     for block in range(len(bounds) - 1):
         block_of_slot[bounds[block] : bounds[block + 1]] = block
     wanted = np.empty(table.shape[1], dtype=np.int32)
+    begin, end = bounds[0], bounds[-1]
     for layer in range(len(table)):
-        wanted[:] = table[layer]
-        _link(chain, wanted, bounds[0], bounds[-1])
+        wanted[begin:end] = table[layer, begin:end]
+        _link(chain, wanted, begin, end)
         block_of_place = _match(held[layer], bounds, chain, block_of_slot)
-        _unlink(chain, wanted, bounds[0], bounds[-1])
+        _unlink(chain, wanted, begin, end)
         for place in range(len(bounds) - 1):
             source = bounds[block_of_place[place]]
             for position in range(bounds[place + 1] - bounds[place]):
