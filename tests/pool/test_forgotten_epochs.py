@@ -74,10 +74,9 @@ def test_no_number_is_used_again_that_only_absent_ranks_know(make_harness, lost,
     fleet.live(seconds=A_START_S)
     served = [fleet.workers[name] for name in present]
     assert all(worker.serves for worker in (*known, *served)), "two groups"
-    if writes or len(restarted) < len(present):  # Else nothing tells the pool from a new one.
-        assert {one.epoch for one in served}.isdisjoint(one.epoch for one in known)
-        numbers = {one.layout.generation for one in served}
-        assert numbers.isdisjoint(one.layout.generation for one in known)
+    assert {one.epoch for one in served}.isdisjoint(one.epoch for one in known)
+    numbers = {one.layout.generation for one in served}
+    assert numbers.isdisjoint(one.layout.generation for one in known)
     fleet.connect(*absent)
     fleet.live(seconds=AN_OUTAGE_S)
     check(fleet)
@@ -170,13 +169,76 @@ def test_no_generation_that_a_joining_rank_starts_in_is_used_again(fleet):
     assert fleet.harness.pool.layouts.current.generation > taken_up
 
 
+def test_a_new_pool_without_all_its_ranks_uses_no_number_that_the_others_may_know(make_harness):
+    """Two balancers that know nothing each begin with half of the workers."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    opened = []
+    for names in ("worker-0", "worker-1"), ("worker-2", "worker-3"):
+        fleet.succeed()
+        for name in names:
+            fleet.restart(name)
+        fleet.live(seconds=A_START_S)
+        opened += fleet.opened()
+    assert len(set(opened)) == len(opened) == 2
+    fleet.connect()
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+
+
+def test_a_store_with_another_layout_under_the_ranks_generation_does_not_mislead_them(fleet):
+    """It was emptied, the pool began anew, and the store was set back to what it had first."""
+    stored = memory_of(fleet.harness.writes)
+    known = fleet.workers["worker-0"].state.highest_generation
+    others = (stored.committed.expert_of_slot + 1) % stored.committed.num_experts
+    other = replace(stored.committed, generation=known, expert_of_slot=others)
+    fleet.succeed(replace(stored, committed=other, next_generation=known + 1))
+    for worker in fleet.alive:  # They hold nothing, so that the stored layout suits them.
+        fleet.restart(worker.hello.worker)
+    fleet.live(seconds=A_START_S)
+    check(fleet)
+    assert fleet.harness.pool.layouts.current.generation > known
+
+
+def test_a_hello_that_its_process_sent_before_is_rejected_and_changes_nothing(fleet):
+    """A balancer that was suspended reads the Hellos of streams that were given up meanwhile."""
+    outdated = fleet.workers["worker-0"].hello
+    assert not outdated.highest_epoch
+    fleet.live(seconds=10)
+    check(fleet)
+    fleet.succeed(memory_of(fleet.harness.writes))
+    fleet.connect("worker-0", "worker-1")
+    with pytest.raises(RejectedWorkerError, match="has taken up epoch 2 since") as rejected:
+        fleet.harness.hello(outdated)
+    assert rejected.value.kind == "hello_outdated"
+    fleet.connect("worker-2")
+    fleet.live(seconds=1)
+    check(fleet)
+    assert fleet.harness.pool.roster.epoch == 2
+
+
+def test_a_rank_that_joins_waits_until_the_others_have_said_what_they_run(fleet):
+    """The Hello that it sent before it served arrives after the one that says that it serves."""
+    fleet.live(seconds=10)
+    early = replace(fleet.workers["worker-0"].hello, highest_epoch=2)
+    fleet.succeed(memory_of(fleet.harness.writes, forgotten=1000))
+    fleet.connect("worker-0", "worker-1")
+    fleet.live(seconds=AN_OUTAGE_S // 3)
+    fleet.harness.hello(early)
+    fleet.connect("worker-2")
+    fleet.cut("worker-0")  # Its stream ended when another one took its place.
+    fleet.connect("worker-0")
+    fleet.live(seconds=A_START_S)
+    check(fleet)
+
+
 def taken_up_before(fleet):
     """A balancer without memory, and workers that do not say in their Hello what they took up."""
     fleet.succeed()
     for worker in fleet.alive:
         worker.greeting = lambda worker=worker: replace(worker.hello, group_lost=None)
     fleet.connect()
-    while not fleet.opened():  # At the bound of a start: one worker is missing.
+    fleet.restart("worker-3")  # All are here: to the balancer, the pool is new.
+    while not fleet.opened():
         for worker in fleet.alive:
             fleet.harness.say(worker, worker.heartbeat())
         fleet.harness.tick(seconds=1.0)

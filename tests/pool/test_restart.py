@@ -261,13 +261,16 @@ async def test_a_fleet_that_restarted_with_its_balancer_starts_in_the_committed_
     serving_harness, skewed, restart
 ):
     serving_harness.run_traffic(skewed(1), seconds=10)
+    committed = serving_harness.pool.layouts.committed
+    assert committed.generation == 2
     harness = await restart(serving_harness)
     for worker in harness.workers.values():
         worker.join_epoch = None
     harness.assemble()
     for worker in harness.ranks:
         assert worker.epoch > 1, "numbers are not used again"
-        assert worker.layout.generation == 2
+        assert worker.layout.generation > 2, "nor for the same layout: it may not be the latest"
+        assert worker.layout.same_placement(committed)
 
 
 async def test_a_fleet_of_another_shape_starts_over_with_a_higher_number(

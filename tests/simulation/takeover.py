@@ -188,9 +188,10 @@ def _has_epoch_without(workers: Iterable[str]) -> Callable[[Any], bool]:
 
     def holds(world: Any) -> bool:
         members = world.store.data.get(("members", POOL))
-        if members is None or not {*workers}.isdisjoint(members.workers):
-            return False
-        ranks = [world.workers[name].epochs.state for name in members.workers]
+        names = set() if members is None else {*members.workers}
+        if not names or names - world.workers.keys() or not names.isdisjoint(workers):
+            return False  # Or one of them is no worker of the world, but a liar.
+        ranks = [world.workers[name].epochs.state for name in names]
         return all(state.highest_epoch == members.epoch for state in ranks)
 
     return holds

@@ -92,6 +92,19 @@ def check_name(hello: Hello, live: Hello | None, *, is_certified: bool) -> None:
         )
 
 
+def check_order(hello: Hello, known: Hello) -> None:
+    """Reject a Hello that its process sent before `known`, on a stream that it has given up.
+
+    A balancer that was suspended reads it when it wakes.
+    """
+    if hello.boot_id == known.boot_id and hello.highest_epoch < known.highest_epoch:
+        raise RejectedWorkerError(
+            "hello_outdated",
+            f"worker {hello.worker} has taken up epoch {known.highest_epoch} since it sent this "
+            f"Hello, which names epoch {hello.highest_epoch}: retrying",
+        )
+
+
 def check_running_layout(hello: Hello, ours: Layout | None) -> None:
     """Reject a worker that runs another layout than `ours` under the same generation."""
     if hello.running is None or ours is None:

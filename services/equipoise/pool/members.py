@@ -12,7 +12,13 @@ from equipoise.planning.phase import Phase
 from equipoise.planning.resumption import GroupChoice, RunningClaim
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.pool.candidates import candidate
-from equipoise.pool.hello_checks import RejectedWorkerError, check_kernels, check_shape, check_slots
+from equipoise.pool.hello_checks import (
+    RejectedWorkerError,
+    check_kernels,
+    check_order,
+    check_shape,
+    check_slots,
+)
 from equipoise.pool.member import Member
 from equipoise.pool.records import EpochMembers
 from equipoise.pool.room import check_room, shared
@@ -63,10 +69,12 @@ class Roster:
         """Let a worker in; a newer boot of the same name replaces the older one.
 
         Raises:
-            RejectedWorkerError: it does not fit the pool, the pool is full, or it runs an epoch
-                that is over.
+            RejectedWorkerError: it does not fit the pool, the pool is full, it runs an epoch that
+                is over, or its process has connected again since.
         """
         known = self._members.get(hello.worker)
+        if known is not None:
+            check_order(hello, known.hello)
         check_slots(hello)
         others = [one for one in self._members.values() if one.name != hello.worker]
         if hello.running is not None:

@@ -6,7 +6,9 @@ rank is sent an epoch before the store has recorded it.
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
+from equipoise.planning.layout import Layout
 from equipoise.planning.membership import EpochDecision, next_epoch
 from equipoise.planning.moves import Move
 from equipoise.planning.recovery import recover, recovery_moves
@@ -306,7 +308,10 @@ class Membership:
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
         is_known = not self._unwritten.is_pending
         left_out = f"it is not part of the next epoch: {opening.reason}" if is_known else None
-        if roster.latest is None and roster.highest_epoch:
+        # A pool that is new, and complete, has no absent ranks that may know of other numbers.
+        is_complete = len(opening.workers) >= roster.intended_ranks
+        is_first = roster.latest is None and (roster.highest_epoch > 0 or not is_complete)
+        if is_first:
             self._numbers.skip(opening.workers)
         roster.open_epoch(
             frozenset(opening.workers),
@@ -324,6 +329,8 @@ class Membership:
             committed=layouts.current,
             generation=layouts.next_generation,
         )
+        if is_first:  # The number of the committed one may mean another layout to absent ranks.
+            layout = replace(layout, generation=layouts.next_generation)
         layouts.run(layout)
         self._begin_epoch(opened_here=True, now=now)
         checksums = self._verification.table
@@ -368,15 +375,22 @@ class Membership:
         return tuple(
             self._join(member)
             for member in self._roster.seated()
-            if member.connected and not member.joined and member.lost_reason is None
+            if member.connected
+            and not member.joined
+            and member.lost_reason is None
+            and self._layout_of(member) is not None
         )
+
+    def _layout_of(self, member: Member) -> Layout | None:
+        """What a rank runs or is to start in; None until all ranks have reported what they run."""
+        return self._layouts.get(member.generation) or self._layouts.current
 
     def _join(self, member: Member) -> Send:
         """Send a worker its rank, its peers and the layout that it runs or is to start in."""
         assert member.rank is not None, "only a rank joins"
         policy, roster = self._policy.values, self._roster
-        layout = self._layouts.get(member.generation) or self._layouts.current
-        assert layout is not None, "an epoch has a layout"
+        layout = self._layout_of(member)
+        assert layout is not None, "an epoch that opens has a layout"
         member.note_joined(heartbeat_s=policy.heartbeat_interval_s)
         join = JoinEpoch(
             epoch=roster.epoch,
