@@ -39,6 +39,28 @@ def test_an_incremental_plan_takes_at_most_a_hundred_times_as_long_as_one_from_s
     assert drift_s <= 50 * anew_s
 
 
+@pytest.mark.parametrize(("num_ranks", "times"), [(512, 150), (1024, 400)])
+def test_incremental_plans_of_large_pools_take_few_hundred_times_as_long(num_ranks, times, capsys):
+    rng = np.random.default_rng(0)
+    before, after = rng.lognormal(sigma=0.85, size=(2, 3, 256))
+    model = ModelShape(num_layers=3, num_experts=256, num_groups=8, expert_bytes=1)
+    topology = Topology(
+        node_of_rank=tuple(f"n{rank // 8}" for rank in range(num_ranks)), slots_per_rank=2
+    )
+    chosen = {"model": model, "topology": topology}
+    anew_s, anew = least_s(lambda: plan(before, algorithm=Algorithm.GLOBAL, **chosen))
+    current = Layout(
+        generation=1, num_experts=256, num_ranks=num_ranks, expert_of_slot=anew.expert_of_slot
+    )
+    few_s, _ = least_s(
+        lambda: plan(after, current=current, algorithm=Algorithm.INCREMENTAL, **chosen)
+    )
+    with capsys.disabled():
+        print(f"\n3 x 256 on {num_ranks} ranks x 2 slots: {few_s / 3 * 1e3:.0f} ms per layer,")
+        print(f"{few_s / anew_s:.0f} times as long as a global plan")
+    assert few_s <= times * anew_s
+
+
 def least_s(once):
     """The least CPU time of a few runs, after one that compiles; and the last result."""
     times_s = []

@@ -98,55 +98,21 @@ def improve(
         noise: the excess that chance hides, in mean rank loads, [layers]: to take it off a rank
             gains nothing.
     """
-    start, is_kept = cover(problem), problem.is_valid
-    if returns is not None:
-        start, is_kept = np.where(returns[:, None], fresh, start), is_kept & ~returns
-    busy = problem.is_busy
+    begin = _begin(problem, layers, fresh, standing, target=target, returns=returns, noise=noise)
+    busy, start, target = problem.is_busy, begin.table, begin.target
     num_busy = max(int(busy.sum()), 1)
-    noise = np.zeros(len(start)) if noise is None else noise
-    reached = np.where(is_kept, standing, problem.balancedness_of_layer(start))
-    reached = np.minimum(reached, 1.0 / (1.0 + noise))
-    if target is not None and busy.any():
-        # Layers that stay cannot help to reach it, and the others shall not make up for them.
-        target = float(np.where(layers, target, reached)[busy].mean())
     paths = [
-        _paths(
-            problem,
-            start[layer],
-            layer,
-            reached=reached[layer],
-            target=target,
-            homes=homes,
-            noise=noise[layer],
-        )
-        if layers[layer] and busy[layer]
-        else [
-            LayerPath(
-                changes=np.empty((0, 2), dtype=np.int64),
-                moves=np.zeros(1, dtype=np.int64),
-                balancedness=reached[layer : layer + 1],
-            )
-        ]
+        _paths(problem, begin, layer, homes=homes)
+        if begin.climbs[layer]
+        else [_standing(begin.reached[layer])]
         for layer in range(len(start))
     ]
     if max_moves is None and not _reach(paths, busy, target):
-        reached_fresh = np.minimum(problem.balancedness_of_layer(fresh), 1.0 / (1.0 + noise))
-        for layer in np.flatnonzero(layers & busy).tolist():
-            best = max(path.balancedness.max() for path in paths[layer])
-            if reached_fresh[layer] > best + least_gain:
-                changed = np.flatnonzero(start[layer] != fresh[layer])
-                pairs = np.stack((changed, fresh[layer, changed]), axis=1)
-                paths[layer].append(
-                    LayerPath(
-                        changes=pairs.astype(np.int64).reshape(1, -1),
-                        moves=np.array([0, len(changed)]),
-                        balancedness=np.array([reached[layer], reached_fresh[layer]]),
-                    )
-                )
+        _offer(problem, begin, paths, fresh, least_gain=least_gain)
     ends, curve = take_steepest(
         [hull_of(of_one) for of_one in paths],
         num_busy=num_busy,
-        start=float(reached[busy].mean()) if busy.any() else 1.0,
+        start=float(begin.reached[busy].mean()) if busy.any() else 1.0,
         target=target,
         max_moves=max_moves,
         least_slope=least_slope,
@@ -157,24 +123,100 @@ def improve(
         for step in _steps(layer, start[layer], paths[layer][end.path], end, num_busy)
     ]
     steps.sort(key=lambda step: -step.gain / step.moves)
-    ordered = [*_restoring(problem, start, is_kept), *steps]
+    ordered = (*_restoring(problem, start, begin.is_kept), *steps)
     table = problem.held.copy()
     for step in ordered:
         table[step.layer, step.slots] = step.experts
-    return Improvement(table=table, steps=tuple(ordered), curve=tuple(curve))
+    return Improvement(table=table, steps=ordered, curve=tuple(curve))
 
 
-def _paths(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Begin:
+    """Where the paths of all layers begin."""
+
+    table: ExpertTable
+    """int32 [layers, slots]; holds every expert."""
+    is_kept: Bools
+    """Whether that is the placement in use, [layers]."""
+    climbs: Bools
+    """The layers to improve, [layers]."""
+    reached: Load
+    """Balancedness that counts, [layers]: no more than chance lets see."""
+    noise: Weights
+    """The excess that chance hides, in mean rank loads, [layers]."""
+    target: float | None
+    """Mean balancedness to reach, with the layers that stay as they are."""
+
+
+def _begin(
     problem: Problem,
-    start: Slots,
-    layer: int,
+    layers: Bools,
+    fresh: ExpertTable,
+    standing: Load,
     *,
-    reached: float,
     target: float | None,
-    homes: Homes | None,
-    noise: float,
-) -> list[LayerPath]:
+    returns: Bools | None,
+    noise: Weights | None,
+) -> _Begin:
+    table, is_kept, busy = cover(problem), problem.is_valid, problem.is_busy
+    if returns is not None:
+        table, is_kept = np.where(returns[:, None], fresh, table), is_kept & ~returns
+    noise = np.zeros(len(table)) if noise is None else noise
+    reached = np.where(is_kept, standing, problem.balancedness_of_layer(table))
+    reached = np.minimum(reached, 1.0 / (1.0 + noise))
+    if target is not None and busy.any():
+        # Layers that stay cannot help to reach it, and the others shall not make up for them.
+        target = float(np.where(layers, target, reached)[busy].mean())
+    return _Begin(
+        table=table,
+        is_kept=is_kept,
+        climbs=layers & busy,
+        reached=reached,
+        noise=noise,
+        target=target,
+    )
+
+
+def _standing(reached: float) -> LayerPath:
+    """Build the path of a layer that stays."""
+    return LayerPath(
+        changes=np.empty((0, 2), dtype=np.int64),
+        moves=np.zeros(1, dtype=np.int64),
+        balancedness=np.array([reached]),
+    )
+
+
+def _offer(
+    problem: Problem,
+    begin: _Begin,
+    paths: list[list[LayerPath]],
+    fresh: ExpertTable,
+    *,
+    least_gain: float,
+) -> None:
+    """Add the fresh placement to the paths of layers where it is more balanced."""
+    possible = np.minimum(problem.balancedness_of_layer(fresh), 1.0 / (1.0 + begin.noise))
+    for layer in np.flatnonzero(begin.climbs).tolist():
+        best = max(path.balancedness.max() for path in paths[layer])
+        if possible[layer] > best + least_gain:
+            ends = np.array([begin.reached[layer], possible[layer]])
+            paths[layer].append(_in_one_step(begin.table[layer], fresh[layer], ends))
+
+
+def _in_one_step(start: Slots, fresh: Slots, balancedness: Load) -> LayerPath:
+    """Build the path that goes to another placement at once; `balancedness` is [2]."""
+    changed = np.flatnonzero(start != fresh)
+    pairs = np.stack((changed, fresh[changed]), axis=1)
+    return LayerPath(
+        changes=pairs.astype(np.int64).reshape(1, -1),
+        moves=np.array([0, len(changed)]),
+        balancedness=balancedness,
+    )
+
+
+def _paths(problem: Problem, begin: _Begin, layer: int, *, homes: Homes | None) -> list[LayerPath]:
     """Build one path per threshold; the common start is the first point."""
+    start, target, noise = begin.table[layer], begin.target, begin.noise[layer]
     load, weights = np.ascontiguousarray(problem.load_of_kinds[layer]), problem.weights
     bounds = problem.bounds_of_kinds[:, layer]
     thresholds = THRESHOLDS
@@ -198,7 +240,7 @@ def _paths(
     for threshold in sorted({max(threshold, 1.0 + noise) for threshold in thresholds}):
         made = relieve(start, load, space, Goal(threshold / bounds, weights, may_leave))
         balancedness = (weights / np.maximum(made.busiest, 1.0 + noise)).sum(axis=1)
-        balancedness[0] = reached
+        balancedness[0] = begin.reached[layer]
         paths.append(LayerPath(changes=made.steps, moves=made.moves, balancedness=balancedness))
     return paths
 
