@@ -3,13 +3,17 @@
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from equipoise.planning.arrays import EMPTY
+from equipoise.planning.layout import Layout
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.core import ModelCore
 from equipoise.worker.joining import WorkerSlots
 from equipoise_model.experts import checksum
+from tests.support.small_models import SMALL as CONFIG
 from tests.support.worker_parts import parts_of
 
 HELLO = SimpleNamespace(
@@ -74,3 +78,24 @@ async def test_experts_are_read_into_their_slots_one_by_one_with_progress(
     total = num_experts * core.shape.expert_bytes
     assert said[-1] == (total, total)
     assert slots.held is not None
+
+
+async def test_slots_of_an_epoch_that_was_given_up_take_no_places_of_the_next(settings, join_epoch):
+    """As many places as experts, which the first layout has in the first slots, the second last."""
+    num_layers, num_experts = CONFIG.num_moe_layers, CONFIG.n_routed_experts
+    num_slots = num_experts + 2
+    chosen = settings(slots_per_rank=num_slots, places=num_layers * num_experts)
+    core = ModelCore.load(chosen)
+    slots = slots_of(core, chosen)
+    for generation, begin in ((1, 0), (2, 2)):
+        table = np.full((num_layers, num_slots), EMPTY)
+        table[:, begin : begin + num_experts] = np.arange(num_experts)
+        layout = Layout(
+            generation=generation, num_experts=num_experts, num_ranks=1, expert_of_slot=table
+        )
+        # The ranks of the first epoch never meet.
+        apply = await slots.stage(join_epoch([HELLO], layout), abandoned=threading.Event())
+    apply()
+    for layer, slot in np.argwhere(table != EMPTY).tolist():
+        payload = core.checkpoint.read_expert(layer, int(table[layer, slot]))
+        assert torch.equal(core.slots[layer].read(slot), payload)

@@ -58,6 +58,8 @@ class WorkerSlots:
         self._loading = loading
         self.held: HeldSlots | None = None
         """None until the slots were filled once."""
+        self._filled: set[SlotIndex] = set()
+        """Slots that have an expert although `held` is None: of an epoch that was given up."""
 
     async def stage(
         self, join_epoch: JoinEpoch, *, abandoned: threading.Event
@@ -125,7 +127,12 @@ class WorkerSlots:
     async def _load(
         self, wanted: ExpertTable, join_epoch: JoinEpoch, *, bound: "_JoinBound"
     ) -> None:
-        """Fill every slot: a layer's pulled experts together, experts read from disk one by one."""
+        """Fill every slot: a layer's pulled experts together, experts read from disk one by one.
+
+        Slots that an epoch before has filled in vain, and that hold nothing now, give up places.
+        """
+        in_vain = [(layer, slot) for layer, slot in self._filled if wanted[layer, slot] == EMPTY]
+        await asyncio.to_thread(self._write, {}, in_vain)
         first = join_epoch.layout.own_slots(join_epoch.rank).start
         moved = {(move.layer, move.slot - first) for move in join_epoch.moves}
         expert_bytes, done = self._core.shape.expert_bytes, 0
@@ -182,8 +189,10 @@ class WorkerSlots:
     ) -> None:
         for layer, slot in emptied:
             self._core.slots[layer].empty(slot)
+            self._filled.discard((layer, slot))
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
+            self._filled.add((layer, slot))
 
     def _hold(self, join_epoch: JoinEpoch) -> None:
         self.held = HeldSlots(
