@@ -347,8 +347,9 @@ def test_a_worker_returns_although_another_one_left_rank_0(serving_harness):
     error = rejection_of(serving_harness, replace(mistaken, running=running))
     assert error.kind == "hello_rank_taken"
     assert second.hello.worker in str(error)
+    hello = replace(third.hello, highest_epoch=third.epoch)
     third.join_epoch = None
-    serving_harness.hello(third.hello)
+    serving_harness.hello(hello)
     assert third.join_epoch.rank == 2
     assert third.join_epoch.rendezvous_address == first.hello.rendezvous_address
 

@@ -92,16 +92,15 @@ def check_name(hello: Hello, live: Hello | None, *, is_certified: bool) -> None:
         )
 
 
-def check_order(hello: Hello, known: Hello) -> None:
-    """Reject a Hello that its process sent before `known`, on a stream that it has given up.
+def check_order(hello: Hello, known: Hello, *, epoch: int) -> None:
+    """Reject a Hello that its process sent before it served in `epoch`, as `known` or later said.
 
-    A balancer that was suspended reads it when it wakes.
+    It was sent on a stream that was given up; a balancer that was suspended reads it when it wakes.
     """
-    if hello.boot_id == known.boot_id and hello.highest_epoch < known.highest_epoch:
+    if hello.boot_id == known.boot_id and UsedNumbers.in_hello(hello).epoch < epoch:
         raise RejectedWorkerError(
             "hello_outdated",
-            f"worker {hello.worker} has taken up epoch {known.highest_epoch} since it sent this "
-            f"Hello, which names epoch {hello.highest_epoch}: retrying",
+            f"worker {hello.worker} serves in epoch {epoch}, of which this Hello does not know yet",
         )
 
 

@@ -73,8 +73,8 @@ class Roster:
                 is over, or its process has connected again since.
         """
         known = self._members.get(hello.worker)
-        if known is not None:
-            check_order(hello, known.hello)
+        if known is not None and known.serving:
+            check_order(hello, known.hello, epoch=self.epoch)
         check_slots(hello)
         others = [one for one in self._members.values() if one.name != hello.worker]
         if hello.running is not None:
