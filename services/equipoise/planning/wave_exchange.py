@@ -52,13 +52,13 @@ def exchanged(
     num_received = np.zeros(int(rank_of_slot[-1]) + 1, dtype=np.int64)
     while cycle := exchange.cycle(is_open=num_received < max(1, most_moves)):
         for hop in cycle:
-            sent += exchange.made(hop)
+            sent += exchange.make(hop)
             num_received[hop.receiver] += hop.layer != FREE
     return sent
 
 
 FREE = -1
-"""In place of a layer: free places, of which a rank may have too many or too few, too."""
+"""In place of a layer: free places, of which ranks may have too many or too few as well."""
 
 
 class _Hop(NamedTuple):
@@ -130,7 +130,7 @@ class _Exchange:
             other = other or _Hop(layer, giver, int(receivers[0]), int(slots[0]))
         return other
 
-    def made(self, hop: _Hop) -> list[Sent]:
+    def make(self, hop: _Hop) -> list[Sent]:
         """Make a step of a cycle; a free place is given without sending anything."""
         self._excess[hop.layer, hop.giver] -= 1
         self._excess[hop.layer, hop.receiver] += 1

@@ -93,14 +93,14 @@ def check_name(hello: Hello, live: Hello | None, *, is_certified: bool) -> None:
 
 
 def check_order(hello: Hello, known: Hello, *, epoch: int) -> None:
-    """Reject a Hello that its process sent before it served in `epoch`, as `known` or later said.
+    """Reject a Hello that is older than `known`: its process has served in `epoch` since.
 
-    It was sent on a stream that was given up; a balancer that was suspended reads it when it wakes.
+    A balancer that was suspended reads such Hellos, of streams that were given up, when it wakes.
     """
     if hello.boot_id == known.boot_id and UsedNumbers.in_hello(hello).epoch < epoch:
         raise RejectedWorkerError(
             "hello_outdated",
-            f"worker {hello.worker} serves in epoch {epoch}, of which this Hello does not know yet",
+            f"outdated Hello of worker {hello.worker}: its process serves in epoch {epoch} by now",
         )
 
 

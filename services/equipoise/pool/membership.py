@@ -308,10 +308,10 @@ class Membership:
         # No rank was sent an epoch that is not recorded yet, so none has to let go of it.
         is_known = not self._unwritten.is_pending
         left_out = f"it is not part of the next epoch: {opening.reason}" if is_known else None
-        # A pool that is new, and complete, has no absent ranks that may know of other numbers.
-        is_complete = len(opening.workers) >= roster.intended_ranks
-        is_first = roster.latest is None and (roster.highest_epoch > 0 or not is_complete)
-        if is_first:
+        # Only a pool that is new and complete has no absent ranks that may know of other numbers.
+        is_new = not roster.highest_epoch and len(opening.workers) >= roster.intended_ranks
+        skips = roster.latest is None and not is_new
+        if skips:
             self._numbers.skip(opening.workers)
         roster.open_epoch(
             frozenset(opening.workers),
@@ -329,7 +329,7 @@ class Membership:
             committed=layouts.current,
             generation=layouts.next_generation,
         )
-        if is_first:  # The number of the committed one may mean another layout to absent ranks.
+        if skips:  # The number of the committed one may mean another layout to absent ranks.
             layout = replace(layout, generation=layouts.next_generation)
         layouts.run(layout)
         self._begin_epoch(opened_here=True, now=now)

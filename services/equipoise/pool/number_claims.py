@@ -13,13 +13,14 @@ MAX_CLAIMS = 64
 """Claims remembered, by worker and number; of more, the least recent ones are forgotten."""
 
 SKIPPED_NUMBERS = 1000
-"""Numbers that a balancer leaves out before it opens its first epoch of a pool that had others.
+"""Numbers that a balancer leaves out before the first epoch that it opens in a pool.
 
-The store may have lost its latest records, and the ranks that know of them may be absent: they are
-fewer than that."""
+The store may have lost its latest records, which are fewer than that, and the ranks that know of
+them may be absent."""
 
 SPREAD = 10_000
-"""So many more are left out at most, by who the ranks are: the store may lose that epoch, too."""
+"""Up to that many more are left out, depending on who the ranks are: the store may lose that epoch
+as well."""
 
 
 class NumberClaims:
