@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.planning.arrays import Checksums
+from equipoise.planning.arrays import EMPTY, Checksums
 from equipoise.planning.phase import Phase
 from equipoise.planning.shares import WHOLE
 from equipoise.planning.topology import ModelShape
@@ -24,7 +24,9 @@ _LAYERS = np.arange(64)[:, None]
 
 @cache
 def expert_bytes(layer: int, expert: int) -> bytes:
-    """The true bytes of an expert."""
+    """The true bytes of an expert; zeros for none."""
+    if expert == EMPTY:
+        return bytes(EXPERT_BYTES)
     return hashlib.blake2b(f"{layer}/{expert}".encode(), digest_size=EXPERT_BYTES).digest()
 
 
@@ -105,6 +107,9 @@ class SimSlots:
 
     def read(self, slot: int) -> torch.Tensor:
         return _tensor(self.contents[slot])
+
+    def empty(self, slot: int) -> None:
+        self.contents[slot] = bytes(EXPERT_BYTES)
 
     def write(self, slot: int, payload: torch.Tensor) -> None:
         self.contents[slot] = payload.numpy().tobytes()

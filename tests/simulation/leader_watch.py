@@ -15,6 +15,9 @@ from tests.simulation.loop import Process, outside
 from tests.simulation.store import NAME
 
 POOL, SLOTS = "main", 3
+PLACES = 6
+"""Of ranks whose layers share them: as many as others have slots in both layers."""
+
 LOOK_S = 0.5
 SLACK_S = 1.5
 """Seconds that a tick and a message may take beyond a bound."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from equipoise.planning.arrays import EMPTY
 from equipoise.planning.moves import checksums_digest
 from equipoise.planning.phase import Phase
 from equipoise.trust.identity import Identity, Role
@@ -19,6 +20,7 @@ from equipoise_api.v1 import worker_link_pb2
 from tests.simulation.balancer import UNIX_S
 from tests.simulation.byzantine import say
 from tests.simulation.experts import SimCheckpoint
+from tests.simulation.leader_watch import PLACES, SLOTS
 from tests.simulation.loop import Process
 from tests.simulation.network import Connection
 
@@ -50,7 +52,8 @@ def _hello(world: Any, **changes: Any) -> Hello:
             rendezvous_address=f"{NAME}:2",
             phase=world.phase,
             model=world.shape,
-            slots_per_rank=3,
+            slots_per_rank=SLOTS + world.pooled,
+            num_places=PLACES * world.pooled,
             num_ranks=world.schedule.num_workers,
             checkpoint_fingerprint=checkpoint.fingerprint,
             experts_digest=checksums_digest(checkpoint.payload_checksums),
@@ -145,7 +148,7 @@ def _serving(world: Any, join_epoch: JoinEpoch) -> Serving:
         epoch=join_epoch.epoch,
         rank=join_epoch.rank,
         generation=layout.generation,
-        checksums=table[[[layer] for layer in range(len(own))], own],
+        checksums=table[[[layer] for layer in range(len(own))], own] * (own != EMPTY)[..., None],
         layout_digest=layout.digest(),
         expert_checksums=table,
     )

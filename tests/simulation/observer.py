@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from equipoise.balancer.leadership.leader_state import LeaderRole
+from equipoise.planning.arrays import EMPTY
 from equipoise.planning.layout import Layout
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 from tests.simulation.experts import expert_bytes
-from tests.simulation.leader_watch import POOL
+from tests.simulation.leader_watch import PLACES, POOL
 from tests.simulation.leases import TIMING
 
 MAX_REMEMBERED = 4096
@@ -289,9 +290,12 @@ class Observer:
         if layout is None:
             self.violate("committed-unknown", f"generation {generation} of {pool}")
             return
-        covered = all(len(np.unique(row)) == layout.num_experts for row in layout.expert_of_slot)
+        experts = [row[row != EMPTY] for row in layout.expert_of_slot]
+        covered = all(len(np.unique(row)) == layout.num_experts for row in experts)
         if not covered:
             self.violate("expert-missing", f"generation {generation} of {pool}")
+        if self._world.pooled and pool == POOL and max(layout.used_places) > PLACES:
+            self.violate("places-exceeded", f"generation {generation}: {layout.used_places}")
         self.note(f"generation {generation} of {pool} is committed")
 
     def proposed(self, pool: str, _request: Any) -> None:

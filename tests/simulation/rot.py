@@ -63,6 +63,8 @@ class BitRot:
             world.loop.call_later(LOOK_S, self._look, context=outside())
         contents = worker.core.slots[layer].contents
         data = bytearray(contents[slot])
+        if not any(data):
+            return False  # The slot is empty.
         data[7] ^= 16
         contents[slot] = bytes(data)
         self._all.add(contents[slot])

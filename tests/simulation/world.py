@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from equipoise.balancer.store.store import StoreError
 from equipoise.planning.phase import Phase
-from equipoise.planning.policy import Policy
+from equipoise.planning.policy import Policy, SlotUse
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
 from equipoise.pool.records import Hold
@@ -27,7 +28,7 @@ from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
 from tests.simulation.faults import Faults
 from tests.simulation.gaps import ReportGaps
 from tests.simulation.group import Rendezvous
-from tests.simulation.leader_watch import LeaderWatch
+from tests.simulation.leader_watch import PLACES, SLOTS, LeaderWatch
 from tests.simulation.loop import EPOCH_S, Process, SimLoop, outside
 from tests.simulation.network import Network
 from tests.simulation.observer import Observer, ViolationError
@@ -45,7 +46,6 @@ CHECK_S = 0.5
 BEGIN_S = 6.0
 """Seconds within which a fleet begins to serve. Faults begin then."""
 
-SLOTS = 3
 SHAPE = ModelShape(num_layers=2, num_experts=6, num_groups=2, expert_bytes=EXPERT_BYTES)
 POLICY = Policy(
     interval_s=3.0,
@@ -76,7 +76,9 @@ class World(Faults):
         self.loop = SimLoop()
         self.rng = random.Random(f"world {schedule.seed}")
         self.shape = SHAPE
-        self.policy, self.policy_text = POLICY, ""
+        self.pooled = is_pooled(schedule.seed)
+        slots = SlotUse.POOLED if self.pooled else SlotUse.PER_LAYER
+        self.policy, self.policy_text = replace(POLICY, slots=slots), ""
         self.network = Network(self.loop, self.rng)
         self.rendezvous = Rendezvous(self.network)
         self.store = StoreServer()
@@ -288,7 +290,7 @@ class World(Faults):
         disk.on_effect = self.effects.add
         boot_id = f"{name}-{self._boots[name]}"
         addresses, num_workers = self.balancer_addresses, self.schedule.num_workers
-        settings = settings_of(name, num_workers, addresses, self.phase)
+        settings = settings_of(name, num_workers, addresses, self.phase, self.pooled)
 
         async def main() -> None:
             worker = SimWorker(self, process, settings, boot_id=boot_id, checkpoint=disk)
@@ -346,6 +348,14 @@ def traffic(pattern: int) -> np.ndarray:
     return load / load.sum(axis=1, keepdims=True) * 200.0
 
 
+def is_pooled(seed: int) -> bool:
+    """Whether layers share places in the schedule of a seed: in a quarter of them.
+
+    A rank has as many places as the others have slots, and one slot more in each layer.
+    """
+    return random.Random(f"places {seed}").random() < 0.25
+
+
 def phase_of(seed: int) -> Phase:
     """The phase of the pool in the schedule of a seed: mixed in half of them."""
     phases = (Phase.MIXED, Phase.DECODE, Phase.MIXED, Phase.PREFILL)
@@ -354,7 +364,7 @@ def phase_of(seed: int) -> Phase:
 
 @lru_cache
 def settings_of(
-    name: str, num_workers: int, addresses: tuple[str, ...], phase: Phase
+    name: str, num_workers: int, addresses: tuple[str, ...], phase: Phase, pooled: bool
 ) -> WorkerSettings:
     """A worker's settings; validating them takes as long as a simulated second."""
     return WorkerSettings(
@@ -365,7 +375,8 @@ def settings_of(
         node=f"node-{int(name[1:]) % 2}",
         host=name,
         num_ranks=num_workers,
-        slots_per_rank=SLOTS,
+        slots_per_rank=SLOTS + pooled,
+        places=PLACES if pooled else 0,
         step_timeout_s=3.0,
         outage_timeout_s=15.0,
         drain_timeout_s=1.0,
