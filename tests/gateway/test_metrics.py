@@ -59,6 +59,7 @@ async def test_the_gateway_exports_exactly_the_documented_metrics():
     tally, ranks = RequestTally(replays=3), RankTable(max_queued=1, clock=lambda: 0.0)
     busy = RankInfo(name="a", address="a:1", state=RankState.OPEN, num_requests=1, report=1)
     ranks.update([busy])
+    ranks.note_answer("a:1", context_length=64)
     collector = GatewayCollector(tally, ranks=ranks)
     async with metrics_at(MetricsPort(metrics_listen="127.0.0.1:0"), collector) as address:
         families = await scrape(address)

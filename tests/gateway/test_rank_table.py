@@ -402,3 +402,13 @@ async def test_running_choices_of_a_new_suspect_are_suspects_and_isolate_no_othe
     assert load(ranks, "a").num_suspects == 2
     assert not isolated.is_isolated
     assert not running.is_isolated
+
+
+async def test_ranks_are_ready_once_one_has_answered(ranks):
+    ranks.update(reported("a"))
+    assert ranks.trouble() == ""
+    assert ranks.unready() == "no rank has answered yet"
+    ranks.note_answer(load(ranks, "a").address, context_length=0)
+    assert ranks.unready() == ""
+    ranks.note_silence(load(ranks, "a").address, "it broke")
+    assert ranks.unready() == "a: does not serve: it broke"

@@ -32,14 +32,15 @@ PROMPT = (7, 8, 9)
 async def test_it_is_ready_when_a_rank_is_available(run_gateway, fleet):
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
         assert (await gateway.client.get("/healthz")).status_code == 200
-        assert (await gateway.client.get("/readyz")).json() == {"status": "ready"}
+        assert await until_ready(gateway, 200) == {"status": "ready"}
 
 
-async def until_ready(gateway, status):
+async def until_ready(gateway, status, *, reason="", path="/readyz"):
     async with asyncio.timeout(BOUND_S):
-        while (response := await gateway.client.get("/readyz")).status_code != status:
-            pass
-    return response.json()
+        while True:
+            response = await gateway.client.get(path)
+            if response.status_code == status and reason in response.text:
+                return response.json()
 
 
 async def test_it_is_not_ready_while_every_worker_is_dead(run_gateway, fleet):
@@ -47,8 +48,7 @@ async def test_it_is_not_ready_while_every_worker_is_dead(run_gateway, fleet):
     async with listening(rank) as address:
         pass
     async with run_gateway(workers=(address,)) as gateway:
-        answer = await until_ready(gateway, 503)
-        assert f"{address}: does not serve: UNAVAILABLE" in answer["reason"]
+        await until_ready(gateway, 503, reason=f"{address}: does not serve: UNAVAILABLE")
         for _ in range(20):
             assert (await gateway.client.get("/readyz")).status_code == 503
             await asyncio.sleep(0.05)
@@ -139,7 +139,7 @@ async def test_health_is_that_of_the_ranks(run_gateway, fleet):
     async with run_gateway(balancer=("127.0.0.1:1",)) as gateway:
         assert (await gateway.client.get("/health")).status_code == 503
     async with run_gateway(workers=tuple(fleet.addresses)) as gateway:
-        assert (await gateway.client.get("/health")).status_code == 200
+        await until_ready(gateway, 200, path="/health")
 
 
 async def test_a_chat_without_a_limit_waits_for_no_rank(run_gateway):

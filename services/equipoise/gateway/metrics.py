@@ -118,7 +118,7 @@ class GatewayCollector(Collector):
         for outcome, count in tally.outcomes.items():
             requests.add_metric([outcome], count)
         yield requests
-        is_ready, num_waiting = not self._ranks.trouble(), self._ranks.num_waiting
+        is_ready, num_waiting = not self._ranks.unready(), self._ranks.num_waiting
         poison = "Requests rejected because they appear to crash the ranks that run them."
         direct = CounterMetricFamily(
             "equipoise_gateway_direct",

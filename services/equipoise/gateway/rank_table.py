@@ -70,6 +70,11 @@ class RankTable:
             return ""
         return "; ".join(f"{name}: {why}" for name, why in troubles.items()) or "no rank is known"
 
+    def unready(self) -> str:
+        """Why clients should not send requests yet; empty once a rank has answered."""
+        answered = any(rank.answers for rank in self._ranks.values())
+        return self.trouble() or ("" if answered else "no rank has answered yet")
+
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and output together on any rank; 0 if unknown."""

@@ -288,7 +288,7 @@ def _probes(ranks: RankTable, open_requests: OpenRequests) -> list[Route]:
         return JSONResponse({"status": "alive"})
 
     async def ready(_: Request) -> JSONResponse:
-        trouble = "this gateway is stopping" if open_requests.stopping else ranks.trouble()
+        trouble = "this gateway is stopping" if open_requests.stopping else ranks.unready()
         if trouble:
             return JSONResponse({"status": "not ready", "reason": trouble}, status_code=503)
         return JSONResponse({"status": "ready"})
