@@ -128,7 +128,7 @@ class Agreement:
         concern = f"layout of rank {rank}"
         layout, digest = self._layouts.get(generation), heartbeat.layout_digest
         if not self.may_run(generation):
-            self._note_conflict(concern, self._other_generation(member, generation))
+            self._note_conflict(concern, self._other_generation(rank, member.name, generation))
             self._note_unknown(member, generation, digest)
             return False
         if layout is not None and digest not in {b"", layout.digest()}:
@@ -143,7 +143,7 @@ class Agreement:
             member.note_generations(heartbeat)
         return True
 
-    def check_hello(self, member: Member, running: RunningState) -> None:
+    def check_hello(self, worker: str, running: RunningState) -> None:
         """Check what a rank that reconnects reports to run in the current epoch.
 
         A slow network may deliver its Hello after a wave that it took part in has ended. If most
@@ -156,34 +156,34 @@ class Agreement:
         generation = running.generation
         if self.must_reconcile or self._layouts.get(generation) is not None:
             return
-        if not self._is_of_most(member, generation, running.layout.digest()):
-            fault = self._other_generation(member, generation)
-            raise RejectedWorkerError("hello_generation", f"worker {member.name}: {fault}")
+        if not self._is_of_most(running.rank, generation, running.layout.digest()):
+            fault = self._other_generation(running.rank, worker, generation)
+            raise RejectedWorkerError("hello_generation", f"worker {worker}: {fault}")
         self.must_reconcile = True
 
-    def _other_generation(self, member: Member, generation: int) -> str:
+    def _other_generation(self, rank: int, worker: str, generation: int) -> str:
         current = self._layouts.current
         ours = "another one" if current is None else f"generation {current.generation}"
         return (
-            f"rank {member.rank} ({member.name}) runs generation {generation}, but the pool runs "
+            f"rank {rank} ({worker}) runs generation {generation}, but the pool runs "
             f"{ours}: restart it"
         )
 
-    def _is_of_most(self, member: Member, generation: int, digest: bytes) -> bool:
+    def _is_of_most(self, rank: int, generation: int, digest: bytes) -> bool:
         """Whether most ranks of an epoch that was found report this layout, which is not known.
 
         They may have switched to what the store forgot. Of an epoch that this balancer opened it
         knows every layout.
         """
-        assert member.rank is not None, "only a rank runs a layout"
         if self._opened_here or self._layouts.get(generation) is not None:
             return False
-        self._unknown[member.rank] = claim = generation, digest
+        self._unknown[rank] = claim = generation, digest
         return 2 * list(self._unknown.values()).count(claim) > self._roster.num_ranks
 
     def _note_unknown(self, member: Member, generation: int, digest: bytes) -> None:
         """End the streams of ranks that run what most ranks do, if it is not known."""
-        if not self._is_of_most(member, generation, digest):
+        assert member.rank is not None, "only a rank runs a layout"
+        if not self._is_of_most(member.rank, generation, digest):
             return
         self.must_reconcile = True
         raise InvalidMessageError(

@@ -101,6 +101,10 @@ class Member:
         """Whether it reports to run in an epoch in which it does not count as a rank."""
         return self.claim is not None and self.rank is None
 
+    def is_process_of(self, hello: Hello) -> bool:
+        """Whether the process that said this Hello is the one that it already is."""
+        return self.hello.boot_id == hello.boot_id
+
     def note_heard(self, *, now: float) -> None:
         """A valid message arrived."""
         if not self.rejected:
@@ -178,7 +182,7 @@ class Member:
 
     def unseat(self) -> None:
         """Remove its rank."""
-        self.rank = None
+        self.rank, self.serving = None, False
 
     def reopen(self, *, left_out: str | None) -> None:
         """An epoch opens: it has no rank in it yet, or for the reason `left_out` none at all."""

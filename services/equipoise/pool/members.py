@@ -88,13 +88,15 @@ class Roster:
         # What it runs is kept as its claim, and only until the pool has decided about it.
         kept = replace(hello, running=None, group_lost=None)
         member = Member(hello=kept, last_heard_s=now, since_s=now)
+        # The rank of one process is not for another of its name.
+        same = known if known is not None and known.is_process_of(hello) else None
         if hello.running is not None:
             self._return_running(member, known, hello.running)
         elif hello.group_lost is not None:
-            self._return_without_group(member, known, hello.group_lost, now=now)
-        elif known is not None and known.hello.boot_id == hello.boot_id:
+            self._return_without_group(member, same, hello.group_lost, now=now)
+        elif same is not None:
             # The stream failed before the worker had anything to report; it keeps its rank.
-            member.keep_seat(known, known.held)
+            member.keep_seat(same, same.held)
             if hello.highest_epoch > self.epoch:
                 member.reject_epoch(hello.highest_epoch)
         self._members[hello.worker] = member
@@ -102,6 +104,16 @@ class Roster:
         if self.opened_here and member.rank is not None:
             self._leave_out_claims()
         return member
+
+    def has_rank(self, worker: str, running: RunningState) -> bool:
+        """Whether a worker has the rank of the epoch that it reports to run as."""
+        if (running.epoch, running.layout.num_ranks) != (self.epoch, self.num_ranks):
+            return False
+        known = self._members.get(worker)
+        if known is not None and known.rank is not None:
+            return known.rank == running.rank
+        # Another process may have had its name meanwhile.
+        return self.opened_here and self.peers[running.rank].worker == worker
 
     def leave(self, worker: str, *, reason: str) -> None:
         """A worker's stream has ended; one without a rank is forgotten."""
@@ -317,30 +329,30 @@ class Roster:
         self.rendezvous_address = seated[0].hello.rendezvous_address
 
     def _return_without_group(
-        self, member: Member, known: Member | None, lost: GroupLost, *, now: float
+        self, member: Member, same: Member | None, lost: GroupLost, *, now: float
     ) -> None:
-        """A worker whose group ended reconnects; it keeps a rank assigned since."""
-        if known is not None and known.rank is not None and lost.epoch < self.epoch:
-            member.keep_seat(known, lost.expert_of_slot)
+        """A worker whose group ended reconnects; it keeps a rank assigned to its process since."""
+        if same is not None and same.rank is not None and lost.epoch < self.epoch:
+            member.keep_seat(same, lost.expert_of_slot)
             return
         lost_s = now
-        if known is not None:
-            member.keep_seat(known, None)
-            if known.lost_reason is not None and known.hello.boot_id == member.hello.boot_id:
-                lost_s = known.since_s  # However often it reconnects: the pool waits once for it.
+        if same is not None:
+            member.keep_seat(same, None)
+            if same.lost_reason is not None:
+                lost_s = same.since_s  # However often it reconnects: the pool waits once for it.
         member.lose_group(lost, now=lost_s)
 
     def _return_running(self, member: Member, known: Member | None, running: RunningState) -> None:
         """A worker that runs reconnects as the rank that it had; else what it runs is a claim."""
-        suits = (running.epoch, running.layout.num_ranks) == (self.epoch, self.num_ranks)
+        same = known if known is not None and known.is_process_of(member.hello) else None
         if not self.opened_here:
             member.note_claim(running)
-        if known is not None and known.rank == running.rank and suits:
+        if self.has_rank(member.name, running):
             member.resume(running)
         elif not self.opened_here:
             return
-        elif known is not None and not known.serving and running.epoch < self.epoch:
-            member.keep_seat(known, known.held)  # It has yet to take up the current epoch.
+        elif same is not None and not same.serving and running.epoch < self.epoch:
+            member.keep_seat(same, same.held)  # It has yet to take up the current epoch.
         else:
             member.note_claim(running)
             if any(self._followers(excluding=member.name)):

@@ -98,10 +98,12 @@ class Resumption:
                 under the same generation than others that run.
         """
         known, running = self._roster.members.get(hello.worker), hello.running
-        if known is None or known.rank is None or running is None:
+        if running is None:
             return
-        if (running.epoch, running.rank) == (self._roster.epoch, known.rank):
-            self._agreement.check_hello(known, running)
+        if self._roster.has_rank(hello.worker, running):
+            self._agreement.check_hello(hello.worker, running)
+        elif known is None or known.rank is None:
+            return
         others_run = any(
             member.connected and member.serving and member.name != hello.worker
             for member in self._roster.seated()
