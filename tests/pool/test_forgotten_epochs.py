@@ -97,6 +97,32 @@ def test_balancers_that_know_the_same_give_other_ranks_other_numbers(make_harnes
     assert len(set(opened)) == len(opened) == 2
 
 
+def test_ranks_taken_over_use_no_generation_that_a_later_group_runs(make_harness):
+    """The store lost the later epoch, and who is in it is absent: two groups serve."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    earlier, later = ("worker-0", "worker-1"), ("worker-2", "worker-3")
+    for name in later:
+        fleet.cut(name)
+    fleet.live(seconds=A_START_S)
+    kept = len(fleet.harness.writes)
+    for name in earlier:
+        fleet.cut(name)
+    fleet.connect(*later)
+    fleet.live(seconds=A_START_S)
+    known = {fleet.workers[name].layout.generation for name in later}
+    fleet.succeed(memory_of(fleet.harness.writes[:kept]))
+    fleet.connect(*earlier)
+    fleet.live(seconds=A_START_S)
+    assert all(worker.serves for worker in fleet.alive)
+    assert fleet.harness.pool.roster.complete
+    assert {fleet.workers[name].epoch for name in earlier} == {fleet.harness.pool.roster.epoch}
+    assert fleet.harness.pool.layouts.current.generation < min(known)
+    assert fleet.harness.pool.layouts.next_generation > max(known)
+    fleet.connect(*later)
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+
+
 @pytest.mark.parametrize("forms", ["before they connect", "after they connect", "in between"])
 def test_an_emptied_store_while_ranks_join_costs_one_epoch(fleet, forms):
     fleet.succeed()

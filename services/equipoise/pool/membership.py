@@ -298,6 +298,9 @@ class Membership:
             self._begin_epoch(opened_here=False, now=now)
             self._unwritten.begin(())
         effects = self._resumption.take_over(choice, now=now)
+        if choice.is_new_group and self._roster.num_ranks < self._roster.intended_ranks:
+            # Absent workers may be in a later epoch, with generations that nobody here knows.
+            self._numbers.skip([claim.worker for claim in choice.ranks])
         self._quarantine.look_again()
         return (*effects, *self._quarantine.follow_majority(now=now), *self._join_returned())
 

@@ -13,7 +13,8 @@ MAX_CLAIMS = 64
 """Claims remembered, by worker and number; of more, the least recent ones are forgotten."""
 
 SKIPPED_NUMBERS = 1000
-"""Numbers that a balancer leaves out before the first epoch that it opens in a pool.
+"""Numbers that a balancer leaves out before the first epoch that it opens in a pool, and when it
+takes over an epoch that does not have all ranks.
 
 The store may have lost its latest records, which are fewer than that, and the ranks that know of
 them may be absent."""
@@ -76,7 +77,7 @@ class NumberClaims:
         return tuple(logs)
 
     def skip(self, workers: Collection[str]) -> None:
-        """Leave out numbers that only absent ranks may know, before `workers` are the first ranks.
+        """Leave out numbers that only absent ranks may know, when `workers` are the first ranks.
 
         Two balancers that know the same give other ranks other numbers.
         """
