@@ -113,8 +113,17 @@ def test_a_release_whose_layers_have_no_such_table_is_left_alone_by_name(model_s
 
 
 class EplbState:
+    """Plans when an interval is over, as vLLM's."""
+
+    expert_rearrangement_step, expert_rearrangement_step_interval = 7, 10
+    plans = 0
+
     def step(self, is_dummy=False, is_profile=False, log_stats=False):
         self.cleared = True
+        self.expert_rearrangement_step += 1
+        if self.expert_rearrangement_step >= self.expert_rearrangement_step_interval:
+            self.expert_rearrangement_step = 0
+            self.plans += 1
 
     def _should_record_current_step(self, log_stats=False):
         return False
@@ -128,7 +137,9 @@ class DerivedState(EplbState):
         super().step(is_dummy=is_dummy, is_profile=is_profile, log_stats=log_stats)
 
 
-def test_a_derived_state_is_balanced_through_the_method_that_it_calls(monkeypatch):
+@pytest.fixture
+def seen(monkeypatch):
+    """What the seat of a state with the plugin counts."""
     seen = []
     seat = SimpleNamespace(
         count=lambda counted: seen.append(counted.tolist()),
@@ -141,10 +152,27 @@ def test_a_derived_state_is_balanced_through_the_method_that_it_calls(monkeypatc
     monkeypatch.setattr(releases, "version", lambda _name: "0.30.0")
     monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings: seat)
     vllm.install(None)
+    return seen
+
+
+def derived_state():
     state = DerivedState()
     state.model_states = {"m": SimpleNamespace(expert_load_pass=torch.tensor([[1], [2], [3]]))}
+    return state
+
+
+def test_a_derived_state_is_balanced_through_the_method_that_it_calls(seen):
+    state = derived_state()
     state.step()
     assert (seen, state.cleared) == ([[[1], [2], [3]]], True)
     state.step(is_profile=True)
     assert len(seen) == 1
     assert state.samples, "every pass is counted"
+
+
+def test_the_engines_own_planner_does_not_run_when_its_interval_is_over(seen):
+    state = derived_state()
+    for _ in range(40):
+        state.step()
+    assert len(seen) == 40
+    assert state.plans == 0

@@ -68,6 +68,7 @@ class VllmState:
         self.expert_load_pass = torch.ones(LAYERS, SLOTS, dtype=torch.int32)
         self.model = SimpleNamespace()
         self.model_states = {"model": self}
+        self.expert_rearrangement_step, self.expert_rearrangement_step_interval = 0, 10**9
 
     def step(self, is_dummy=False, is_profile=False, log_stats=False):
         pass

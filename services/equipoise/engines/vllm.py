@@ -86,12 +86,17 @@ def install(settings: EngineSettings) -> None:
             seats[id(self)] = _take_seat(self, settings)
             _watch_updates(seats)
         seat = seats[id(self)]
-        if seat is not None and not is_dummy:  # vLLM clears its counters next.
+        if seat is None:
+            original(self, is_dummy, is_profile, log_stats)
+            return
+        if not is_dummy:  # vLLM clears its counters next.
             (model_state,) = self.model_states.values()
             seat.count(model_state.expert_load_pass)
+        # Its planner would run when the interval is over: after a month of fast passes.
+        if self.expert_rearrangement_step + 1 >= self.expert_rearrangement_step_interval:
+            self.expert_rearrangement_step = 0
         original(self, is_dummy, is_profile, log_stats)
-        if seat is not None:
-            seat.on_step()
+        seat.on_step()
 
     def should_record(self: Any, log_stats: bool = False) -> bool:
         """Count in every pass while this state is balanced from outside."""
