@@ -44,7 +44,9 @@ class SeatLoads:
         self._num_layers = layout.num_layers
         self._rows = torch.tensor(list(rows))
         # Shaped as the engine's table once it counts, so that nothing is selected in each pass.
-        self._counted = torch.zeros(max(rows) + 1, layout.num_slots, dtype=torch.int64)
+        # In its type too: a conversion would be half the cost of a pass. Counts are taken every few
+        # passes, long before 32 bits are full.
+        self._counted = torch.zeros(max(rows) + 1, layout.num_slots, dtype=torch.int32)
         self._is_shaped = False
         self._generation = 0
         self._taken: deque[_Taken] = deque()
@@ -72,13 +74,13 @@ class SeatLoads:
         """Count a pass: integers [rows, slots] of the engine's table, on any device."""
         if not self._is_shaped:
             self._is_shaped, self._rows = True, self._rows.to(counted.device)
-            self._counted = torch.zeros_like(counted, dtype=torch.int64)
+            self._counted = torch.zeros_like(counted)
         self._counted += counted
 
     def take(self, passes: int) -> None:
         """Set aside what was counted until now, to be added up; no copy is waited for."""
         copied, device = None, self._counted.device
-        load_LP = self._counted.index_select(0, self._rows)
+        load_LP = self._counted.index_select(0, self._rows).to(torch.int64)
         if device.type != "cpu":
             on_device = load_LP
             load_LP = torch.empty_like(on_device, device="cpu", pin_memory=True)

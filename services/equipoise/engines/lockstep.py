@@ -62,7 +62,8 @@ class Lockstep:
     def gather(self, row: Tensor) -> Pending:
         """Start gathering a row, [...], of each rank; the result is [ranks, ...]."""
         rows = torch.empty((self.num_ranks, *row.shape), dtype=row.dtype)
-        return self._pending(dist.all_gather(list(rows), row, self._group, async_op=True), rows)
+        of_ranks = list(rows.unbind())
+        return self._pending(dist.all_gather(of_ranks, row, self._group, async_op=True), rows)
 
     def sum(self, values: Tensor) -> Pending:
         """Start adding up values of all ranks, in place."""

@@ -222,8 +222,12 @@ class EngineSeat:
 
         Integers [rows, slots] of the engine's own table, on any device.
         """
-        if not self.stopped:
-            self._counting(lambda: self._loads.add(counted))
+        if self.stopped:
+            return
+        try:
+            self._loads.add(counted)
+        except Exception as error:  # noqa: BLE001 - the engine serves on
+            self._cannot_count(error)
 
     def on_step(self) -> None:
         """Take part in what follows a pass.
@@ -275,7 +279,7 @@ class EngineSeat:
             weights = [WeightsRow(*row[HEADER_WIDTH:]) for row in rows]
             self._baseline.act(weights, self._lockstep)
         if self.is_ready and self._rounds % self._load_rounds == 0:
-            self._counting(lambda: self._loads.take(self._passes))
+            self._take_loads()
         self._headers = self._lockstep.gather(self._header())
 
     def _check(self, headers: tuple[StepHeader, ...]) -> None:
@@ -321,7 +325,7 @@ class EngineSeat:
         if agreed is None:
             return
         if not agreed.is_first:
-            self._counting(lambda: self._loads.take(self._passes))
+            self._take_loads()
         self.workers, self.epoch = agreed.workers, agreed.number
         self._loads.begin(agreed.number)
         if agreed.is_first:
@@ -333,7 +337,7 @@ class EngineSeat:
 
     def _switch(self, staged: StagedGeneration[Any]) -> None:
         """Use a staged generation from the coming pass on."""
-        self._counting(lambda: self._loads.take(self._passes))
+        self._take_loads()
         began_s = time.perf_counter()
         self.held.switch(staged)
         self.model.commit(staged.tables)
@@ -376,13 +380,16 @@ class EngineSeat:
         )
         self.on_stop(self.stopped)
 
-    def _counting(self, count: Callable[[], None]) -> None:
-        """Count, or stop balancing on all ranks together if this one cannot."""
+    def _take_loads(self) -> None:
         try:
-            count()
+            self._loads.take(self._passes)
         except Exception as error:  # noqa: BLE001 - the engine serves on
-            _log.exception("cannot count this rank's loads")
-            self.leave(f"rank {self.rank} cannot count its loads: {error}")
+            self._cannot_count(error)
+
+    def _cannot_count(self, error: Exception) -> None:
+        """Stop balancing on all ranks together."""
+        _log.error("cannot count this rank's loads", exc_info=error)
+        self.leave(f"rank {self.rank} cannot count its loads: {error}")
 
     def _median_us(self) -> int:
         return round(median(self._recent_us)) if self._recent_us else 0
