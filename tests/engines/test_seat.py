@@ -128,6 +128,19 @@ def test_counts_are_conserved_over_a_switch(ranks):
         assert int(previous.slot_load_LS[0, 0]) == 2 * (first_pass - ready_pass(ranks))
 
 
+def test_counts_of_a_generation_that_lasts_a_few_passes_are_not_lost(ranks):
+    """Its last sum is read when the next switch is about to come, and a report comes after it."""
+    for after, table in enumerate((SECOND, THIRD, FIRST), start=1):
+        stage(ranks, table, after=after)
+        while ranks.seats[0].staged_generation:
+            ranks.step()
+    last_pass = ranks.seats[0]._passes
+    ranks.step(40, load=torch.zeros(2, 6, dtype=torch.int32))
+    for seat in ranks.seats:
+        counted = sum(load.slot_load_LS for load in seat.progress().loads)
+        assert set(counted.flatten().tolist()) == {2 * (last_pass - ready_pass(ranks))}
+
+
 @pytest.mark.parametrize("rows", [[0, 1], [1, 3]])
 def test_only_the_rows_of_the_pools_layers_are_counted(rows):
     ranks = Ranks(FIRST, num_experts=4, counted_rows=rows)

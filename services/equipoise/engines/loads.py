@@ -18,6 +18,11 @@ from equipoise.engines.lockstep import Lockstep, Pending
 from equipoise.planning.layout import Layout
 
 
+ENDED_KEPT = 3
+"""Ended generations whose loads are still reported. Their last counts are added up two rounds after
+the switch, and a reporter may find several switches since its latest report."""
+
+
 class SeatLoad(NamedTuple):
     """The assignments that this rank's slots received in one generation."""
 
@@ -57,7 +62,7 @@ class SeatLoads:
 
     @property
     def latest(self) -> tuple[int, tuple[SeatLoad, ...]]:
-        """Passes until the latest sum; loads of the current, then of the previous generation."""
+        """Passes until the latest sum; loads of the current generation, then of ended ones."""
         with self._lock:
             return self._passes, self._loads
 
@@ -68,7 +73,7 @@ class SeatLoads:
         shape = (self._num_layers, self._own.stop - self._own.start)
         with self._lock:
             none = SeatLoad(generation, np.zeros(shape, dtype=np.int64))
-            self._loads = (none, *self._loads[:1])
+            self._loads = (none, *self._loads[:ENDED_KEPT])
 
     def add(self, counted: Tensor) -> None:
         """Count a pass: integers [rows, slots] of the engine's table, on any device."""

@@ -31,7 +31,7 @@ class EngineProgress:
     """A rank's counters after a step."""
 
     loads: tuple[GenerationLoad, ...]
-    """Of the current generation, then of the previous one."""
+    """Of the current generation, then of ended ones."""
     stats: RankStats
 
 

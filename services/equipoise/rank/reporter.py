@@ -57,10 +57,10 @@ class Reporter:
             self._send(report)
 
     def build(self, progress: EngineProgress) -> list[Report]:
-        """Return the previous generation's final report, then the current generation's.
+        """Return the final reports of ended generations, then the current generation's.
 
-        The final report stops after `FINAL_REPORTS`: a restarted balancer no longer knows that
-        generation's layout and would reject it forever. Engines add up their last counts after the
+        Final reports stop after `FINAL_REPORTS`: a restarted balancer no longer knows their
+        generations' layouts and would reject them forever. Engines add up their last counts after the
         switch.
         """
         current, *previous = progress.loads
