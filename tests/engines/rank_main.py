@@ -21,6 +21,8 @@ WINDOW_PASSES = 50
 
 _CONTROL_PASSES = 10
 
+_BAD_RANK = 1
+
 
 @dataclass(kw_only=True)
 class Options:
@@ -41,8 +43,8 @@ class Options:
     pass_ms: float = 20.0
     planner: str = "equipoise"
     """Or "engine": its own; or "both": its own beside the plugin."""
-    corrupt: int = -1
-    """The rank that sends damaged bytes to its peers."""
+    answer: str = ""
+    """What rank 1 is to its peers, if not well: "damaged", "slow" or "unreachable"."""
     equal: bool = False
     """Compare each switch with the engine's own mover."""
 
@@ -151,6 +153,8 @@ def _run_rank(module, options: Options, rank: int) -> None:
             rank=rank,
             world_size=options.ranks,
         )
+        if options.answer == "unreachable" and rank == _BAD_RANK:
+            os.environ["EQUIPOISE_ADVERTISE_HOST"] = "127.0.0.2"  # Nothing listens there.
         record = Passes(module.Rank(options, rank), options).take()
         Path(options.folder, f"rank{rank}.json").write_text(json.dumps(vars(record)))
         dist.barrier()
@@ -312,6 +316,7 @@ class Passes:
 
 def prepare(one, seat):
     """What the options want of a seat that is ready."""
+    from equipoise.rank.waits import SOURCE_TIMEOUT_S
     from equipoise.wire.messages import Report
 
     note = seat.on_switch
@@ -330,15 +335,17 @@ def prepare(one, seat):
         return send(message)
 
     outbox.send = sent
-    if one.options.corrupt == one.rank:
+    if one.options.answer in {"damaged", "slow"} and one.rank == _BAD_RANK:
         read = seat.held.read
 
-        def damaged(**about):
+        def badly(**about):
+            if one.options.answer == "slow":
+                time.sleep(2 * SOURCE_TIMEOUT_S)
             payload = read(**about).clone()
-            payload[0] ^= 1
+            payload[0] ^= one.options.answer == "damaged"
             return payload
 
-        seat.held.read = damaged
+        seat.held.read = badly
     if one.options.equal:
         from torch import from_numpy
 

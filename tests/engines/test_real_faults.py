@@ -15,12 +15,23 @@ IDLE_S = 90.0
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
 
-def test_damaged_bytes_are_rejected_and_nothing_switches(real_balancer, run_of):
-    run = run_of(corrupt=1, redundant=0)
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        ("damaged", "corrupted"),
+        ("slow", "no answer in 5 s"),
+        ("unreachable", "ipv4:127.0.0.2:"),
+    ],
+)
+def test_what_a_peer_does_not_give_is_rejected_by_name_and_nothing_switches(
+    real_balancer, run_of, answer, fault
+):
+    run = run_of(answer=answer, redundant=0)
     real_balancer.until(lambda status: status.rollouts_aborted >= 2)
-    real_balancer.until(lambda _: "corrupted" in real_balancer.log)
+    real_balancer.until(lambda _: fault in real_balancer.log)
+    run.until_windows(2)
     found = run.records()
-    assert "corrupted" in run.log
+    assert fault in run.log
     assert [one["switches"] for one in found] == [[]] * 4
     assert [one["stopped"] for one in found] == [""] * 4
 

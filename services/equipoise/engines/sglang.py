@@ -47,7 +47,7 @@ _UPDATERS = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
     "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",
 )
-"""Where releases have the methods that write weights in place: since 0.5.14, before."""
+"""Where releases have the methods that write weights in place: since 0.5.13, before."""
 _UPDATES = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
