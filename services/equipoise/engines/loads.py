@@ -17,7 +17,6 @@ from torch import Tensor
 from equipoise.engines.lockstep import Lockstep, Pending
 from equipoise.planning.layout import Layout
 
-
 ENDED_KEPT = 3
 """Ended generations whose loads are still reported. Their last counts are added up two rounds after
 the switch, and a reporter may find several switches since its latest report."""

@@ -59,8 +59,8 @@ class Reporter:
     def build(self, progress: EngineProgress) -> list[Report]:
         """Return the final reports of ended generations, then the current generation's.
 
-        Final reports stop after `FINAL_REPORTS`: a restarted balancer no longer knows their
-        generations' layouts and would reject them forever. Engines add up their last counts after the
+        Final reports stop after `FINAL_REPORTS`: a restarted balancer no longer knows these
+        layouts and would reject the reports forever. Engines add up their last counts after the
         switch.
         """
         current, *previous = progress.loads
