@@ -51,6 +51,16 @@ def a_pool():
     return status
 
 
+def test_ranks_whose_layers_share_places_show_how_many_are_filled():
+    status = a_pool()
+    assert "places" not in printed(pool_view(status))
+    for rank, places in zip(status.ranks, (44, 44, 36, 52), strict=True):
+        rank.num_places, rank.used_places = places, places - 1
+    text = printed(pool_view(status))
+    assert "places" in text
+    assert all(f"{places - 1}/{places}" in text for places in (44, 36, 52))
+
+
 def test_a_pool_shows_its_health_balance_and_ranks():
     text = printed(pool_view(a_pool()))
     for words in (

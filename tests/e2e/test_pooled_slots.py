@@ -39,11 +39,11 @@ defaults:
 """
 
 
-def slots_in_use(layout):
+def slots_in_use(layout, *, places=NUM_PLACES):
     """Slots in use by layer and rank, int64 [layers, ranks]."""
     table = np.frombuffer(layout.expert_of_slot, dtype="<i4").reshape(layout.num_layers, -1)
     used = (table >= 0).reshape(layout.num_layers, layout.num_ranks, -1).sum(axis=2)
-    assert used.sum(axis=0).max() <= NUM_PLACES
+    assert (used.sum(axis=0) <= places).all()
     assert used.max() <= NUM_SLOTS
     return used
 
@@ -108,8 +108,45 @@ async def test_ranks_that_share_places_survive_a_killed_one_and_no_token_changes
     check_tokens(traffic, undisturbed_tokens())
 
 
+async def test_ranks_of_unequal_places_hold_their_own_number_and_no_token_changes(tmp_path):
+    """56 places for each of 4 layers x 32 experts on one rank, and hardly more than a quarter."""
+    places = dict(zip(NAMES, (56, 36, 28, 40), strict=True))
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY.format(slots="perLayer"))
+    async with pool_of(
+        *NAMES,
+        folder=tmp_path,
+        slots_per_rank=NUM_SLOTS,
+        own={name: (f"--places={number}",) for name, number in places.items()},
+        balancer_arguments=(f"--policy={policy}",),
+    ) as (pool, first):
+        of_rank = [places[rank.worker] for rank in first.ranks]
+        assert [rank.num_places for rank in first.ranks] == of_rank
+        per_layer = np.array(of_rank) // 4
+        assert (slots_in_use(await pool.layout(), places=of_rank) == per_layer).all()
+        async with (
+            under_load(first) as traffic,
+            places_watched(pool, places=of_rank) as generations,
+        ):
+            await traffic.until_finished(6)
+            generation = first.generation
+            for slots, is_even in (("pooled", False), ("perLayer", True)):
+                policy.write_text(POLICY.format(slots=slots))
+                while (
+                    slots_in_use(await pool.layout(), places=of_rank) == per_layer
+                ).all() != is_even:
+                    later = await pool.until(
+                        lambda status, least=generation: status.generation > least
+                    )
+                    generation = later.generation
+                assert later.epoch == first.epoch, "no rank was lost"
+                await traffic.until_finished(6)
+        assert len(generations) > 2
+    check_tokens(traffic, undisturbed_tokens())
+
+
 @asynccontextmanager
-async def places_watched(pool):
+async def places_watched(pool, *, places=NUM_PLACES):
     """Ask for the layout again and again: no rank may hold more than its places."""
     generations = set()
 
@@ -119,7 +156,7 @@ async def places_watched(pool):
             while True:
                 with suppress(grpc.aio.AioRpcError):
                     layout = (await stub.GetLayout(status_pb2.GetLayoutRequest())).layout
-                    slots_in_use(layout)
+                    slots_in_use(layout, places=places)
                     generations.add(layout.generation)
                 await asyncio.sleep(0.02)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from equipoise.planning.expert_needs import ExpertNeeds
 from equipoise.planning.membership import (
     EpochCandidate,
     EpochDecision,
@@ -14,16 +15,17 @@ POLICY = Policy(reform_timeout_s=5.0, start_timeout_s=60.0, join_settle_s=0.5, r
 NEW, SURVIVOR, AHEAD, JOINING, SERVING, SLOW, QUARANTINED, MISSING, STUCK = MemberState
 
 
-def worker(name, state, *, since_s=0.0, holds=None, reason="its stream was cut"):
+def worker(name, state, *, since_s=0.0, holds=None, reason="its stream was cut", places=0):
     holds = state is SURVIVOR if holds is None else holds
-    return EpochCandidate(name=name, state=state, since_s=since_s, holds=holds, reason=reason)
+    return EpochCandidate(
+        name=name, state=state, since_s=since_s, holds=holds, reason=reason, num_places=places
+    )
 
 
 def decide(*candidates, now=0.0, **changes):
     how = {
         "num_ranks": 4,
-        "slots_per_rank": 12,
-        "num_experts": 32,
+        "needs": ExpertNeeds(num_experts=32, num_layers=4, slots_per_rank=12),
         "unheard": frozenset(),
         "is_on_record": True,
         "is_rolling_out": False,
@@ -44,6 +46,24 @@ def test_without_workers_nothing_is_decided():
 
 def test_a_complete_group_is_not_interrupted():
     assert decide(*workers(SERVING, 4), now=1e6).workers == ()
+
+
+@pytest.mark.parametrize(("places", "is_down"), [((60, 40, 28), False), ((60, 40, 27), True)])
+def test_what_counts_is_how_many_places_workers_have_together(places, is_down):
+    members = [worker(f"w-{rank}", NEW, places=room) for rank, room in enumerate(places)]
+    opening = decide(*members, now=60.0)
+    assert (opening.is_down, len(opening.workers)) == (is_down, 0 if is_down else 3)
+    if is_down:
+        reason = "127 places cannot hold 32 experts in each of 4 layers: 128 are needed"
+        assert reason in opening.reason
+
+
+@pytest.mark.parametrize(("room", "is_left_out"), [(40, False), (28, True)])
+def test_a_slow_worker_is_left_out_only_if_the_others_have_enough_places(room, is_left_out):
+    others = [worker(f"w-{rank}", SERVING, places=44) for rank in range(2)]
+    others.append(worker("w-2", SERVING, places=40 if room == 28 else 36))
+    slow = worker("w-3", SLOW, places=room, reason="3.0 times longer")
+    assert (decide(*others, slow).left_out == ("w-3",)) == is_left_out
 
 
 # The start ---------------------------------------------------------------------------------------
@@ -280,7 +300,7 @@ def test_a_quarantined_worker_is_not_taken_back_although_it_is_needed():
     opening = decide(*workers(SERVING, 2), worker("w-2", QUARANTINED))
     assert opening.is_down
     assert not opening.workers
-    assert "the 2 workers that are not quarantined cannot hold all experts: 3" in opening.reason
+    assert "not quarantined do not suffice (24 slots cannot hold 32 experts: 3" in opening.reason
 
 
 # Engines of other projects -----------------------------------------------------------------------

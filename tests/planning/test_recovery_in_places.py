@@ -131,3 +131,28 @@ def test_too_few_ranks_for_all_experts_are_an_error():
     before = pooled_layout(load, 4)
     with pytest.raises(InvalidLayoutError, match="2 ranks with 56 places cannot hold 16 experts"):
         recovered(parts_of(before)[:2], load, committed=before)
+
+
+def test_ranks_of_unequal_places_start_with_what_each_has_room_for():
+    places = (40, 15, 20, 20)
+    topology = Topology(node_of_rank=("a",) * 4, slots_per_rank=NUM_SLOTS, places_of_rank=places)
+    nothing = np.zeros((NUM_LAYERS, NUM_EXPERTS))
+    layout = recover(
+        [None] * 4, load=nothing, model=MODEL, topology=topology, committed=None, generation=1
+    )
+    assert (np.array(layout.used_places) <= places).all()
+
+
+@pytest.mark.parametrize("of_first", [16, 24])
+def test_a_rank_that_comes_back_with_fewer_places_drops_what_it_held(of_first):
+    load = load_of(0)
+    committed = pooled_layout(load, 4)
+    assert min(committed.used_places) > 24
+    places = (of_first, NUM_PLACES, NUM_PLACES, NUM_PLACES)
+    topology = Topology(node_of_rank=("a",) * 4, slots_per_rank=NUM_SLOTS, places_of_rank=places)
+    held = [None, *parts_of(committed)[1:]]
+    layout = recover(
+        held, load=load, model=MODEL, topology=topology, committed=committed, generation=7
+    )
+    assert (np.array(layout.used_places) <= places).all()
+    assert layout.generation == 7

@@ -235,7 +235,8 @@ def test_a_pool_that_needs_the_quarantined_worker_serves_on_and_says_so(make_har
     assert diagnosis.health is Health.DEGRADED
     assert diagnosis.reason.startswith(
         "all ranks serve on, perhaps with wrong experts: the 3 workers that are not quarantined "
-        "cannot hold all experts: 4 are needed; worker-1 is quarantined: "
+        "do not suffice (30 slots cannot hold 32 experts: 4 workers are needed); "
+        "worker-1 is quarantined: "
     )
     harness.lose(bad)
     harness.disconnected.add("worker-1")

@@ -164,18 +164,18 @@ class Pool:
 
 @asynccontextmanager
 async def pool_of(
-    *names, folder, slots_per_rank=12, balancer=None, arguments=(), balancer_arguments=()
+    *names, folder, slots_per_rank=12, balancer=None, arguments=(), balancer_arguments=(), own=None
 ):
     """The pool and its first status, as soon as all these workers serve.
 
     `balancer` is the program of its balancer, if not ours, with `balancer_arguments`; `arguments`
-    are the workers'.
+    are the workers', and `own` has those of some, by name.
     """
     pool = Pool(folder, num_ranks=len(names), slots_per_rank=slots_per_rank)
     async with pool.fleet:
         await pool.start_balancer(*balancer_arguments, program=balancer)
         for name in names:
-            await pool.start_worker(name, *arguments)
+            await pool.start_worker(name, *arguments, *(own or {}).get(name, ()))
         following = asyncio.create_task(pool.feed.run())
         try:
             yield pool, await pool.serving(*names)

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from equipoise.planning.arrays import EMPTY
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.moves import checksums_digest
 from equipoise.planning.node_traffic import NodeCounts
@@ -28,6 +29,8 @@ MODEL = ModelShape(num_layers=3, num_experts=32, num_groups=8, expert_bytes=1000
 
 
 def expert_checksum(layer: int, expert: int) -> bytes:
+    if expert == EMPTY:
+        return bytes(16)
     return hashlib.blake2b(f"{layer}/{expert}".encode(), digest_size=16).digest()
 
 
@@ -168,6 +171,7 @@ class ScriptedWorker:
                 ]
             )
             per_slot = np.take_along_axis(expert_load, table, axis=1) * first
+        per_slot = per_slot * (table != EMPTY)
         self.assignments = self.assignments + self.own(per_slot).round().astype(np.uint64)
         self.steps += 10
         self.busy_us += 10 * self.busy_us_a_step

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.planning.shares import WHOLE
 from equipoise.rank.errors import StageRejectedError
-from equipoise.rank.stager import Stager, check_stage
+from equipoise.rank.stager import Stager, check_places, check_stage
 from equipoise.wire.balancer_messages import Abort
 from equipoise.wire.messages import LayoutRejected, Staged
 from equipoise.worker.spans import RankSpans
@@ -361,6 +361,15 @@ def test_each_rank_checks_its_own_moves(random_layout, stage_to, rank):
     other = stage_to(running, layout, rank=1 - rank)
     with pytest.raises(StageRejectedError):
         check_stage(other, running=running, epoch=1, rank=rank)
+
+
+def test_a_rank_rejects_more_experts_than_it_has_places_for_whatever_others_have(random_layout):
+    layout = random_layout(2)
+    used = layout.used_places[0]
+    check_places(layout, rank=0, num_places=used)
+    check_places(layout, rank=0, num_places=0)
+    with pytest.raises(StageRejectedError, match=f"{used} experts, but has {used - 1} places"):
+        check_places(layout, rank=0, num_places=used - 1)
 
 
 async def test_another_layout_with_the_same_number_replaces_the_staged_one(

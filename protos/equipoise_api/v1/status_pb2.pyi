@@ -97,6 +97,8 @@ class RankStatus(_message.Message):
     PENDING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PENDING_PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
     PARITY_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PLACES_FIELD_NUMBER: _builtins.int
+    USED_PLACES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank in the current epoch."""
     worker: _builtins.str
@@ -170,6 +172,10 @@ class RankStatus(_message.Message):
     pending_prompt_tokens: _builtins.int
     pending_prompt_pairs: _builtins.int
     parity_tokens: _builtins.int
+    num_places: _builtins.int
+    """As in Hello; 0 if each slot has one."""
+    used_places: _builtins.int
+    """How many of them the committed layout fills; 0 before there is one."""
     def __init__(
         self,
         *,
@@ -214,10 +220,12 @@ class RankStatus(_message.Message):
         pending_prompt_tokens: _builtins.int = ...,
         pending_prompt_pairs: _builtins.int = ...,
         parity_tokens: _builtins.int = ...,
+        num_places: _builtins.int = ...,
+        used_places: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "idle", b"idle", "kernels", b"kernels", "latent_form", b"latent_form", "load_share", b"load_share", "max_replicas", b"max_replicas", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "node", b"node", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "address", b"address", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "busy_step_us", b"busy_step_us", "cache_token_bytes", b"cache_token_bytes", "cache_tokens", b"cache_tokens", "cache_tokens_used", b"cache_tokens_used", "device", b"device", "drafts", b"drafts", "drafts_accepted", b"drafts_accepted", "engine", b"engine", "generation", b"generation", "host", b"host", "idle", b"idle", "kernels", b"kernels", "latent_form", b"latent_form", "load_share", b"load_share", "max_replicas", b"max_replicas", "max_requests", b"max_requests", "median_step_us", b"median_step_us", "node", b"node", "num_places", b"num_places", "parity_tokens", b"parity_tokens", "pending_prompt_pairs", b"pending_prompt_pairs", "pending_prompt_tokens", b"pending_prompt_tokens", "prefix_tokens_found", b"prefix_tokens_found", "prefix_tokens_sought", b"prefix_tokens_sought", "queued_requests", b"queued_requests", "rank", b"rank", "requests_preempted", b"requests_preempted", "silent_s", b"silent_s", "slowdown", b"slowdown", "staged_generation", b"staged_generation", "state", b"state", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_processed", b"tokens_processed", "trouble", b"trouble", "used_places", b"used_places", "weights_version", b"weights_version", "worker", b"worker", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

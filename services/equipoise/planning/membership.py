@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from equipoise.planning.expert_needs import ExpertNeeds
 from equipoise.planning.policy import Policy
 
 _MAX_NAMED = 4
@@ -59,6 +60,8 @@ class EpochCandidate:
     """Whether its slots hold experts of an epoch that is over."""
     reason: str = ""
     """Why it is missing, slow, ahead or quarantined."""
+    num_places: int = 0
+    """Experts that it has room for over all layers; 0 for one in each slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +110,13 @@ def next_epoch(
     candidates: Sequence[EpochCandidate],
     *,
     num_ranks: int,
-    slots_per_rank: int,
-    num_experts: int,
+    needs: ExpertNeeds,
     unheard: frozenset[str],
     is_on_record: bool,
     is_rolling_out: bool,
     policy: Policy,
     now: float,
     engine: str = "",
-    num_places: int = 0,
-    num_layers: int = 1,
 ) -> EpochDecision:
     """Decide whether a new epoch opens now.
 
@@ -126,8 +126,7 @@ def next_epoch(
     Args:
         candidates: the known workers.
         num_ranks: ranks that a pool waits for before it first opens.
-        slots_per_rank: slots of each worker.
-        num_experts: experts that need slots.
+        needs: the room that all experts need.
         unheard: workers of the latest stored epoch that have not connected since the balancer
             started.
         is_on_record: whether an epoch of the pool is known. If not, a worker of a lost group alone
@@ -137,8 +136,6 @@ def next_epoch(
         now: the clock that `since_s` is on.
         engine: the engine of another project that the ranks are part of. They form their group
             themselves and keep it, so no epoch opens for them; empty for our workers.
-        num_places: places of each worker over all layers; 0 for all its slots.
-        num_layers: layers that share them.
     """
     pool = _Workers(
         **{
@@ -148,12 +145,9 @@ def next_epoch(
     )
     if engine:
         return _kept(candidates, engine=engine)
-    least = -(-num_experts // slots_per_rank)
-    if num_places:
-        least = max(least, -(-num_experts * num_layers // num_places))
     opening = (
         _above(pool)
-        or _without_quarantined(pool, least=least)
+        or _without_quarantined(pool, needs=needs)
         or _without_ranks(
             pool,
             num_ranks=num_ranks,
@@ -163,19 +157,18 @@ def next_epoch(
         )
         or _beside_ranks(
             pool,
-            least=least,
+            needs=needs,
             unheard=unheard,
             is_rolling_out=is_rolling_out,
             policy=policy,
             now=now,
         )
     )
-    num_slots = len(opening.workers) * slots_per_rank
-    if opening.workers and len(opening.workers) < least:
-        room = f"{len(opening.workers) * num_places} places" if num_places else f"{num_slots} slots"
+    names = frozenset(opening.workers)
+    chosen = [one for one in candidates if one.name in names]
+    if chosen and (lack := needs.lack(_places(chosen))):
         return EpochDecision(
-            reason=f"{len(opening.workers)} workers ({_names(pool.free)}) with {room} "
-            f"cannot hold {num_experts} experts: {least} workers are needed; {opening.reason}",
+            reason=f"{len(chosen)} workers ({_names(pool.free)}) with {lack}; {opening.reason}",
             is_down=True,
         )
     return opening
@@ -234,44 +227,46 @@ def _without_ranks(
 def _beside_ranks(
     pool: _Workers,
     *,
-    least: int,
+    needs: ExpertNeeds,
     unheard: frozenset[str],
     is_rolling_out: bool,
     policy: Policy,
     now: float,
 ) -> EpochDecision:
-    """Some workers are bound to the current epoch. All experts need `least` workers."""
+    """Some workers are bound to the current epoch."""
     if pool.survivor:
-        return _after_a_loss(pool, least=least, policy=policy, now=now)
+        return _after_a_loss(pool, needs=needs, policy=policy, now=now)
     if pool.joining and pool.missing:
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
     late = [one for one in pool.joining if now - one.since_s >= policy.join_timeout_s]
     if late:
-        return _without_late(pool, late, least=least, policy=policy)
+        return _without_late(pool, late, needs=needs, policy=policy)
     if pool.new and (pool.missing or unheard):
         return _beside_a_gap(pool, unheard=unheard, policy=policy, now=now)
     if pool.slow and not pool.joining and not is_rolling_out:
-        return _without_slow(pool, least=least)
+        return _without_slow(pool, needs=needs)
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
 def _without_late(
-    pool: _Workers, late: list[EpochCandidate], *, least: int, policy: Policy
+    pool: _Workers, late: list[EpochCandidate], *, needs: ExpertNeeds, policy: Policy
 ) -> EpochDecision:
     """Some ranks do not serve in time, whatever they wait for."""
-    others = [one.name for one in (*pool.free, *pool.bound) if one not in late]
+    others = [one for one in (*pool.free, *pool.bound) if one not in late]
     reason = f"{_names(late)} did not serve within {policy.join_timeout_s:g} s"
-    if len(others) < least:
+    if not needs.are_met(_places(others)):
         return _open(pool, f"{reason}, but all are needed", timeout="join")
     return EpochDecision(
-        workers=tuple(others),
+        workers=tuple(one.name for one in others),
         left_out=tuple(one.name for one in late),
         reason=reason,
         timeout="join",
     )
 
 
-def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> EpochDecision:
+def _after_a_loss(
+    pool: _Workers, *, needs: ExpertNeeds, policy: Policy, now: float
+) -> EpochDecision:
     """The group is lost for some: the others will notice, or are left out if not needed.
 
     Most ranks are right: if they still serve, those that lost the group are left out instead.
@@ -284,7 +279,8 @@ def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> 
             f"at most {policy.reform_timeout_s:g} s"
         )
     others = [*pool.new, *pool.bound]
-    if len(pool.survivor) < len(pool.bound) and not pool.joining and len(others) >= least:
+    can_continue = not pool.joining and needs.are_met(_places(others))
+    if len(pool.survivor) < len(pool.bound) and can_continue:
         return EpochDecision(
             workers=tuple(candidate.name for candidate in others),
             left_out=tuple(candidate.name for candidate in pool.survivor),
@@ -300,7 +296,7 @@ def _after_a_loss(pool: _Workers, *, least: int, policy: Policy, now: float) -> 
         f"the group was lost: {why}; {_names(pool.bound)} did not leave it within "
         f"{policy.reform_timeout_s:g} s"
     )
-    if len(pool.free) < least:
+    if not needs.are_met(_places(pool.free)):
         return _open(pool, f"{reason}, but all are needed", timeout="reform")
     return EpochDecision(
         workers=tuple(candidate.name for candidate in pool.free),
@@ -328,16 +324,15 @@ def _beside_a_gap(
     return _open(pool, f"{_names(pool.new)} joins; {faults}", timeout="reform")
 
 
-def _without_quarantined(pool: _Workers, *, least: int) -> EpochDecision | None:
+def _without_quarantined(pool: _Workers, *, needs: ExpertNeeds) -> EpochDecision | None:
     """Some ranks have wrong bytes: the others continue at once. None if there are none."""
     if not pool.quarantined:
         return None
     others = [*pool.free, *pool.bound]
     why = few([f"{candidate.name}: {candidate.reason}" for candidate in pool.quarantined], "; ")
-    if len(others) < least:
+    if lack := needs.lack(_places(others)):
         return EpochDecision(
-            reason=f"the {len(others)} workers that are not quarantined cannot hold all experts: "
-            f"{least} are needed",
+            reason=f"the {len(others)} workers that are not quarantined do not suffice ({lack})",
             is_down=True,
         )
     return EpochDecision(
@@ -347,11 +342,11 @@ def _without_quarantined(pool: _Workers, *, least: int) -> EpochDecision | None:
     )
 
 
-def _without_slow(pool: _Workers, *, least: int) -> EpochDecision:
+def _without_slow(pool: _Workers, *, needs: ExpertNeeds) -> EpochDecision:
     """The group is complete, but some workers are slow: continue without them if possible."""
     others = [*pool.new, *pool.serving]
     why = few([f"{candidate.name}: {candidate.reason}" for candidate in pool.slow], "; ")
-    if len(others) < least:
+    if not needs.are_met(_places(others)):
         return EpochDecision(reason=f"slow, but needed for all experts to have slots: {why}")
     return EpochDecision(
         workers=tuple(candidate.name for candidate in others),
@@ -389,6 +384,10 @@ def _faults(candidates: list[EpochCandidate]) -> str:
         [f"{candidate.name} is {candidate.state}: {candidate.reason}" for candidate in candidates],
         "; ",
     )
+
+
+def _places(candidates: Sequence[EpochCandidate]) -> list[int]:
+    return [candidate.num_places for candidate in candidates]
 
 
 def _names(candidates: Sequence[EpochCandidate]) -> str:

@@ -1,5 +1,6 @@
 """`propose`: a plan and its verdict, the expensive part of a decision; and `propose_layout`."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -283,11 +284,11 @@ def fits(layout: Layout, other: Layout) -> bool:
     )
 
 
-def has_places(layout: Layout, *, num_places: int) -> bool:
-    """Whether ranks with that many places each, 0 for one in each slot, can hold a layout."""
-    if not num_places:
+def has_places(layout: Layout, *, places_of_rank: Sequence[int]) -> bool:
+    """Whether ranks with so many places, none for one in each slot, can hold a layout of theirs."""
+    if not places_of_rank:
         return not layout.has_empty_slots
-    return max(layout.used_places) <= num_places
+    return all(map(operator.le, layout.used_places, places_of_rank))
 
 
 def _balancedness(layout: Layout, window: Load | None) -> float:

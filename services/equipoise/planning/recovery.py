@@ -56,10 +56,12 @@ def recover(
     if committed is None or (not fits and all(table is None for table in held)):
         placed = _from_nothing(load, model=model, topology=topology)
     else:
-        nothing = np.full((model.num_layers, topology.num_slots), EMPTY, dtype=np.int32)
+        otherwise = np.full((model.num_layers, topology.num_slots), EMPTY, dtype=np.int32)
+        if fits:
+            otherwise = _within_places(committed, topology)
         allowed = -(-max(topology.slots_of_rank) // model.num_experts)
         distinct = [None if own is None else _without_twins(own, allowed=allowed) for own in held]
-        table = _side_by_side(distinct, committed.expert_of_slot if fits else nothing, topology)
+        table = _side_by_side(distinct, otherwise, topology)
         placed = _covered(Problem(load=load, model=model, topology=topology, held=table))
     if fits and committed is not None and np.array_equal(placed, committed.expert_of_slot):
         return committed
@@ -110,7 +112,8 @@ def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> Exper
     of_layer = topology.slots_of_layer(model.num_layers)
     # Hardly more places than experts only suffice if layers have different numbers of slots.
     has_room = not topology.places_of_rank or sum(of_layer) >= model.num_experts
-    if has_room and not load.any() and topology.has_equal_slots:
+    is_even = topology.has_equal_slots and len(set(of_layer)) == 1
+    if has_room and not load.any() and is_even:
         table = contiguous_layout(
             num_layers=model.num_layers,
             num_experts=model.num_experts,
@@ -124,6 +127,15 @@ def _from_nothing(load: Load, *, model: ModelShape, topology: Topology) -> Exper
         load = load if load.any() else np.ones_like(load)
     planned = plan_in_places(load, wishes, model=model, topology=topology, current=None)
     return planned.expert_of_slot
+
+
+def _within_places(committed: Layout, topology: Topology) -> ExpertTable:
+    """The experts of the ranks that have places for theirs; workers may return with fewer."""
+    table = committed.expert_of_slot.copy()
+    for rank, places in enumerate(topology.places_of_rank):
+        if committed.used_places[rank] > places:
+            table[:, committed.own_slots(rank)] = EMPTY
+    return table
 
 
 def _side_by_side(

@@ -386,5 +386,5 @@ class Agreement:
             and layout.num_experts == shape.model.num_experts
             and layout.num_ranks == self._roster.num_ranks
             and layout.slots_per_rank == shape.slots_per_rank
-            and has_places(layout, num_places=shape.num_places)
+            and has_places(layout, places_of_rank=self._roster.places_of_rank)
         )

@@ -42,4 +42,5 @@ def candidate(
         since_s=member.since_s,
         holds=member.lost_reason is not None or is_apart,
         reason=reason,
+        num_places=member.hello.num_places,
     )

@@ -273,8 +273,7 @@ class Decisions:
             return ()
         if current.same_placement(hold.pin) or not fits(hold.pin, current):
             return ()
-        shape = self._roster.shape
-        if shape is None or not has_places(hold.pin, num_places=shape.num_places):
+        if not has_places(hold.pin, places_of_rank=self._roster.places_of_rank):
             return ()
         return self.adopt(hold.pin, algorithm="pin", reason=f"pinned by {hold.pinned}", now=now)
 

@@ -148,7 +148,7 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
     for kind, what, theirs, ours in (
         ("hello_model", "model shape", hello.model, rank.model),
         ("hello_slots", "slots per rank", hello.slots_per_rank, rank.slots_per_rank),
-        ("hello_places", "number of places", hello.num_places, rank.num_places),
+        ("hello_places", "memory for experts", memory_of(hello), memory_of(rank)),
         ("hello_engine", "engine", engine_of(hello), engine_of(rank)),
         ("hello_phase", "phase", hello.phase.value, rank.phase.value),
     ):
@@ -158,6 +158,11 @@ def check_shape(hello: Hello, rank: Hello, *, pool: str) -> None:
                 f"worker {hello.worker}: its {what} is {theirs}, but pool {pool} has {ours} (like "
                 f"worker {rank.worker}): start it with the same one, or in another pool",
             )
+
+
+def memory_of(hello: Hello) -> str:
+    """How layers divide the memory for experts. How much there is may differ between workers."""
+    return "shared by layers (--places)" if hello.num_places else "slots of each layer"
 
 
 def engine_of(hello: Hello) -> str:

@@ -301,13 +301,25 @@ class Roster:
         """The member that holds a rank of the epoch."""
         return next(member for member in self._seated if member.rank == rank)
 
+    @property
+    def places_of_rank(self) -> tuple[int, ...]:
+        """Places of each rank of the epoch; empty if each slot has one.
+
+        A rank whose worker is gone counts as if it had a place in each slot.
+        """
+        places = {member.rank: member.hello.num_places for member in self._seated}
+        if not any(places.values()):
+            return ()
+        hello = self._seated[0].hello
+        most = hello.model.num_layers * hello.slots_per_rank
+        return tuple(places.get(rank) or most for rank in range(self.num_ranks))
+
     def topology(self) -> Topology:
         """Nodes of the epoch's ranks, once they are known."""
-        hello = self._seated[0].hello
         return Topology(
             node_of_rank=tuple(peer.node for peer in self.peers),
-            slots_per_rank=hello.slots_per_rank,
-            places_of_rank=(hello.num_places,) * len(self.peers) if hello.num_places else (),
+            slots_per_rank=self._seated[0].hello.slots_per_rank,
+            places_of_rank=self.places_of_rank,
         )
 
     def _note_seats(self) -> None:
@@ -430,5 +442,5 @@ class Roster:
             member.unseat()
 
 
-def _shape_of(hello: Hello) -> tuple[ModelShape, int, int, Phase]:
-    return hello.model, hello.slots_per_rank, hello.num_places, hello.phase
+def _shape_of(hello: Hello) -> tuple[ModelShape, int, bool, Phase]:
+    return hello.model, hello.slots_per_rank, hello.num_places > 0, hello.phase

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from equipoise.pool.hello_checks import engine_of, unshared
+from equipoise.pool.hello_checks import engine_of, memory_of, unshared
 from equipoise.pool.members import Roster
 from equipoise.wire.messages import Hello
 
@@ -50,9 +50,9 @@ _TRAITS = (
     ),
     _Trait(
         kind="other_places",
-        name="number of places",
-        of=lambda hello: hello.num_places,
-        shown=lambda hello: hello.num_places,
+        name="memory for experts",
+        of=memory_of,
+        shown=memory_of,
     ),
     _Trait(kind="other_engine", name="engine", of=engine_of, shown=engine_of),
     _Trait(

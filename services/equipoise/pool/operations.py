@@ -5,7 +5,7 @@ change nothing and are not recorded, so that any number of them evicts no operat
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -197,14 +197,13 @@ class OperatorRequests:
 
     def _fits(self, layout: Layout, current: Layout) -> bool:
         """Whether the pool's ranks can hold a layout."""
-        return fits(layout, current) and has_places(layout, num_places=self._num_places)
-
-    @property
-    def _num_places(self) -> int:
-        return 0 if self._roster.shape is None else self._roster.shape.num_places
+        return fits(layout, current) and has_places(
+            layout, places_of_rank=self._roster.places_of_rank
+        )
 
     def _misfit(self, current: Layout) -> str:
-        places = f" and {self._num_places} places a rank" if self._num_places else ""
+        of_rank = self._roster.places_of_rank
+        places = f" and {_range_text(of_rank)} places a rank" if of_rank else ""
         return (
             f"the layout does not fit the pool, which has {current.num_layers} "
             f"layers of {current.num_experts} experts on {current.num_ranks} ranks with "
@@ -291,6 +290,11 @@ class OperatorRequests:
             return f"generation {rollout.target.generation} is being rolled out ({rollout.state})"
         trouble = self._diagnosis().reason or self._roster.idleness
         return trouble or "the pool is settling: try again in a moment"
+
+
+def _range_text(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _rejected(request: AdminRequest, reason: str, *, now: float) -> Chain:

@@ -53,7 +53,10 @@ class Stager:
         epoch: int,
         send: Callable[[Staged | LayoutRejected], object],
         spans: StageSpans,
+        num_places: int = 0,
     ) -> None:
+        """`num_places` are the experts that the rank has room for over all layers; 0 for any."""
+        self._num_places = num_places
         self._engine = engine
         self._held = held
         self._puller = puller
@@ -166,6 +169,7 @@ class Stager:
     async def _pull_and_offer(self, stage: Stage) -> PullResult:
         base = self._held.contents
         check_stage(stage, running=base.layout, epoch=self._epoch, rank=self._held.rank)
+        check_places(stage.layout, rank=self._held.rank, num_places=self._num_places)
         pulled = await self._puller.pull(stage.moves)
         try:
             staged = await asyncio.to_thread(self._build, stage, pulled, base)
@@ -229,6 +233,19 @@ def check_stage(stage: Stage, *, running: Layout, epoch: int, rank: int) -> None
     for layer, slot in sorted(needed ^ moved):
         reason = "has no move" if (layer, slot) in needed else "is not this rank's or is unchanged"
         raise StageRejectedError(f"layer {layer}, slot {slot} {reason}: plan again")
+
+
+def check_places(layout: Layout, *, rank: int, num_places: int) -> None:
+    """Check that a rank has a place for each expert that a layout gives it; 0 for any number.
+
+    Raises:
+        StageRejectedError: it has not.
+    """
+    used = layout.used_places[rank]
+    if 0 < num_places < used:
+        raise StageRejectedError(
+            f"rank {rank} would hold {used} experts, but has {num_places} places: plan again"
+        )
 
 
 def _shape(layout: Layout) -> tuple[int, int, int, int]:

@@ -113,12 +113,13 @@ def changed_from_proto(message: pb.LayoutChange, *, kind: str, base: Layout) -> 
 
 
 def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
-    """Check that a layout matches the worker's model, slots per rank and places.
+    """Check that a layout matches the worker's model and slots per rank.
 
-    The number of ranks is not checked, because pools grow and shrink.
+    The number of ranks is not checked, because pools grow and shrink; `check_places` checks the
+    worker's own places.
 
     Raises:
-        InvalidMessageError: "_shape" if it does not match.
+        InvalidMessageError: "_shape" or "_places" if it does not match.
     """
     has = (layout.num_layers, layout.num_experts, layout.slots_per_rank)
     wanted = (hello.model.num_layers, hello.model.num_experts, hello.slots_per_rank)
@@ -128,18 +129,26 @@ def check_layout_suits(kind: str, layout: Layout, *, hello: Hello) -> None:
             f"{kind}: the layout has (layers, experts, slots per rank) {has}, "
             f"but {hello.worker} serves {wanted}",
         )
-    most = max(layout.used_places)
-    if hello.num_places and most > hello.num_places:
-        raise InvalidMessageError(
-            f"{kind}_places",
-            f"{kind}: a rank of the layout holds {most} experts, but {hello.worker} has "
-            f"{hello.num_places} places",
-        )
     if not hello.num_places and layout.has_empty_slots:
         raise InvalidMessageError(
             f"{kind}_places",
             f"{kind}: the layout has empty slots, but {hello.worker} has no places that layers "
             "share",
+        )
+
+
+def check_places(kind: str, layout: Layout, *, hello: Hello, rank: int) -> None:
+    """Check that the worker, as a rank of a layout that suits it, has a place for each expert.
+
+    Raises:
+        InvalidMessageError: "_places" if it has not.
+    """
+    used = layout.used_places[rank]
+    if 0 < hello.num_places < used:
+        raise InvalidMessageError(
+            f"{kind}_places",
+            f"{kind}: rank {rank} of the layout holds {used} experts, but {hello.worker} has "
+            f"{hello.num_places} places",
         )
 
 

@@ -224,15 +224,16 @@ def _check_pool_size(message: pb.Hello, model: ModelShape) -> None:
 
 
 def _check_places(message: pb.Hello, model: ModelShape) -> None:
-    """One place for each expert in the pool, and none beyond the slots."""
-    least = -(-model.num_layers * model.num_experts // message.num_ranks)
-    most = model.num_layers * message.slots_per_rank
+    """One place for an expert of each layer at least, and none beyond the slots.
+
+    Whether the workers of a pool have enough places in all is for the pool to check.
+    """
+    least, most = model.num_layers, model.num_layers * message.slots_per_rank
     if message.num_places and not least <= message.num_places <= most:
         raise InvalidMessageError(
             "hello_places",
-            f"hello: {message.num_places} places must be from {least}, for all experts on "
-            f"{message.num_ranks} ranks, to {most}, one in each of {message.slots_per_rank} slots "
-            f"of {model.num_layers} layers",
+            f"hello: {message.num_places} places must be from {least}, one for each layer, to "
+            f"{most}, one in each of {message.slots_per_rank} slots of {model.num_layers} layers",
         )
 
 
@@ -254,6 +255,8 @@ def _expert_checksums(sent: RunningState | Serving) -> bytes:
 def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningState:
     layout = layouts.layout_from_proto(message.layout, kind="running")
     layouts.check_layout_suits("running", layout, hello=hello)
+    rank = checks.rank("running", message.rank, num_ranks=layout.num_ranks)
+    layouts.check_places("running", layout, hello=hello, rank=rank)
     if layout.generation != message.generation:
         raise InvalidMessageError(
             "running_generation",
@@ -262,7 +265,7 @@ def _running_from_proto(message: pb.RunningState, *, hello: Hello) -> RunningSta
         )
     return RunningState(
         epoch=checks.count("running", "epoch", message.epoch, least=1),
-        rank=checks.rank("running", message.rank, num_ranks=layout.num_ranks),
+        rank=rank,
         workers=_workers(message, hello=hello, num_ranks=layout.num_ranks),
         staged_generation=checks.staged_generation(
             "running", message.staged_generation, generation=layout.generation

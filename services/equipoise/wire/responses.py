@@ -41,9 +41,11 @@ def join_epoch_from_proto(message: pb.JoinEpoch, *, hello: Hello) -> JoinEpoch:
     """
     layout = layouts.layout_from_proto(message.layout, kind="join_epoch")
     layouts.check_layout_suits("join_epoch", layout, hello=hello)
+    rank = checks.rank("join_epoch", message.rank, num_ranks=layout.num_ranks)
+    layouts.check_places("join_epoch", layout, hello=hello, rank=rank)
     return JoinEpoch(
         epoch=checks.count("join_epoch", "epoch", message.epoch, least=1),
-        rank=checks.rank("join_epoch", message.rank, num_ranks=layout.num_ranks),
+        rank=rank,
         peers=_peers_from_proto(message, num_ranks=layout.num_ranks, hello=hello),
         rendezvous_address=checks.address(
             "join_epoch", "rendezvous_address", message.rendezvous_address
@@ -79,7 +81,7 @@ def stage_from_proto(message: pb.Stage, *, hello: Hello, running: Layout | None)
     """Check and convert a Stage.
 
     `running` is the receiver's layout, to which a change is applied. Whether the moves cover the
-    receiver's changed slots is for the receiver to check.
+    receiver's changed slots, and whether it has the places, is for the receiver to check.
 
     Raises:
         InvalidMessageError: a number is out of range, the layout is invalid or another model's, it

@@ -73,6 +73,7 @@ class Rank:
             epoch=join_epoch.epoch,
             send=parts.send,
             spans=parts.spans,
+            num_places=settings.places,
         )
         self.scrubber = scrubber
         self.reporter = Reporter(

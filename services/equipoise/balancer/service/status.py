@@ -36,7 +36,7 @@ _NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts", "nodes", *_HANDOVERS)
 def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> pb.PoolStatus:
     """The whole state of one pool; `election` are waits that belong to no pool."""
     diagnosis = pool.diagnosis()
-    latest = _LatestWindow.of(pool)
+    latest, used_places = _LatestWindow.of(pool), _used_places(pool)
     status = pb.PoolStatus(
         pool=pool.name,
         health=_HEALTH[diagnosis.health],
@@ -44,7 +44,10 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         phase=pool.roster.phase or "",
         epoch=pool.roster.epoch,
         generation=pool.layouts.stored_generation or 0,
-        ranks=[_rank_status(pool, member, latest, now=now) for member in pool.roster.seated()],
+        ranks=[
+            _rank_status(pool, member, latest, used_places=used_places, now=now)
+            for member in pool.roster.seated()
+        ],
         intended_ranks=pool.roster.intended_ranks,
         windows_closed=pool.windows.num_closed,
         interval_s=pool.policy.values.interval_s,
@@ -213,7 +216,15 @@ class _LatestWindow:
         )
 
 
-def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: float) -> pb.RankStatus:
+def _used_places(pool: Pool) -> Sequence[int]:
+    """Places of each rank that the layout fills; empty without one, or if each slot has one."""
+    layout = pool.layouts.current
+    return layout.used_places if layout is not None and pool.roster.places_of_rank else ()
+
+
+def _rank_status(
+    pool: Pool, member: Member, latest: _LatestWindow, *, used_places: Sequence[int], now: float
+) -> pb.RankStatus:
     assert member.rank is not None, "seated members have a rank"
     status = pb.RankStatus(
         rank=member.rank,
@@ -230,6 +241,8 @@ def _rank_status(pool: Pool, member: Member, latest: _LatestWindow, *, now: floa
         cache_token_bytes=member.hello.cache_token_bytes,
         boot_id=member.hello.boot_id,
         latent_form=member.hello.latent_form,
+        num_places=member.hello.num_places,
+        used_places=round(_of_rank(used_places, member.rank)),
         block_tokens=member.hello.block_tokens,
         steps=member.steps,
         address=member.hello.address,

@@ -103,6 +103,9 @@ def _table(
     table.add_column("load", no_wrap=True)
     for name in ("generation", "tokens/s" if tokens_per_s else "tokens", "step", "requests"):
         table.add_column(name, justify="right", no_wrap=True)
+    shares_places = any(rank.num_places for rank in ranks)
+    if shares_places:
+        table.add_column("places", justify="right", no_wrap=True)
     for rank in ranks:
         state = Text(" idle" if rank.idle else "", style="dim")
         if rank.state != "connected":
@@ -117,6 +120,7 @@ def _table(
             f"{rate:,.0f}" if tokens_per_s else f"{rank.tokens_processed:,}",
             format_duration(rank.median_step_us),
             str(rank.active_requests) + f"+{rank.queued_requests}" * bool(rank.queued_requests),
+            *([f"{rank.used_places}/{rank.num_places}"] if shares_places else []),
         )
     return table
 

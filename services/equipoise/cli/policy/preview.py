@@ -194,10 +194,7 @@ def _current_situation(client: BalancerClient) -> Situation:
         topology=Topology(
             node_of_rank=tuple(layout.node_of_rank),
             slots_per_rank=current.slots_per_rank,
-            # At least these, and in a pool whose layers share places hardly any is free.
-            places_of_rank=(max(current.used_places),) * current.num_ranks
-            if current.has_empty_slots
-            else (),
+            places_of_rank=tuple(rank.num_places for rank in status.ranks if rank.num_places),
         ),
         slow=slow,
         slow_samples=loads.slow_samples,
