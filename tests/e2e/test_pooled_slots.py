@@ -118,7 +118,7 @@ async def test_ranks_of_unequal_places_hold_their_own_number_and_no_token_change
         folder=tmp_path,
         slots_per_rank=NUM_SLOTS,
         own={name: (f"--places={number}",) for name, number in places.items()},
-        balancer_arguments=(f"--policy={policy}",),
+        balancer_arguments=(f"--policy={policy}", "--min-assignments=10"),
     ) as (pool, first):
         of_rank = [places[rank.worker] for rank in first.ranks]
         assert [rank.num_places for rank in first.ranks] == of_rank

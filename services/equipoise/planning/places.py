@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load, Weights
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, Weights
 from equipoise.planning.balance import mean_over_kinds
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import Layout, count_moves
+from equipoise.planning.layout import Layout, count_moves, used_places
 from equipoise.planning.placing.blanks import (
     columns_of,
     narrowed,
@@ -24,11 +24,13 @@ from equipoise.planning.placing.bound import upper_bound_of_places
 from equipoise.planning.placing.chance import chance_of_layer, gains_beyond_chance
 from equipoise.planning.placing.cover import cover, fill
 from equipoise.planning.placing.incremental import improve
+from equipoise.planning.placing.locality import Homes, strays
 from equipoise.planning.placing.pooled import place_pooled
+from equipoise.planning.placing.pooled_by_node import obstacle_to_pooling_by_node
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.stay import align
 from equipoise.planning.placing.weigh import Placed, weigh
-from equipoise.planning.planner import LEAST_LAYER_GAIN, Plan, plan, summary
+from equipoise.planning.planner import LEAST_LAYER_GAIN, LOCALITY, Plan, plan, summary
 from equipoise.planning.policy import Algorithm, SlotUse, Weighting
 from equipoise.planning.shares import even_shares
 from equipoise.planning.topology import ModelShape, Topology
@@ -42,7 +44,6 @@ class Wishes:
     """What a plan should be like; see `plan`."""
 
     algorithm: Algorithm = Algorithm.GLOBAL
-    """Pooled, any expert may be on any rank, whatever the algorithm."""
     slots: SlotUse = SlotUse.PER_LAYER
     weighted: Weighting = Weighting.OFF
     locality: float | None = None
@@ -131,7 +132,7 @@ def plan_in_places(
             f"in each of {model.num_layers} layers: give each rank at least "
             f"{-(-model.num_layers * model.num_experts // len(ranks))} places"
         )
-    return replace(_pooled(problem, wishes), ranks=ranks)
+    return replace(_Pooling.of(problem, wishes).plan(), ranks=ranks)
 
 
 def _widened(
@@ -184,112 +185,190 @@ def _narrow_layout(
     )
 
 
-def _pooled(problem: Problem, wishes: Wishes) -> Plan:
-    """Improve layers in the slots that they have; place those that lose most again, if need be."""
-    held = Placed(problem.held, problem.held_shares)
-    every = np.ones(problem.model.num_layers, dtype=np.bool_)
-    fresh = _placed_again(problem, free=every)
-    if problem.is_new:
-        return _made(problem, fresh, wishes, before=None)
-    before, after = (1.0 / problem.balancedness_of_layer(*one) for one in (held, fresh))
-    is_lost = ~problem.is_valid
-    worth, comparison = _worth_changing(problem, before - after, wishes.samples)
-    if problem.weighted is not Weighting.OFF:
-        held = weigh(problem, problem.held, may_chain=False)
-    standing = _mean_balance(problem, held)
-    target = wishes.target_balancedness
-    if not is_lost.any() and (not worth.any() or (target is not None and standing >= target)):
-        return _made(problem, held, wishes, before=standing, comparison=comparison)
-    best, lose = held, np.where(worth, before - after, 0.0)
-    ways: Iterable[Placed] = (fresh,)
-    if wishes.algorithm is Algorithm.INCREMENTAL:
-        ways = _candidates(problem, fresh, wishes, lose=lose)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pooling:
+    """A problem whose layers share places, and what a plan for it should be like."""
 
-    def net(placed: Placed) -> float:
-        cost = wishes.least_gain_per_move * count_moves(problem.held, placed.table)
-        return _mean_balance(problem, placed) - cost
+    problem: Problem
+    wishes: Wishes
+    locality: float
+    """1 for any expert on any rank; below, groups have home nodes, as in `place_locally`."""
+    obstacle: str
+    """Why groups have no home nodes although they should; empty if they have, or need none."""
 
-    for placed in ways:
-        moves = count_moves(problem.held, placed.table)
-        if wishes.max_moves is not None and moves > wishes.max_moves and not is_lost.any():
-            break
-        if is_lost.any() or net(placed) > net(best):
-            best = placed
-        if is_lost.any() or (target is not None and _mean_balance(problem, best) >= target):
-            break
-    return _made(problem, best, wishes, before=standing, comparison=comparison)
+    @classmethod
+    def of(cls, problem: Problem, wishes: Wishes) -> "_Pooling":
+        """Find out how far groups may leave their nodes."""
+        locality = 1.0 if wishes.locality is None else wishes.locality
+        if wishes.algorithm is Algorithm.HIERARCHICAL:
+            locality = 0.0
+        elif wishes.algorithm is Algorithm.LOCAL and wishes.locality is None:
+            locality = LOCALITY
+        obstacle = obstacle_to_pooling_by_node(problem) if locality < 1.0 else None
+        return cls(
+            problem=problem,
+            wishes=wishes,
+            locality=1.0 if obstacle else locality,
+            obstacle=obstacle or "",
+        )
 
+    def plan(self) -> Plan:
+        """Improve layers in the slots that they have; place those that lose most again."""
+        problem, wishes = self.problem, self.wishes
+        held = Placed(problem.held, problem.held_shares)
+        fresh = self._placed_again(problem, free=np.ones_like(problem.is_busy))
+        if problem.is_new:
+            return self._made(fresh, before=None)
+        before, after = (1.0 / problem.balancedness_of_layer(*one) for one in (held, fresh))
+        returns = strays(problem, *held, locality=self.locality)
+        must = ~problem.is_valid | returns
+        worth, comparison = _worth_changing(problem, before - after, wishes.samples)
+        if problem.weighted is not Weighting.OFF:
+            held = weigh(problem, problem.held, may_chain=False)
+        standing = _mean_balance(problem, held)
+        target = wishes.target_balancedness
+        if not must.any() and (not worth.any() or (target is not None and standing >= target)):
+            return self._made(held, before=standing, comparison=comparison)
+        best, lose = held, np.where(worth, before - after, 0.0)
+        ways: Iterable[Placed] = (fresh,)
+        if wishes.algorithm is Algorithm.INCREMENTAL:
+            ways = self._candidates(fresh, lose=lose, must=must)
 
-def _candidates(problem: Problem, fresh: Placed, wishes: Wishes, *, lose: Load) -> Iterator[Placed]:
-    """Yield placements that move more and more; `lose` is what layers lose by staying, [layers]."""
-    is_lost = ~problem.is_valid
-    near, gains = problem, lose > 0
-    if not is_lost.any():
-        near = replace(problem, held=_improved_in_place(problem, wishes, layers=gains))
-        improved = weigh(problem, near.held, may_chain=False)
-        yield improved
-        # What these layers would still gain by other numbers of slots.
-        left, after = (1.0 / problem.balancedness_of_layer(*one) for one in (improved, fresh))
-        lose = np.where(gains, left - after, 0.0)
-        gains = lose > 0
-    order = np.argsort(-lose, kind="stable")
-    for part in PARTS:
-        free = is_lost.copy()
-        free[order[: int(np.ceil(part * gains.sum()))]] = True
-        if not free.any():
-            return
-        if not _have_places(problem, free):
-            free[:] = True
-        yield fresh if free.all() else _placed_again(near, free=free)
-    yield fresh
+        def net(placed: Placed) -> float:
+            cost = wishes.least_gain_per_move * count_moves(problem.held, placed.table)
+            return _mean_balance(problem, placed) - cost
 
+        for placed in ways:
+            moves = count_moves(problem.held, placed.table)
+            if wishes.max_moves is not None and moves > wishes.max_moves and not must.any():
+                break
+            if must.any() or net(placed) > net(best):
+                best = placed
+            if must.any() or (target is not None and _mean_balance(problem, best) >= target):
+                break
+        made = self._made(best, before=standing, comparison=comparison)
+        return replace(made, returned_layers=int(returns.sum()))
 
-def _improved_in_place(problem: Problem, wishes: Wishes, *, layers: Bools) -> ExpertTable:
-    """Make the moves that are worth it in the slots that each rank has in use, layer by layer."""
-    table = problem.held.copy()
-    num_busy = int(problem.is_busy.sum())
-    for layer in np.flatnonzero(layers).tolist():
-        columns = np.flatnonzero(problem.held[layer] != EMPTY)
-        ranks, sizes = np.unique(problem.rank_of_slot[columns], return_counts=True)
-        slots_of_rank = tuple(sizes.tolist())
-        small = Problem(
-            load=problem.load[layer : layer + 1],
-            model=replace(problem.model, num_layers=1),
-            topology=Topology(
-                node_of_rank=tuple(problem.topology.node_of_rank[rank] for rank in ranks),
-                slots_per_rank=max(slots_of_rank),
-                slots_of_rank=slots_of_rank,
+    def _candidates(self, fresh: Placed, *, lose: Load, must: Bools) -> Iterator[Placed]:
+        """Yield placements that move more and more.
+
+        `lose` is what layers lose by staying, `must` which cannot stay; [layers] both.
+        """
+        near, gains = self.problem, lose > 0
+        if not must.any():
+            near = replace(near, held=self._improved_in_place(near, self.wishes, layers=gains))
+            improved = weigh(self.problem, near.held, may_chain=False)
+            yield improved
+            # What these layers would still gain by other numbers of slots.
+            of_both = (self.problem.balancedness_of_layer(*one) for one in (improved, fresh))
+            left, after = (1.0 / balance for balance in of_both)
+            lose = np.where(gains, left - after, 0.0)
+            gains = lose > 0
+        order = np.argsort(-lose, kind="stable")
+        for part in PARTS:
+            free = must.copy()
+            free[order[: int(np.ceil(part * gains.sum()))]] = True
+            if not free.any():
+                return
+            if not self._have_places(free):
+                free[:] = True
+            yield fresh if free.all() else self._placed_again(near, free=free)
+        yield fresh
+
+    def _have_places(self, free: Bools) -> bool:
+        """Whether the layers that stay leave places for all experts of the others."""
+        problem, num_parts = self.problem, self.problem.num_nodes if self.locality < 1.0 else 1
+        topology, needed = problem.topology, int(free.sum()) * problem.model.num_experts
+        room = np.array(topology.places_of_rank)
+        room -= used_places(problem.held[~free], first_slot=topology.first_slot)
+        return bool((num_parts * room.reshape(num_parts, -1).sum(axis=1) >= needed).all())
+
+    def _improved_in_place(self, problem: Problem, wishes: Wishes, *, layers: Bools) -> ExpertTable:
+        """Make the moves that are worth it in the slots that each rank has in use."""
+        table = problem.held.copy()
+        num_busy = int(problem.is_busy.sum())
+        for layer in np.flatnonzero(layers).tolist():
+            columns = np.flatnonzero(problem.held[layer] != EMPTY)
+            small = _layer_in_use(problem, layer, columns)
+            noise = homes = None
+            if wishes.samples is not None:
+                noise = chance_of_layer(small, samples=wishes.samples) / 2
+            if self.locality < 1.0:
+                homes = Homes.of_table(small, small.held, locality=self.locality)
+            improved = improve(
+                small,
+                layers=np.ones(1, dtype=np.bool_),
+                fresh=small.held,
+                standing=small.balancedness_of_layer(small.held),
+                least_gain=LEAST_LAYER_GAIN,
+                target=wishes.target_balancedness,
+                homes=homes,
+                least_slope=wishes.least_gain_per_move * num_busy,
+                noise=noise,
+            )
+            table[layer, columns] = improved.table[0]
+        return table
+
+    def _placed_again(self, problem: Problem, *, free: Bools) -> Placed:
+        """Place some layers from scratch; those with home nodes leave them only as they may."""
+        by_node = self.locality < 1.0
+        try:
+            table = place_pooled(problem, free=free, by_node=by_node)
+        except InvalidLayoutError:
+            if free.all():
+                raise
+            free = np.ones_like(free)  # Few layers may have no exchange that makes room.
+            table = place_pooled(problem, free=free, by_node=by_node)
+        if 0.0 < self.locality < 1.0:
+            homely = replace(problem, held=table, held_shares=None)
+            table = self._improved_in_place(homely, Wishes(), layers=free & problem.is_busy)
+        return weigh(problem, table, may_chain=False)
+
+    def _made(self, placed: Placed, *, before: float | None, comparison: str = "") -> Plan:
+        """Build the plan with its figures and its reason."""
+        problem, topology = self.problem, self.problem.topology
+        algorithm = self.wishes.algorithm
+        is_placed_as_asked = algorithm is Algorithm.INCREMENTAL or self.locality < 1.0
+        made = summary(problem, placed, algorithm if is_placed_as_asked else Algorithm.GLOBAL)
+        if self.locality < 1.0:
+            comparison += f"; {1.0 - made.off_node_share:.1%} of the load stays on its home node"
+        elif self.obstacle:
+            comparison += f"; not hierarchical: {self.obstacle}"
+        slots_of_layer = (placed.table != EMPTY).sum(axis=1)
+        changed = int((placed.table != problem.held).any(axis=1).sum())
+        after = "" if before is None else f" after {before:.3f}"
+        return replace(
+            made,
+            bound=upper_bound_of_places(
+                problem.load,
+                num_places=sum(topology.places_of_rank),
+                num_slots=topology.num_slots,
+                num_ranks=topology.num_ranks,
             ),
-            held=np.ascontiguousarray(problem.held[layer, columns][None]),
-            kinds=tuple(load[layer : layer + 1] for load in problem.kinds),
-            weights=problem.weights,
+            reason=(
+                f"pooled: {made.balancedness:.3f}{after} by {made.moves} moves in {changed} of "
+                f"{len(slots_of_layer)} layers, which have {slots_of_layer.min()} to "
+                f"{slots_of_layer.max()} slots each{comparison}"
+            ),
         )
-        noise = None
-        if wishes.samples is not None:
-            noise = chance_of_layer(small, samples=wishes.samples) / 2
-        improved = improve(
-            small,
-            layers=np.ones(1, dtype=np.bool_),
-            fresh=small.held,
-            standing=small.balancedness_of_layer(small.held),
-            least_gain=LEAST_LAYER_GAIN,
-            target=wishes.target_balancedness,
-            least_slope=wishes.least_gain_per_move * num_busy,
-            noise=noise,
-        )
-        table[layer, columns] = improved.table[0]
-    return table
 
 
-def _placed_again(problem: Problem, *, free: Bools) -> Placed:
-    return weigh(problem, place_pooled(problem, free=free), may_chain=False)
-
-
-def _have_places(problem: Problem, free: Bools) -> bool:
-    """Whether the layers that stay leave places for all experts of the others."""
-    kept = int((problem.held[~free] != EMPTY).sum())
-    needed = int(free.sum()) * problem.model.num_experts
-    return sum(problem.topology.places_of_rank) - kept >= needed
+def _layer_in_use(problem: Problem, layer: int, columns: Indices) -> Problem:
+    """One layer on the slots that hold an expert, [columns], as a problem without empty slots."""
+    ranks, sizes = np.unique(problem.rank_of_slot[columns], return_counts=True)
+    slots_of_rank = tuple(sizes.tolist())
+    return Problem(
+        load=problem.load[layer : layer + 1],
+        model=replace(problem.model, num_layers=1),
+        topology=Topology(
+            node_of_rank=tuple(problem.topology.node_of_rank[rank] for rank in ranks),
+            slots_per_rank=max(slots_of_rank),
+            slots_of_rank=slots_of_rank,
+        ),
+        held=np.ascontiguousarray(problem.held[layer, columns][None]),
+        kinds=tuple(load[layer : layer + 1] for load in problem.kinds),
+        weights=problem.weights,
+    )
 
 
 def _worth_changing(problem: Problem, gain: Load, samples: float | None) -> tuple[Bools, str]:
@@ -309,36 +388,3 @@ def _worth_changing(problem: Problem, gain: Load, samples: float | None) -> tupl
 def _mean_balance(problem: Problem, placed: Placed) -> float:
     balance = problem.balancedness_of_layer(*placed)[problem.is_busy]
     return float(balance.mean()) if len(balance) else 1.0
-
-
-def _made(
-    problem: Problem,
-    placed: Placed,
-    wishes: Wishes,
-    *,
-    before: float | None,
-    comparison: str = "",
-) -> Plan:
-    """Build the plan with its figures and its reason."""
-    is_incremental = wishes.algorithm is Algorithm.INCREMENTAL
-    made = summary(problem, placed, Algorithm.INCREMENTAL if is_incremental else Algorithm.GLOBAL)
-    if wishes.algorithm in {Algorithm.HIERARCHICAL, Algorithm.LOCAL}:
-        comparison += "; pooled slots do not keep expert groups on nodes"
-    topology = problem.topology
-    slots_of_layer = (placed.table != EMPTY).sum(axis=1)
-    changed = int((placed.table != problem.held).any(axis=1).sum())
-    after = "" if before is None else f" after {before:.3f}"
-    return replace(
-        made,
-        bound=upper_bound_of_places(
-            problem.load,
-            num_places=sum(topology.places_of_rank),
-            num_slots=topology.num_slots,
-            num_ranks=topology.num_ranks,
-        ),
-        reason=(
-            f"pooled: {made.balancedness:.3f}{after} by {made.moves} moves in {changed} of "
-            f"{len(slots_of_layer)} layers, which have {slots_of_layer.min()} to "
-            f"{slots_of_layer.max()} slots each{comparison}"
-        ),
-    )

@@ -51,6 +51,13 @@ def place_hierarchically(problem: Problem) -> ExpertTable:
     return np.where(better[:, None], other, table)
 
 
+def nodes_of_groups(problem: Problem) -> Indices:
+    """Assign groups to nodes of even load, int64 [layers, groups], node by node."""
+    num_groups, num_nodes = problem.model.num_groups, problem.num_nodes
+    assigned = deal_groups(problem.load, num_groups=num_groups, num_nodes=num_nodes)
+    return _relieve_nodes(problem, assigned)
+
+
 def _place_by_node(problem: Problem, *, groups: Indices) -> ExpertTable:
     table = refine(
         _greedy(problem, groups=groups, num_nodes=problem.num_nodes),

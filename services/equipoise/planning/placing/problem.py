@@ -236,7 +236,8 @@ class Problem:
         size = self.model.num_experts // self.model.num_groups
         is_on_node = np.zeros((len(table), self.model.num_groups, self.num_nodes), dtype=np.bool_)
         node_of_slot = self.node_of_rank[self.rank_of_slot]
-        is_on_node[np.arange(len(table))[:, None], table // size, node_of_slot] = True
+        layers, slots = np.nonzero(table != EMPTY)
+        is_on_node[layers, table[layers, slots] // size, node_of_slot[slots]] = True
         kept: Bools = (is_on_node.sum(axis=2) == 1).all(axis=1)
         return kept
 

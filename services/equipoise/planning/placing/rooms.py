@@ -13,7 +13,9 @@ from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.stay import align, relabel
 
 
-def into_rooms(problem: Problem, table: ExpertTable, *, room: Indices) -> ExpertTable:
+def into_rooms(
+    problem: Problem, table: ExpertTable, *, room: Indices, by_node: bool = False
+) -> ExpertTable:
     """Exchange sets of experts until each rank has room for its own; int32 [layers, slots].
 
     Starts close to what ranks hold. Sets leave the others of their node only where that is
@@ -24,6 +26,7 @@ def into_rooms(problem: Problem, table: ExpertTable, *, room: Indices) -> Expert
         problem: the ranks, what they hold and the load.
         table: the sets, int32 [layers, slots] or EMPTY.
         room: the experts that each rank can hold over all layers, int64 [ranks].
+        by_node: whether sets leave the others of their node never.
     """
     num_nodes = problem.num_nodes if problem.has_equal_nodes else 1
     ranks_per_node = problem.topology.num_ranks // num_nodes
@@ -43,9 +46,10 @@ def into_rooms(problem: Problem, table: ExpertTable, *, room: Indices) -> Expert
             num_nodes=num_nodes,
         )
         placed = without_blanks(numbered, num_experts)
-    for block, within in ((ranks_per_node, one), (1, per_node), (1, one)):
+    anywhere = () if by_node else ((1, one),)
+    for block, within in ((ranks_per_node, one), (1, per_node), *anywhere):
         _exchange(placed.reshape(shape), problem.held.reshape(shape), room, block, within)
-    _give_up(placed.reshape(shape), problem.load, room)
+    _give_up(placed.reshape(shape), problem.load, room, per_node if by_node else one)
     if problem.is_new:
         return placed
     aligned = align(with_blanks(placed, num_experts), held, first_slot=problem.first_slot)
@@ -181,17 +185,18 @@ def _in_common(some: Slots, others: Slots) -> int:
 
 
 @compiled
-def _give_up(sets: Slots, load: Weights, room: Indices) -> None:
+def _give_up(sets: Slots, load: Weights, room: Indices, within: Indices) -> None:
     """Empty slots of ranks without room: of spare replicas, those that weigh least once gone.
 
-    An expert without a spare replica goes to a rank with room and an empty slot.
+    An expert without a spare replica goes to a rank with room and an empty slot, among the ranks
+    with the same number in `within`, [ranks].
     """
     for rank in range(len(room)):
         while _used(sets, rank) > room[rank]:
             layer, place = _lightest_spare(sets, load, rank)
             if layer >= 0:
                 sets[layer, rank, place] = EMPTY
-            elif not _move_one(sets, rank, room):
+            elif not _move_one(sets, rank, room, within):
                 return
 
 
@@ -212,10 +217,10 @@ def _lightest_spare(sets: Slots, load: Weights, rank: int) -> tuple[int, int]:
 
 
 @part
-def _move_one(sets: Slots, rank: int, room: Indices) -> bool:
+def _move_one(sets: Slots, rank: int, room: Indices, within: Indices) -> bool:
     """Move any expert of a rank to another rank; whether there is one."""
     for other in range(len(room)):
-        if other == rank or _used(sets, other) >= room[other]:
+        if other == rank or within[other] != within[rank] or _used(sets, other) >= room[other]:
             continue
         for layer in range(len(sets)):
             for slot in range(sets.shape[2]):
