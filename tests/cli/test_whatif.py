@@ -2,10 +2,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
+from equipoise.cli.offline.steps import balance_of_steps
 from equipoise.cli.offline.whatif import (
     PoolOption,
     choose,
@@ -14,6 +16,7 @@ from equipoise.cli.offline.whatif import (
     topologies,
     topologies_of_places,
 )
+from equipoise.planning.layout import Layout
 from equipoise.settings.errors import InvalidSettingsError
 
 TINY = Path(__file__).parents[2] / "model" / "equipoise_model" / "checkpoints" / "tiny"
@@ -226,9 +229,74 @@ def test_moves_are_given_per_hour():
         ([*MODEL, "--memory-gib", "0"], "memory_gib must be above 0, not 0"),
         ([*MODEL, "--window-s", "0"], "window_s must be from"),
         ([*MODEL, "--policy", "x"], "--policy x must be"),
-        ([*MODEL, "--pooled", "--algorithm", "local"], "--pooled cannot be combined with"),
+        ([*MODEL, "--exchange-us", "9"], "are about steps: add --tokens-per-rank"),
+        ([*MODEL, "--tokens-per-rank", "0"], "--tokens-per-rank must be numbers from 1 to 65536"),
     ],
 )
 def test_invalid_options_are_rejected(arguments, words):
     with pytest.raises(InvalidSettingsError, match=words):
         equipoise(*arguments)
+
+
+def test_groups_stay_on_nodes_in_pools_whose_layers_share_places():
+    pooled = [*SMALL, "--pooled", "--max-redundant", "8", "--json"]
+    anywhere, by_node = (
+        json.loads(equipoise(*pooled, "--algorithm", algorithm))["choices"]
+        for algorithm in ("global", "hierarchical")
+    )
+    assert [one["num_redundant"] for one in anywhere] == [one["num_redundant"] for one in by_node]
+    # Nodes differ in what their groups are used for.
+    assert by_node[-1]["balancedness"] < anywhere[-1]["balancedness"]
+
+
+STEPS = ["--ranks", "4", "--max-redundant", "8", "--tokens-per-rank", "16,256"]
+
+
+def test_it_says_what_balanced_steps_save_and_when_they_pay():
+    priced = ["--assignment-us", "2", "--exchange-us", "30"]
+    steps = json.loads(equipoise(*NODES, *STEPS, *priced, "--json"))["steps"]
+    assert [(one["num_redundant"], one["tokens_per_rank"]) for one in steps] == [
+        (0, 16), (0, 256), (4, 16), (4, 256), (8, 16), (8, 256),
+    ]  # fmt: skip
+    for one in steps[:2]:  # Without replicas there is no choice.
+        assert one["hashed"] == one["balanced"] < 1.0
+        assert one["saved_assignments"] == 0.0
+    for one in steps[2:]:
+        assert one["hashed"] < one["balanced"] <= 1.0
+    for one in steps:
+        assert one["saved_us"] == pytest.approx(2 * one["saved_assignments"])
+        assert one["pays"] == (one["saved_us"] > 30)
+    assert {one["pays"] for one in steps} == {False, True}
+
+
+def test_without_prices_it_says_what_balanced_steps_depend_on():
+    text = " ".join(equipoise(*NODES, *STEPS).split())
+    assert "balanced pays where these, times the µs per assignment (--assignment-us)" in text
+    text = " ".join(equipoise(*NODES, *STEPS, "--exchange-us", "30").split())
+    assert "µs/assignment" in text
+
+
+def test_steps_are_as_even_as_replicas_allow():
+    """Expert 0 is on both ranks, and rank 0 has the hot expert besides."""
+    layout = Layout(generation=1, num_experts=3, num_ranks=2, expert_of_slot=[[0, 1, 0, 2]])
+    load = np.array([[1.0, 2.0, 1.0]])
+    step = balance_of_steps(load, layout, tokens_per_rank=10_000, experts_per_token=1)
+    assert step.hashed == pytest.approx(0.8, abs=0.01)
+    assert step.balanced == pytest.approx(1.0, abs=0.01)
+    assert step.saved_assignments == pytest.approx(2500, rel=0.05)
+
+
+def test_no_expert_is_in_a_token_twice_however_hot_it_is():
+    layout = Layout(generation=1, num_experts=4, num_ranks=2, expert_of_slot=[[0, 1, 2, 3]])
+    load = np.array([[97.0, 1.0, 1.0, 1.0]])
+    step = balance_of_steps(load, layout, tokens_per_rank=3_000, experts_per_token=2)
+    # Expert 0 has half of all assignments, the others a sixth each.
+    assert step.hashed == pytest.approx(0.5 / (0.5 + 1 / 6), abs=0.01)
+
+
+def test_it_asks_for_the_experts_of_a_token_if_nothing_tells_them(tmp_path):
+    document = json.loads((TINY / "loads.json").read_text())
+    del document["top_k"]
+    (tmp_path / "loads.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidSettingsError, match="per token: --experts-per-token N"):
+        equipoise("--loads", str(tmp_path / "loads.json"), "--tokens-per-rank", "8")

@@ -311,14 +311,13 @@ class _Pooling:
 
     def _placed_again(self, problem: Problem, *, free: Bools) -> Placed:
         """Place some layers from scratch; those with home nodes leave them only as they may."""
-        by_node = self.locality < 1.0
         try:
-            table = place_pooled(problem, free=free, by_node=by_node)
+            table = place_pooled(problem, free=free, locality=self.locality)
         except InvalidLayoutError:
             if free.all():
                 raise
             free = np.ones_like(free)  # Few layers may have no exchange that makes room.
-            table = place_pooled(problem, free=free, by_node=by_node)
+            table = place_pooled(problem, free=free, locality=self.locality)
         if 0.0 < self.locality < 1.0:
             homely = replace(problem, held=table, held_shares=None)
             table = self._improved_in_place(homely, Wishes(), layers=free & problem.is_busy)

@@ -49,6 +49,9 @@ class Case:
     has_shared_expert: bool = False
     """Whether the last expert is the shared one, which every token activates."""
 
+    experts_per_token: int | None = None
+    """Experts that a token activates, the shared one included; None if unknown."""
+
     @property
     def expected(self) -> Expected:
         """The shape that a layout file of this model must have."""
@@ -114,8 +117,8 @@ def read_case(settings: RecordingSettings) -> Case:
         num_groups=groups,
         expert_bytes=expert_bytes,
     )
+    top_k = settings.experts_per_token or recording.top_k or (config.top_k if config else None)
     if settings.shared_expert:
-        top_k = settings.experts_per_token or recording.top_k or (config.top_k if config else None)
         if top_k is None:
             raise InvalidSettingsError(
                 "--shared-expert needs the routed experts per token: --experts-per-token N"
@@ -129,6 +132,7 @@ def read_case(settings: RecordingSettings) -> Case:
         expert_bytes_origin=origin,
         token_bytes=(config and config.token_bytes) or DEEPSEEK_V3_TOKEN_BYTES,
         has_shared_expert=settings.shared_expert,
+        experts_per_token=None if top_k is None else top_k + settings.shared_expert,
     )
 
 

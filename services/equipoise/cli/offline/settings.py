@@ -52,8 +52,8 @@ class RecordingSettings:
     It is assumed to be as large as a routed expert."""
 
     experts_per_token: Annotated[int | None, Range(1)] = None
-    """Number of routed experts per token, 8 for DeepSeek-V3. Needed with --shared-expert unless the
-    loads or the config contain it."""
+    """Number of routed experts per token, 8 for DeepSeek-V3. Needed with --shared-expert, and by
+    whatif --tokens-per-rank, unless the loads or the config contain it."""
 
     first_moe_layer: Annotated[int | None, Range(0)] = None
     """Index of the model's first MoE layer, 3 for DeepSeek-V3. Needed to read or write formats that
@@ -355,6 +355,18 @@ class WhatIfSettings:
     """Bytes that a token takes in a GPU's cache, over all layers, to show how much context
     redundant slots displace. Default: the config's in bfloat16, or DeepSeek-V3's."""
 
+    tokens_per_rank: tuple[str, ...] = ()
+    """Tokens of a rank in a step. For each number, draw steps from the loads and show what workers
+    gain by --replica-choice balanced, which chooses replicas by what all ranks route in a step."""
+
+    assignment_us: Annotated[float | None, Range(0, is_open=True)] = None
+    """Microseconds per assignment on the busiest rank, as `equipoise status` shows, to convert the
+    assignments that balanced steps save."""
+
+    exchange_us: Annotated[float | None, Range(0, is_open=True)] = None
+    """Microseconds that the choice takes in a layer: an exchange of one number per expert between
+    the ranks, and the division. Balanced steps pay if they save more."""
+
     cost: CostSettings = field(default_factory=CostSettings)
     """What imbalance costs."""
 
@@ -363,6 +375,10 @@ class WhatIfSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if not self.tokens_per_rank and (self.assignment_us or self.exchange_us):
+            raise InvalidSettingsError(
+                "--assignment-us and --exchange-us are about steps: add --tokens-per-rank"
+            )
         if self.unit is not None:
             unit = UNITS[self.unit]
             object.__setattr__(self, "source", _source_of(unit, self.source))
@@ -371,11 +387,6 @@ class WhatIfSettings:
             object.__setattr__(self, "max_redundant", unit.num_redundant)
             if self.algorithm is Algorithm.AUTO:
                 object.__setattr__(self, "algorithm", unit.algorithm)
-        if self.pooled and self.algorithm in {Algorithm.HIERARCHICAL, Algorithm.LOCAL}:
-            raise InvalidSettingsError(
-                f"--pooled cannot be combined with --algorithm {self.algorithm}: pooled slots do "
-                "not keep expert groups on nodes"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

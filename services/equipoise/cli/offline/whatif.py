@@ -13,6 +13,7 @@ from equipoise.cli.offline.money import CostSettings
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import replay
 from equipoise.cli.offline.settings import WhatIfSettings
+from equipoise.cli.offline.steps_table import StepBalance, StepPrice, show_steps
 from equipoise.planning.layout import Layout
 from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.policy import Algorithm, Policy, SlotUse
@@ -21,6 +22,7 @@ from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.numbers import format_bytes
 
 MAX_OPTIONS = 1000
+MAX_TOKENS = 65_536
 _GIB = 1024**3
 _HOUR_S = 3600.0
 
@@ -65,6 +67,9 @@ class PoolOption:
     bytes_per_hour: float | None
     """Bytes moved under the policy; None with one window."""
 
+    steps: tuple[StepBalance, ...] = ()
+    """How even steps are, for each number of tokens."""
+
     @property
     def worth(self) -> float:
         """The balancedness to compare by: the replayed one if there is one."""
@@ -78,6 +83,7 @@ def run(settings: WhatIfSettings) -> int:
     Raises:
         FormatError: a file is invalid.
         InvalidSettingsError: an option is invalid, or there are too many pools to evaluate.
+        ModuleNotFoundError: steps are to be drawn and torch is missing.
     """
     case = read_case(settings.source)
     if settings.token_bytes is not None:
@@ -87,6 +93,7 @@ def run(settings: WhatIfSettings) -> int:
     chosen, reason = choose(options, tolerance=settings.tolerance, memory_bytes=memory_bytes)
     of_ranks = [knee(some, tolerance=settings.tolerance) for some in _by_ranks(options)]
     knees = [one for one in of_ranks if one is not None]
+    price = StepPrice(assignment_us=settings.assignment_us, exchange_us=settings.exchange_us)
     if settings.json:
         document = {
             "choices": [_as_json(one, settings.cost) for one in options],
@@ -94,6 +101,12 @@ def run(settings: WhatIfSettings) -> int:
             "knees": [_as_json(one, settings.cost) for one in knees],
             "cost_basis": settings.cost.basis,
             "reason": reason,
+            "steps": [
+                {"num_ranks": one.num_ranks, "num_redundant": one.num_redundant}
+                | price.as_json(step)
+                for one in options
+                for step in one.steps
+            ],
             "expert_bytes": case.model.expert_bytes,
             "expert_bytes_origin": case.expert_bytes_origin,
             "token_bytes": case.token_bytes,
@@ -101,13 +114,17 @@ def run(settings: WhatIfSettings) -> int:
         print_json(document)
     else:
         _show(options, chosen, knees, reason, case, cost=settings.cost)
+        if settings.tokens_per_rank:
+            show_steps([(one.num_ranks, one.num_redundant, one.steps) for one in options], price)
     return 0
 
 
 def _as_json(option: PoolOption, cost: CostSettings) -> dict[str, Any]:
     lost = cost.lost_gpus(option.worth, num_ranks=option.num_ranks)
     price = cost.price_per_hour(lost)
-    return {**asdict(option), "gpus_lost": lost, "price_lost_per_hour": price}
+    choice = asdict(option)
+    del choice["steps"]
+    return {**choice, "gpus_lost": lost, "price_lost_per_hour": price}
 
 
 def topologies(
@@ -159,7 +176,13 @@ def _nodes(num_ranks: int, ranks_per_node: int) -> tuple[str, ...]:
 
 
 def evaluate(
-    case: Case, *, topology: Topology, algorithm: Algorithm, policy: Policy, window_s: float
+    case: Case,
+    *,
+    topology: Topology,
+    algorithm: Algorithm,
+    policy: Policy,
+    window_s: float,
+    tokens_per_rank: Sequence[int] = (),
 ) -> PoolOption:
     """Compute the gain and cost of one pool."""
     recording, model = case.recording, case.model
@@ -171,14 +194,14 @@ def evaluate(
         current=None,
     )
     balance, moves_per_hour = None, None
+    start = Layout(
+        generation=1,
+        num_experts=model.num_experts,
+        num_ranks=topology.num_ranks,
+        expert_of_slot=made.expert_of_slot,
+        share_of_slot=made.share_of_slot,
+    )
     if recording.num_windows > 1:
-        start = Layout(
-            generation=1,
-            num_experts=model.num_experts,
-            num_ranks=topology.num_ranks,
-            expert_of_slot=made.expert_of_slot,
-            share_of_slot=made.share_of_slot,
-        )
         replayed = replay(
             recording,
             name="whatif",
@@ -207,6 +230,23 @@ def evaluate(
         balancedness_replayed=balance,
         moves_per_hour=moves_per_hour,
         bytes_per_hour=None if moves_per_hour is None else moves_per_hour * model.expert_bytes,
+        steps=_steps(case, start, tokens_per_rank),
+    )
+
+
+def _steps(case: Case, layout: Layout, tokens_per_rank: Sequence[int]) -> tuple[StepBalance, ...]:
+    load = case.recording.total()
+    if not tokens_per_rank or not load.any():
+        return ()
+    # Draws with torch, which planning does not need.
+    from equipoise.cli.offline.steps import balance_of_steps
+
+    assert case.experts_per_token is not None, "checked before"
+    return tuple(
+        balance_of_steps(
+            load, layout, tokens_per_rank=number, experts_per_token=case.experts_per_token
+        )
+        for number in tokens_per_rank
     )
 
 
@@ -294,6 +334,13 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
     rank_counts = numbers("--ranks", settings.ranks)
     if not rank_counts or min(rank_counts) < 1:
         raise InvalidSettingsError("--ranks must be numbers of at least 1")
+    tokens_per_rank = numbers("--tokens-per-rank", settings.tokens_per_rank)
+    if tokens_per_rank and not 1 <= min(tokens_per_rank) <= max(tokens_per_rank) <= MAX_TOKENS:
+        raise InvalidSettingsError(f"--tokens-per-rank must be numbers from 1 to {MAX_TOKENS}")
+    if tokens_per_rank and case.experts_per_token is None:
+        raise InvalidSettingsError(
+            "--tokens-per-rank needs the routed experts per token: --experts-per-token N"
+        )
     num_experts = case.model.num_experts
     most = num_experts // 4 if settings.max_redundant is None else settings.max_redundant
     limits: dict[str, Any] = {"rank_counts": rank_counts, "max_redundant": most}
@@ -316,6 +363,7 @@ def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
                 algorithm=settings.algorithm,
                 policy=policy,
                 window_s=settings.window_s,
+                tokens_per_rank=tokens_per_rank,
             )
             for topology in progress.track(tried, description="pools")
         )

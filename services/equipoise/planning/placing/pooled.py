@@ -14,19 +14,25 @@ import numpy as np
 from equipoise.planning.arrays import EMPTY, Bools, ExpertTable
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import used_places
+from equipoise.planning.placing.blanks import widened
+from equipoise.planning.placing.locality import place_locally
 from equipoise.planning.placing.pooled_by_node import place_pooled_by_node
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.rooms import into_rooms
 from equipoise.planning.placing.sized import Sized, lower_hull, placed_with_sizes, with_equal_ranks
-from equipoise.planning.placing.weigh import weigh
+from equipoise.planning.placing.weigh import Placed, weigh
+from equipoise.planning.topology import Topology
+
+MOST_LOCAL_SIZES = 5
+"""Numbers of slots per rank that layers are placed with where a locality is asked for."""
 
 
-def place_pooled(problem: Problem, *, free: Bools, by_node: bool = False) -> ExpertTable:
+def place_pooled(problem: Problem, *, free: Bools, locality: float = 1.0) -> ExpertTable:
     """Place the layers of `free`, bool [layers], in the places that the others leave.
 
     No rank holds more experts over all layers than it has places, nor in one layer more than it has
-    slots. The other layers stay as they are. With `by_node`, each expert group is on one node;
-    `obstacle_to_pooling_by_node` says where that is impossible. Returns int32 [layers, slots] or
+    slots. The other layers stay as they are. `locality` is as in `place_locally`; one below 1 needs
+    groups that can stay on nodes (`obstacle_to_pooling_by_node`). Returns int32 [layers, slots] or
     EMPTY.
 
     Raises:
@@ -45,8 +51,11 @@ def place_pooled(problem: Problem, *, free: Bools, by_node: bool = False) -> Exp
         kinds=tuple(kind[free] for kind in problem.kinds),
     )
     num_places = int(room.sum())
-    if by_node:
+    if locality < 1.0:
         tables = [place_pooled_by_node(part_of, num_places=num_places)]
+        local = _place_locally(part_of, places_per_rank=int(room.min()), locality=locality)
+        if local is not None:
+            tables.append(local)
     else:
         tables = [_place_anywhere(part_of, num_places=num_places)]
         # Few layers on few ranks may have no exchange that makes room; this needs none.
@@ -54,7 +63,7 @@ def place_pooled(problem: Problem, *, free: Bools, by_node: bool = False) -> Exp
         even = with_equal_ranks(part_of, per_rank * topology.num_ranks)
         if even is not None:
             tables.append(even.table)
-    fitted = [into_rooms(part_of, table, room=room, by_node=by_node) for table in tables]
+    fitted = [into_rooms(part_of, table, room=room, by_node=locality < 1.0) for table in tables]
     first_slot = topology.first_slot
     fitted = [one for one in fitted if (used_places(one, first_slot=first_slot) <= room).all()]
     if not fitted:
@@ -71,6 +80,34 @@ def _place_anywhere(problem: Problem, *, num_places: int) -> ExpertTable:
     """Place all layers in so many places, no matter on which ranks."""
     sizes = list(placed_with_sizes(problem, num_places=num_places))
     chosen = _choose(sizes, num_places=num_places)
+    return np.stack([sizes[size].placed.table[row] for row, size in enumerate(chosen)])
+
+
+def _place_locally(
+    problem: Problem, *, places_per_rank: int, locality: float
+) -> ExpertTable | None:
+    """Place all layers, each with equally many slots on all ranks; None if that is impossible.
+
+    A locality above 0 needs slots on other nodes than that of a hot group, so nodes have as many.
+    """
+    topology, num_layers = problem.topology, problem.model.num_layers
+    least = -(-problem.model.num_experts // topology.num_ranks)
+    most = min(topology.slots_of_rank)
+    if not 0.0 < locality < 1.0 or least * num_layers > places_per_rank or least > most:
+        return None
+    sizes = []
+    for per_rank in np.unique(np.linspace(least, most, MOST_LOCAL_SIZES).astype(int)).tolist():
+        narrow = replace(
+            problem,
+            topology=Topology(node_of_rank=topology.node_of_rank, slots_per_rank=per_rank),
+            held=np.zeros((num_layers, per_rank * topology.num_ranks), dtype=np.int32),
+            is_new=True,
+        )
+        table = place_locally(narrow, locality=locality)
+        wide = widened(table, topology, narrow.topology.slots_of_rank, fill=EMPTY)
+        busiest = 1.0 / narrow.balancedness_of_layer(table)
+        sizes.append(Sized(num_slots=table.shape[1], placed=Placed(wide), busiest=busiest))
+    chosen = _choose(sizes, num_places=places_per_rank * topology.num_ranks)
     return np.stack([sizes[size].placed.table[row] for row, size in enumerate(chosen)])
 
 
