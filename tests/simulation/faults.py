@@ -94,6 +94,16 @@ class Faults(StoreLosses):
             self.effects.add("crash_loop")
         self.loop.call_later(every_s, self._crash, name, every_s, context=outside())
 
+    def do_namesake(self, name: str, for_s: float) -> bool:
+        """Another process of a living worker's name serves beside it for a while."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.process.alive:
+            return False
+        for balancer in BALANCERS:
+            self.do_reset(name, balancer)
+        self._until(for_s, self.start_namesake(name).kill)
+        return True
+
     def do_retire_worker(self, name: str) -> bool:
         """A worker leaves for good: the pool shrinks."""
         if name not in self.wanted or self._num_good(besides=name) < LEAST_GOOD_DISKS:

@@ -76,6 +76,8 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = False
+        self.worker: Any = None
+        """The `SimWorker` that it runs, if it is a worker's."""
         self._loop = loop
         self._parked: list[_Handle] = []
         self._on_death: dict[Callable[[], None], None] = {}

@@ -55,8 +55,7 @@ class Observer:
         self._steps: dict[Any, tuple[bytes, str]] = {}
         self._used: dict[str, dict[int, tuple[bytes, Any]]] = {}
         self._proposed: dict[tuple[int, bytes], None] = {}
-        self._groups: dict[str, tuple[int, Any]] = {}
-        self._traces: dict[str, str] = {}
+        self._groups: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
         self.num_steps = self.num_switches = self.num_plans = self.num_epochs = self.num_terms = 0
         self.num_opened = 0
         """Epochs of the pool that the store has recorded, whether or not their ranks served."""
@@ -153,7 +152,7 @@ class Observer:
             self._steps.clear()
         self._check_bytes(engine, layout)
         self._use("generation", layout.generation, content_of(layout), mesh.process)
-        generation = self._groups.get(mesh.process.name)
+        generation = self._groups.get(mesh.process)
         if generation != (group, layout.generation):
             if generation is not None and generation[0] == group:
                 self.num_switches += mesh.rank == 0
@@ -165,12 +164,12 @@ class Observer:
                         "generation-falls",
                         f"{mesh.process.name}: {generation[1]} to {layout.generation}",
                     )
-            self._groups[mesh.process.name] = (group, layout.generation)
+            self._groups[mesh.process] = (group, layout.generation)
 
     def _check_bytes(self, engine: Any, layout: Layout) -> None:
         """A rank whose own disk is good never computes with wrong bytes."""
-        worker = self._world.workers.get(engine._mesh.process.name)
-        if worker is None or worker.core.checkpoint.damaged:
+        worker = engine._mesh.process.worker
+        if worker.core.checkpoint.damaged:
             return
         for layer, wanted in enumerate(bytes_of(layout, engine._held.rank)):
             contents = worker.core.slots[layer].contents
@@ -207,8 +206,8 @@ class Observer:
 
     def _uses(self, process: Any, what: str, number: int) -> bool:
         """Whether a living worker still holds to a number."""
-        worker = self._world.workers.get(process.name)
-        if worker is None or worker.process is not process:
+        worker = process.worker
+        if worker is None:
             return False
         rank = worker.rank
         if what == "generation":

@@ -40,6 +40,9 @@ CLOCKS_S = (-1.7e9, -86_400.0, -60.0, 60.0, 86_400.0, 3e8)
 WORKERS = ("w0", "w1", "w2", "w3")
 BALANCERS = ("b0", "b1")
 
+NUM_PATTERNS = 5
+"""Kinds of traffic."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -130,7 +133,7 @@ MAKERS: dict[str, Any] = {
     "bit_rot": lambda r: (_worker(r), r.randrange(2), r.randrange(3)),
     "corrupt_transfers": lambda r: (_duration(r),),
     "slow_worker": lambda r: (_worker(r), _duration(r)),
-    "shift": lambda r: (r.randrange(5),),
+    "shift": lambda r: (r.randrange(NUM_PATTERNS),),
     "report_gap": lambda r: (_worker(r), round(r.uniform(*GAP_S), 2)),
     "idle": lambda r: (_duration(r),),
     "planner_hangs": lambda r: (_duration(r),),
@@ -170,11 +173,13 @@ MAKERS: dict[str, Any] = {
         round(r.uniform(0.0, 0.5), 2),
     ),
     "set_store_back_behind_epoch": lambda r: (*r.sample(WORKERS, 2), _duration(r)),
+    "set_store_back_behind_group": lambda r: (*r.sample(WORKERS, 2), _duration(r)),
     "lose_control_plane": lambda r: (_duration(r),),
     "broken_groups": lambda r: (round(r.uniform(*BROKEN_S), 2),),
     "wrong_clock": lambda r: (r.choice(BALANCERS), r.choice(CLOCKS_S), _duration(r)),
     "retire_worker": lambda r: (_worker(r),),
     "crash_loop": lambda r: (_worker(r), round(r.uniform(1.0, 5.0), 2)),
+    "namesake": lambda r: (_worker(r), _duration(r)),
 }
 """What may happen: arguments of each kind from a random source."""
 
@@ -200,6 +205,8 @@ LATER = (
     "crash_loop",
     "set_store_back_behind_split",
     "set_store_back_behind_epoch",
+    "set_store_back_behind_group",
+    "namesake",
 )
 """Kinds that were added to others: the schedules of the others are as they were without them."""
 

@@ -7,11 +7,12 @@ epoch.
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import permutations
 from typing import Any
 
 from tests.simulation.loop import outside
-from tests.simulation.schedule import BALANCERS
+from tests.simulation.schedule import BALANCERS, NUM_PATTERNS
 
 POOL = "main"
 LOOK_S = 0.1
@@ -23,6 +24,10 @@ JOINING_S = 6.0
 
 SPLIT_S = 16.0
 """Seconds within which a part of the workers begins an epoch without the others."""
+
+WAVE_S, NUM_WAVES = 16.0, 3
+"""Seconds within which ranks switch to another layout after a shift of traffic; how often, until
+they might have the generation of others that switched once."""
 
 
 class StoreLosses:
@@ -59,6 +64,20 @@ class StoreLosses:
         self._lose(
             "set_store_back_behind_epoch",
             *(_set_back_behind_epoch, (one, other), back_after_s),
+            lasts_s=lasts_s,
+        )
+
+    def do_set_store_back_behind_group(
+        self: Any, one: str, other: str, back_after_s: float
+    ) -> None:
+        """The same, but the next leader takes over the earlier epoch of two workers that serve.
+
+        The later group runs generations that nobody then knows.
+        """
+        lasts_s = 2 * SPLIT_S + (1 + NUM_WAVES) * WAVE_S + TAKEOVER_S + back_after_s
+        self._lose(
+            "set_store_back_behind_group",
+            *(_set_back_behind_group, (one, other), back_after_s),
             lasts_s=lasts_s,
         )
 
@@ -141,6 +160,27 @@ async def _set_back_behind_epoch(world: Any, left: tuple[str, ...], back_after_s
     return has_begun and is_lost and are_killed and follows
 
 
+async def _set_back_behind_group(world: Any, first: tuple[str, ...], back_after_s: float) -> bool:
+    others = sorted(world.wanted.difference(first))
+    if not world.wanted.issuperset(first) or len(others) < len(first):
+        return False
+    with ExitStack() as alone:
+        with _Cuts(world, others, (*first, *BALANCERS)):
+            has_begun = await _until(world, _has_epoch_without(others), SPLIT_S)
+            before = world.store.data
+            alone.enter_context(_Cuts(world, first, (*others, *BALANCERS)))
+        follows = await _until(world, _has_epoch_without(first), SPLIT_S)
+        has_moved = await _until(world, _moving(world, others), WAVE_S)
+        with _Cuts(world, others, (*first, *BALANCERS)):
+            is_lost = _set_back(world, before)
+            are_killed = world.kill_balancers(back_after_s)
+            alone.close()
+            follows &= await _until(world, _has_epoch_without(others), TAKEOVER_S + back_after_s)
+            for _ in range(NUM_WAVES):
+                await _until(world, _moving(world, first), WAVE_S)
+    return has_begun and follows and has_moved and is_lost and are_killed
+
+
 class _Cuts:
     """A context in which no message passes between some processes and others."""
 
@@ -195,6 +235,26 @@ def _has_epoch_without(workers: Iterable[str]) -> Callable[[Any], bool]:
         return all(state.highest_epoch == members.epoch for state in ranks)
 
     return holds
+
+
+def _moving(world: Any, workers: Iterable[str]) -> Callable[[Any], bool]:
+    """Shift traffic; whether these workers then run another layout than their first one."""
+    first = dict.fromkeys(workers, -1)
+    world.do_shift((world.pattern + 1) % NUM_PATTERNS)
+
+    def have_moved(world: Any) -> bool:
+        for name, generation in first.items():
+            if generation < 0:
+                first[name] = _generation(world, name)
+        return all(_generation(world, name) > one >= 0 for name, one in first.items())
+
+    return have_moved
+
+
+def _generation(world: Any, name: str) -> int:
+    """The generation that a worker runs; -1 without a rank."""
+    rank = world.workers[name].rank
+    return -1 if rank is None else int(rank.held.contents.layout.generation)
 
 
 async def _until(world: Any, holds: Callable[[Any], bool], within_s: float) -> bool:

@@ -155,7 +155,7 @@ class SimWorker(Worker):
         boot_id: str,
         checkpoint: SimCheckpoint,
     ) -> None:
-        self.world, self.process = world, process
+        self.world, self.process, process.worker = world, process, self
         self._settings = settings
         self._core = SimCore(world, checkpoint, slots_per_rank=settings.slots_per_rank)
         self._location = Location(node=settings.node, host=settings.node, zone="")

@@ -4,8 +4,9 @@ import asyncio
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -286,27 +287,47 @@ class World(Faults):
             return
         process = self._process(name)
         stop = self._stops[name] = asyncio.Event()
+        make = self._worker_of(process)
+
+        async def main() -> None:
+            worker = self.workers[name] = make()
+            await self._live(worker, stop)
+            self.loop.call_later(1.0, self.start_worker, name, context=outside())
+            process.kill()
+
+        process.spawn(main())
+
+    def start_namesake(self, name: str) -> Process:
+        """Start another process of a worker's name, which does not come back."""
+        process = self._process(name)
+        make = self._worker_of(process)
+
+        async def main() -> None:
+            await self._live(make(), asyncio.Event())
+            process.kill()
+
+        process.spawn(main())
+        return process
+
+    def _worker_of(self, process: Process) -> Callable[[], SimWorker]:
+        """What makes a worker, within its process."""
+        name = process.name
         disk = self.disks.setdefault(name, SimCheckpoint(SHAPE))
         disk.on_effect = self.effects.add
         boot_id = f"{name}-{self._boots[name]}"
         addresses, num_workers = self.balancer_addresses, self.schedule.num_workers
         settings = settings_of(name, num_workers, addresses, self.phase, self.pooled)
+        return partial(SimWorker, self, process, settings, boot_id=boot_id, checkpoint=disk)
 
-        async def main() -> None:
-            worker = SimWorker(self, process, settings, boot_id=boot_id, checkpoint=disk)
-            self.workers[name] = worker
-            self._watch_messages(worker)
-            ended = "stopped"
-            try:
-                await worker._run(stop)
-            except WorkerError as error:
-                ended = str(error)
-                self.rot.ended(worker, error)
-            self.observer.note(f"{name} ends: {ended}")
-            self.loop.call_later(1.0, self.start_worker, name, context=outside())
-            process.kill()
-
-        process.spawn(main())
+    async def _live(self, worker: SimWorker, stop: asyncio.Event) -> None:
+        self._watch_messages(worker)
+        ended = "stopped"
+        try:
+            await worker._run(stop)
+        except WorkerError as error:
+            ended = str(error)
+            self.rot.ended(worker, error)
+        self.observer.note(f"{worker.process.name} ends: {ended}")
 
     def _watch_messages(self, worker: SimWorker) -> None:
         receive = worker.receive

@@ -132,6 +132,19 @@ def _failover_unfenced() -> list[tuple[Any, str, Any]]:
     return [(SimStore, "_fenced", trusting), (NumberClaims, "skip", always(None))]
 
 
+def _generations_not_skipped() -> list[tuple[Any, str, Any]]:
+    take_over = Membership._take_over
+
+    def careless(self: Any, choice: Any, *, now: float) -> Any:
+        self._numbers.skip = always(None)
+        try:
+            return take_over(self, choice, now=now)
+        finally:
+            del self._numbers.skip
+
+    return [(Membership, "_take_over", careless)]
+
+
 def _first_term_known() -> list[tuple[Any, str, Any]]:
     next_term = leader_state._next_term
 
@@ -182,6 +195,11 @@ LEADER_PLANTS = {
         breaks="a new leader opens the epoch after the latest that it knows of",
         patches=lambda: [(NumberClaims, "skip", always(None))],
         kinds=("set_store_back_behind_epoch", "shift", "operator"),
+    ),
+    "generations-not-skipped": Plant(
+        breaks="a leader that takes over an epoch without all ranks skips no generations",
+        patches=_generations_not_skipped,
+        kinds=("set_store_back_behind_group", "shift", "operator"),
     ),
     "first-term-known": Plant(
         breaks="each balancer that knows no term begins with the same one",

@@ -11,6 +11,8 @@ from equipoise.pool.attendance import Attendance
 from equipoise.pool.hello_checks import UsedNumbers
 from equipoise.pool.interruptions import Interruptions
 from equipoise.pool.loads import ClosedWindow
+from equipoise.pool.member import Member
+from equipoise.pool.members import Roster
 from equipoise.pool.reachability import Blame, Reachability
 from tests.simulation.plants.plant import Plant, always
 
@@ -44,7 +46,22 @@ def _losses_undisputed() -> list[tuple[Any, str, Any]]:
     return [(pool_membership, "next_epoch", believing)]
 
 
+def _rank_of_latest_process(self: Any, worker: str, running: Any) -> bool:
+    known = self.members.get(worker)
+    return known is not None and known.rank == running.rank
+
+
 MEMBER_PLANTS = {
+    "rank-of-latest-process": Plant(
+        breaks="a rank is rejected if another process of its worker's name came meanwhile",
+        patches=lambda: [(Roster, "has_rank", _rank_of_latest_process)],
+        kinds=("namesake", "shift", "operator"),
+    ),
+    "rank-of-any-process": Plant(
+        breaks="a process gets the rank of another one of its worker's name",
+        patches=lambda: [(Member, "is_process_of", always(True))],
+        kinds=("namesake", "shift", "kill_worker", "cut"),
+    ),
     "silence-unnoticed": Plant(
         breaks="a worker that is connected and silent counts as alive",
         patches=lambda: [
