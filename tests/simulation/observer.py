@@ -15,7 +15,7 @@ from equipoise.planning.arrays import EMPTY
 from equipoise.planning.layout import Layout
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 from tests.simulation.experts import expert_bytes
-from tests.simulation.leader_watch import PLACES, POOL
+from tests.simulation.leader_watch import POOL
 from tests.simulation.leases import TIMING
 
 MAX_REMEMBERED = 4096
@@ -165,6 +165,10 @@ class Observer:
                         f"{mesh.process.name}: {generation[1]} to {layout.generation}",
                     )
             self._groups[mesh.process] = (group, layout.generation)
+            used, places = layout.used_places[mesh.rank], mesh.process.worker.places
+            if 0 < places < used:
+                text = f"{mesh.process.name} has {places} places, and uses {used} in generation"
+                self.violate("places-exceeded", f"{text} {layout.generation}")
 
     def _check_bytes(self, engine: Any, layout: Layout) -> None:
         """A rank whose own disk is good never computes with wrong bytes."""
@@ -293,8 +297,6 @@ class Observer:
         covered = all(len(np.unique(row)) == layout.num_experts for row in experts)
         if not covered:
             self.violate("expert-missing", f"generation {generation} of {pool}")
-        if self._world.pooled and pool == POOL and max(layout.used_places) > PLACES:
-            self.violate("places-exceeded", f"generation {generation}: {layout.used_places}")
         self.note(f"generation {generation} of {pool} is committed")
 
     def proposed(self, pool: str, _request: Any) -> None:

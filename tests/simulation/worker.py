@@ -198,6 +198,10 @@ class SimWorker(Worker):
         return self._core
 
     @property
+    def places(self) -> int:
+        return self._settings.places
+
+    @property
     def agent(self) -> Agent:
         return self._agent
 

@@ -47,6 +47,9 @@ CHECK_S = 0.5
 BEGIN_S = 6.0
 """Seconds within which a fleet begins to serve. Faults begin then."""
 
+ROOMY = "w1"
+"""The worker that has more places than others, if one has."""
+
 SHAPE = ModelShape(num_layers=2, num_experts=6, num_groups=2, expert_bytes=EXPERT_BYTES)
 POLICY = Policy(
     interval_s=3.0,
@@ -77,7 +80,7 @@ class World(Faults):
         self.loop = SimLoop()
         self.rng = random.Random(f"world {schedule.seed}")
         self.shape = SHAPE
-        self.pooled = is_pooled(schedule.seed)
+        self.pooled = places_of(schedule.seed, WORKERS[0]) > 0
         slots = SlotUse.POOLED if self.pooled else SlotUse.PER_LAYER
         self.policy, self.policy_text = replace(POLICY, slots=slots), ""
         self.network = Network(self.loop, self.rng)
@@ -316,7 +319,8 @@ class World(Faults):
         disk.on_effect = self.effects.add
         boot_id = f"{name}-{self._boots[name]}"
         addresses, num_workers = self.balancer_addresses, self.schedule.num_workers
-        settings = settings_of(name, num_workers, addresses, self.phase, self.pooled)
+        places = places_of(self.schedule.seed, name)
+        settings = settings_of(name, num_workers, addresses, self.phase, places)
         return partial(SimWorker, self, process, settings, boot_id=boot_id, checkpoint=disk)
 
     async def _live(self, worker: SimWorker, stop: asyncio.Event) -> None:
@@ -369,12 +373,16 @@ def traffic(pattern: int) -> np.ndarray:
     return load / load.sum(axis=1, keepdims=True) * 200.0
 
 
-def is_pooled(seed: int) -> bool:
-    """Whether layers share places in the schedule of a seed: in a quarter of them.
+def places_of(seed: int, name: str) -> int:
+    """A worker's places in the schedule of a seed; 0 where layers do not share them.
 
-    A rank has as many places as the others have slots, and one slot more in each layer.
+    They do in a quarter of the schedules. A rank then has as many places as the others have slots,
+    and one slot more in each layer. In half of these, one worker has two places more.
     """
-    return random.Random(f"places {seed}").random() < 0.25
+    chance = random.Random(f"places {seed}").random()
+    if chance >= 0.25:
+        return 0
+    return PLACES + 2 * (name == ROOMY and chance < 0.125)
 
 
 def phase_of(seed: int) -> Phase:
@@ -385,7 +393,7 @@ def phase_of(seed: int) -> Phase:
 
 @lru_cache
 def settings_of(
-    name: str, num_workers: int, addresses: tuple[str, ...], phase: Phase, pooled: bool
+    name: str, num_workers: int, addresses: tuple[str, ...], phase: Phase, places: int
 ) -> WorkerSettings:
     """A worker's settings; validating them takes as long as a simulated second."""
     return WorkerSettings(
@@ -396,8 +404,8 @@ def settings_of(
         node=f"node-{int(name[1:]) % 2}",
         host=name,
         num_ranks=num_workers,
-        slots_per_rank=SLOTS + pooled,
-        places=PLACES if pooled else 0,
+        slots_per_rank=SLOTS + (places > 0),
+        places=places,
         step_timeout_s=3.0,
         outage_timeout_s=15.0,
         drain_timeout_s=1.0,
