@@ -18,6 +18,7 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.load import Shift
 from equipoise.planning.policy import Policy
 from equipoise.planning.proposal import ProposalRequest, propose
+from equipoise.planning.redundancy import RedundancyKind
 from equipoise.planning.topology import ModelShape, Topology
 from tests.support.forked_commands import forked_planners
 
@@ -94,6 +95,15 @@ async def test_a_process_plans_as_this_one_would(request_of_four_ranks):
     assert made.verdict.accepted
     np.testing.assert_array_equal(made.plan.expert_of_slot, expected.plan.expert_of_slot)
     assert [wave.digest for wave in made.waves] == [wave.digest for wave in expected.waves]
+
+
+async def test_a_process_judges_redundancy_beside_the_plan(planner, request_of_four_ranks):
+    even = replace(request_of_four_ranks, average=np.ones((3, 8)))
+    made = await made_by(planner, even)
+    assert made.redundancy.kind is RedundancyKind.WASTED
+    assert (made.redundancy.present, made.redundancy.advised) == (4, 0)
+    few = await made_by(planner, replace(even, samples=10.0))
+    assert few.redundancy is None
 
 
 async def test_a_process_that_is_idle_is_used_again(planner, request_of_four_ranks, children):

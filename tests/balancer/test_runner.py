@@ -1,7 +1,9 @@
 """A pool's runner survives faults of its store and of our own code."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from opentelemetry.trace import NoOpTracer
 
@@ -10,12 +12,18 @@ from equipoise.balancer.clock import steady_clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.runner import PoolRunner
+from equipoise.balancer.service.status import pool_status
 from equipoise.balancer.store.store import StoreConflictError, StoreError, StoreFault, TermOverError
 from equipoise.balancer.wave_turns import WaveTurns
+from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.load import Shift
 from equipoise.planning.policy import Policy
-from equipoise.planning.proposal import propose
+from equipoise.planning.proposal import ProposalRequest, propose
+from equipoise.planning.redundancy import PERSISTENCE, judge_redundancy
+from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
+from equipoise.pool.effects import Propose
 from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.requests import Pause
@@ -315,3 +323,39 @@ def mailbox_is_empty(mailbox):
 )
 def test_the_clock_is_looked_at_as_often_as_the_shortest_bound_of_a_policy_needs(changes, seconds):
     assert tick_s(Policy(**changes)) == pytest.approx(seconds)
+
+
+async def test_status_says_that_redundancy_is_wasted_once_several_plans_have_found_it(
+    pool_runner, monkeypatch
+):
+    request = ProposalRequest(
+        current=contiguous_layout(num_layers=3, num_experts=8, num_ranks=4, slots_per_rank=3),
+        average=np.ones((3, 8)),
+        window=np.ones((3, 8)),
+        shift=Shift(detected=False, distance=0.0, noise=0.0, reason="no shift"),
+        model=ModelShape(num_layers=3, num_experts=8, num_groups=4, expert_bytes=1000),
+        topology=Topology(node_of_rank=("a", "a", "b", "b"), slots_per_rank=3),
+        policy=Policy(),
+        first_generation=2,
+        now=0.0,
+        last_switch_s=None,
+    )
+    found = judge_redundancy(
+        request.average,
+        samples=None,
+        model=request.model,
+        topology=request.topology,
+        policy=request.policy,
+    )
+    made = replace(propose(request), redundancy=found)
+
+    async def planned(_):
+        return made
+
+    monkeypatch.setattr(pool_runner._planning, "propose", planned)
+    for time in range(1, PERSISTENCE + 1):
+        await pool_runner._plan(Propose(request=request))
+        status = pool_status(pool_runner.pool, now=0.0, redundancy=pool_runner.redundancy)
+        assert status.HasField("redundancy") == (time == PERSISTENCE)
+    assert (status.redundancy.kind, status.redundancy.present) == ("wasted", 4)
+    assert status.redundancy.reason == found.reason

@@ -28,7 +28,7 @@ class Seat:
     """Leads the pools it is given, or follows and remembers them."""
 
     def __init__(self, *pools, leader=""):
-        self.sources = {pool.name: SimpleNamespace(pool=pool) for pool in pools}
+        self.sources = {pool.name: SimpleNamespace(pool=pool, redundancy=None) for pool in pools}
         self.unreadable = {}
         self.leader_address = leader or None
         self.elsewhere = f"this balancer follows the leader at {leader}: connect there"

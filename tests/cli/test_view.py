@@ -61,6 +61,15 @@ def test_ranks_whose_layers_share_places_show_how_many_are_filled():
     assert all(f"{places - 1}/{places}" in text for places in (44, 36, 52))
 
 
+def test_redundancy_that_is_wasted_is_shown_with_its_bytes():
+    status = a_pool()
+    assert "redundancy" not in printed(pool_view(status))
+    status.redundancy.kind, status.redundancy.bytes_per_rank = "wasted", 2 * 2**30
+    status.redundancy.reason = "2 redundant slots per layer would do"
+    text = printed(pool_view(status))
+    assert "wasted: 2 redundant slots per layer would do; 2.0 GiB per rank" in text
+
+
 def test_a_pool_shows_its_health_balance_and_ranks():
     text = printed(pool_view(a_pool()))
     for words in (

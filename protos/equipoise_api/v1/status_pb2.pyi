@@ -531,6 +531,7 @@ class PoolStatus(_message.Message):
     INTENDED_RANKS_FIELD_NUMBER: _builtins.int
     NODE_TRAFFIC_FIELD_NUMBER: _builtins.int
     HANDOVERS_FIELD_NUMBER: _builtins.int
+    REDUNDANCY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     health: Global___PoolHealth.ValueType
     health_reason: _builtins.str
@@ -644,6 +645,10 @@ class PoolStatus(_message.Message):
     def handovers(self) -> Global___HandoverStatus:
         """Handovers to and from other pools."""
 
+    @_builtins.property
+    def redundancy(self) -> Global___RedundancyStatus:
+        """Absent if the number of redundant slots is about right, or not enough plans have agreed yet."""
+
     def __init__(
         self,
         *,
@@ -682,10 +687,11 @@ class PoolStatus(_message.Message):
         intended_ranks: _builtins.int = ...,
         node_traffic: Global___NodeTrafficStatus | None = ...,
         handovers: Global___HandoverStatus | None = ...,
+        redundancy: Global___RedundancyStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "handovers", b"handovers", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "policy", b"policy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_redundancy", b"_redundancy", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "handovers", b"handovers", "hold", b"hold", "imbalance", b"imbalance", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "policy", b"policy", "redundancy", b"redundancy", "rollout", b"rollout", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "handovers", b"handovers", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advice", b"_advice", "_hold", b"_hold", "_imbalance", b"_imbalance", "_last_decision", b"_last_decision", "_node_traffic", b"_node_traffic", "_redundancy", b"_redundancy", "_rollout", b"_rollout", "_shares", b"_shares", "advice", b"advice", "audit", b"audit", "balancedness", b"balancedness", "balancedness_min_layer", b"balancedness_min_layer", "epoch", b"epoch", "epochs", b"epochs", "gains", b"gains", "generation", b"generation", "handovers", b"handovers", "health", b"health", "health_reason", b"health_reason", "hold", b"hold", "imbalance", b"imbalance", "intended_ranks", b"intended_ranks", "interval_s", b"interval_s", "last_decision", b"last_decision", "model", b"model", "node_traffic", b"node_traffic", "phase", b"phase", "poison_requests", b"poison_requests", "policy", b"policy", "pool", b"pool", "quarantined", b"quarantined", "ranks", b"ranks", "redundancy", b"redundancy", "rejections", b"rejections", "revision", b"revision", "rollout", b"rollout", "rollouts_aborted", b"rollouts_aborted", "rollouts_completed", b"rollouts_completed", "shares", b"shares", "switches", b"switches", "timeouts", b"timeouts", "window_assignments", b"window_assignments", "windows", b"windows", "windows_closed", b"windows_closed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advice: _TypeAlias = _typing.Literal["advice"]  # noqa: Y015
     _WhichOneofArgType__advice: _TypeAlias = _typing.Literal["_advice", b"_advice"]  # noqa: Y015
@@ -697,6 +703,8 @@ class PoolStatus(_message.Message):
     _WhichOneofArgType__last_decision: _TypeAlias = _typing.Literal["_last_decision", b"_last_decision"]  # noqa: Y015
     _WhichOneofReturnType__node_traffic: _TypeAlias = _typing.Literal["node_traffic"]  # noqa: Y015
     _WhichOneofArgType__node_traffic: _TypeAlias = _typing.Literal["_node_traffic", b"_node_traffic"]  # noqa: Y015
+    _WhichOneofReturnType__redundancy: _TypeAlias = _typing.Literal["redundancy"]  # noqa: Y015
+    _WhichOneofArgType__redundancy: _TypeAlias = _typing.Literal["_redundancy", b"_redundancy"]  # noqa: Y015
     _WhichOneofReturnType__rollout: _TypeAlias = _typing.Literal["rollout"]  # noqa: Y015
     _WhichOneofArgType__rollout: _TypeAlias = _typing.Literal["_rollout", b"_rollout"]  # noqa: Y015
     _WhichOneofReturnType__shares: _TypeAlias = _typing.Literal["shares"]  # noqa: Y015
@@ -712,11 +720,61 @@ class PoolStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node_traffic) -> _WhichOneofReturnType__node_traffic | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__redundancy) -> _WhichOneofReturnType__redundancy | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout) -> _WhichOneofReturnType__rollout | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shares) -> _WhichOneofReturnType__shares | None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class RedundancyStatus(_message.Message):
+    """RedundancyStatus is a number of redundant slots that would suit the average load better. Nothing
+    acts on it automatically.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    ADVISED_FIELD_NUMBER: _builtins.int
+    BALANCEDNESS_FIELD_NUMBER: _builtins.int
+    BALANCEDNESS_ADVISED_FIELD_NUMBER: _builtins.int
+    BYTES_PER_RANK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """wasted or short."""
+    present: _builtins.int
+    """Redundant slots per layer now; on average, if layers share places."""
+    advised: _builtins.int
+    """The same for the number that suffices, or that would help."""
+    balancedness: _builtins.float
+    """Balancedness that placements from scratch reach now, 0 to 1; in some of the layers."""
+    balancedness_advised: _builtins.float
+    """The same with the advised number."""
+    bytes_per_rank: _builtins.int
+    """Bytes of experts by which both differ on a rank."""
+    reason: _builtins.str
+    """Why, human-readable."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        present: _builtins.int = ...,
+        advised: _builtins.int = ...,
+        balancedness: _builtins.float = ...,
+        balancedness_advised: _builtins.float = ...,
+        bytes_per_rank: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advised", b"advised", "balancedness", b"balancedness", "balancedness_advised", b"balancedness_advised", "bytes_per_rank", b"bytes_per_rank", "kind", b"kind", "present", b"present", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedundancyStatus: _TypeAlias = RedundancyStatus  # noqa: Y015
 
 @_typing.final
 class NodeTrafficStatus(_message.Message):

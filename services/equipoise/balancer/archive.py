@@ -10,6 +10,7 @@ from equipoise.balancer.persistence import recall, warn_of_dropped
 from equipoise.balancer.pools import MAX_POOLS, pick
 from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.balancer.unreadable import UnreadablePools
+from equipoise.planning.redundancy import Redundancy
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
@@ -21,6 +22,8 @@ class RememberedPool:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.redundancy: Redundancy | None = None
+        """Unknown: only the leader plans."""
         self.closed = False
         self._changed = Changed()
 

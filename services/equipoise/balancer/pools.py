@@ -19,6 +19,7 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.store.store import Store, StoreError, UnreadablePoolError
 from equipoise.balancer.unreadable import POOL_UNREADABLE, UnreadablePools
 from equipoise.balancer.wave_turns import WaveTurns
+from equipoise.planning.redundancy import Redundancy
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
 from equipoise.pool.counters import WRITE_TIMEOUT_S
@@ -53,6 +54,10 @@ class PoolView(Protocol):
     @property
     def pool(self) -> Pool:
         """The pool, to be read only."""
+
+    @property
+    def redundancy(self) -> Redundancy | None:
+        """A number of redundant slots that would suit it better, as far as plans have shown."""
 
     @property
     def closed(self) -> bool:

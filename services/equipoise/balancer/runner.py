@@ -30,6 +30,7 @@ from equipoise.balancer.pool_writes import PoolWrites
 from equipoise.balancer.spans import PoolSpans
 from equipoise.balancer.store.store import Store
 from equipoise.balancer.wave_turns import WaveTurns
+from equipoise.planning.redundancy import Redundancy, RedundancyHistory
 from equipoise.pool.controller import PoolController
 from equipoise.pool.counters import answer_timeout_s
 from equipoise.pool.effects import (
@@ -95,6 +96,7 @@ class PoolRunner:
         )
         self.encoder = Encoder()
         self.closed = False
+        self._redundancy = RedundancyHistory()
         self.empty_since_s: float | None = clock()
         """When the last worker left, in unix seconds; None while there are workers."""
 
@@ -107,6 +109,11 @@ class PoolRunner:
     def pool(self) -> Pool:
         """The pool, to be read only."""
         return self._controller.pool
+
+    @property
+    def redundancy(self) -> Redundancy | None:
+        """A number of redundant slots that the latest plans found better than the present one."""
+        return self._redundancy.shown
 
     def admit(self, hello: Hello, mailbox: Mailbox, *, is_certified: bool = False) -> None:
         """Let a worker in; an earlier stream of it is closed.
@@ -360,6 +367,7 @@ class PoolRunner:
             return
         plan_ms = 1000 * (time.perf_counter() - started_s)
         spans.made(proposal)
+        self._redundancy = self._redundancy.after(proposal.redundancy)
         with self._surviving("adopting a plan"):
             before = self.pool.rollouts.current
             chain = self._controller.proposed(

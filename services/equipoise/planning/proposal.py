@@ -22,6 +22,7 @@ from equipoise.planning.moves import waves
 from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.planner import Plan
 from equipoise.planning.policy import Algorithm, Policy
+from equipoise.planning.redundancy import Redundancy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.planning.traffic import ExpectedTraffic, Traffic
 from equipoise.planning.verdict import Verdict, judge
@@ -74,6 +75,8 @@ class Proposal:
     waves: Sequence[LayoutChange]
     """Empty if the plan was rejected. Changes instead of layouts, because hundreds of pools may
     have dozens of waves pending."""
+    redundancy: Redundancy | None = None
+    """A number of redundant slots that would suit the average load better, if it was looked for."""
 
 
 def propose(request: ProposalRequest) -> Proposal:

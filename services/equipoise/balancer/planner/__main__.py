@@ -21,6 +21,7 @@ from typing import BinaryIO
 from equipoise.balancer.planner.frames import frame, read_frame
 from equipoise.balancer.planner.process import READY
 from equipoise.planning.proposal import ProposalRequest, propose
+from equipoise.planning.redundancy import judge_redundancy
 from equipoise.planning.warm_up import warm_up
 
 NICENESS = 5
@@ -93,10 +94,21 @@ def _write(connection: socket.socket, answers: "SimpleQueue[bytes]") -> None:
 
 def _answer(request: ProposalRequest) -> object:
     try:
-        made = propose(request)
+        return _made(request)
     except Exception as error:  # noqa: BLE001 - the balancer raises it for the requester
         return _portable(error)
-    return made.plan, made.verdict, made.waves
+
+
+def _made(request: ProposalRequest) -> object:
+    made = propose(request)
+    redundancy = judge_redundancy(
+        request.average,
+        samples=request.samples,
+        model=request.model,
+        topology=request.topology,
+        policy=request.policy,
+    )
+    return made.plan, made.verdict, made.waves, redundancy
 
 
 def _portable(error: Exception) -> Exception:

@@ -187,8 +187,14 @@ class PlannerProcess:
         if isinstance(answer, Exception):
             job.answer.set_exception(answer)
         else:
-            plan, verdict, waves = answer
-            made = Proposal(request=job.request, plan=plan, verdict=verdict, waves=waves)
+            plan, verdict, waves, redundancy = answer
+            made = Proposal(
+                request=job.request,
+                plan=plan,
+                verdict=verdict,
+                waves=waves,
+                redundancy=redundancy,
+            )
             job.answer.set_result(made)
 
     def _end_turn(self) -> None:

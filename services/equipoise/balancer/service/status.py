@@ -8,6 +8,7 @@ from equipoise.balancer.pools import PoolViews
 from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
 from equipoise.planning.node_traffic import NodeTraffic
+from equipoise.planning.redundancy import Redundancy
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.counters import Timeout
 from equipoise.pool.decisions import MAX_JUDGED
@@ -33,8 +34,17 @@ _NOT_SHOWN = ("steps", "busy_us", "step_us", "timeouts", "nodes", *_HANDOVERS)
 """Fields of `RankStats` that `RankStatus` has in another form, or not."""
 
 
-def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> pb.PoolStatus:
-    """The whole state of one pool; `election` are waits that belong to no pool."""
+def pool_status(
+    pool: Pool,
+    *,
+    now: float,
+    election: Sequence[Timeout] = (),
+    redundancy: Redundancy | None = None,
+) -> pb.PoolStatus:
+    """The whole state of one pool; `election` are waits that belong to no pool.
+
+    `redundancy` is a number of redundant slots that would suit it better.
+    """
     diagnosis = pool.diagnosis()
     latest, used_places = _LatestWindow.of(pool), _used_places(pool)
     status = pb.PoolStatus(
@@ -72,6 +82,7 @@ def pool_status(pool: Pool, *, now: float, election: Sequence[Timeout] = ()) -> 
         audit=[audit_to_proto(record) for record in pool.journal.audit],
         gains=_gains(pool),
         handovers=_handovers(pool),
+        redundancy=_redundancy_status(redundancy),
         quarantined=[
             pb.QuarantineStatus(**fields_of(one, but=("since_s",)), since_unix_s=one.since_s)
             for one in sorted(pool.quarantine.workers, key=lambda one: one.worker)
@@ -288,6 +299,12 @@ def _rollout_status(pool: Pool, *, now: float) -> pb.RolloutStatus | None:
         switched_ranks=sorted(rollout.switched_ranks),
         state_age_s=max(0.0, now - rollout.entered_s),
     )
+
+
+def _redundancy_status(found: Redundancy | None) -> pb.RedundancyStatus | None:
+    if found is None:
+        return None
+    return pb.RedundancyStatus(**fields_of(found), reason=found.reason)
 
 
 def _imbalance_status(pool: Pool) -> pb.ImbalanceStatus | None:

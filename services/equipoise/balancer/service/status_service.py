@@ -164,7 +164,12 @@ class StatusService(pb_grpc.StatusServicer):
         )
 
     def _status(self, runner: PoolView) -> pb.PoolStatus:
-        return pool_status(runner.pool, now=self._clock(), election=self._seat.timeouts)
+        return pool_status(
+            runner.pool,
+            now=self._clock(),
+            election=self._seat.timeouts,
+            redundancy=runner.redundancy,
+        )
 
     async def _find(self, name: str, context: _Context) -> PoolView:
         self._name_leader(context)

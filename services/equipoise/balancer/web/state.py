@@ -50,7 +50,7 @@ class _PoolPage:
         began_s = time.monotonic()
         self._shown = (source, pool.revision)
         await self._fetch_decisions(pool)
-        shown = as_json(pool_status(pool, now=now))
+        shown = as_json(pool_status(pool, now=now, redundancy=source.redundancy))
         nodes = nodes_of(shown["ranks"])
         shown["num_ranks"] = len(shown["ranks"])
         shown["ranks"] = _most_telling(shown["ranks"])

@@ -210,7 +210,7 @@ def _troubles(status: status_pb2.PoolStatus) -> RenderableType:
 def _progress(
     status: status_pb2.PoolStatus, decisions: Sequence[status_pb2.Decision]
 ) -> RenderableType:
-    """Rollout, decisions, switches, rollouts, gain, advice, handovers: a row each, if any."""
+    """A row each, if any: rollout, decisions, switches, gain, advice, redundancy, handovers."""
     table = _rows()
     if status.HasField("rollout"):
         table.add_row("rollout", _rollout_text(status.rollout, ranks=range(len(status.ranks))))
@@ -226,6 +226,8 @@ def _progress(
         table.add_row("gain", _gain_text(status.gains[0]))
     if status.HasField("advice"):
         table.add_row("advice", _advice_text(status.advice, num_ranks=len(status.ranks)))
+    if status.HasField("redundancy"):
+        table.add_row("redundancy", _redundancy_text(status.redundancy))
     if handovers := handovers_text(status.handovers):
         table.add_row("handovers", handovers)
     return table
@@ -279,6 +281,12 @@ def _gain_text(expected: status_pb2.GainStatus) -> Text:
         f"generation {expected.generation} is expected to gain {expected.gain_expected:.3f} over "
         f"generation {expected.before_generation}; to be checked on the next windows"
     )
+
+
+def _redundancy_text(found: status_pb2.RedundancyStatus) -> Text:
+    room = f"; {format_bytes(found.bytes_per_rank)} per rank" if found.bytes_per_rank else ""
+    style = "yellow" if found.kind == "short" else ""
+    return Text(f"{found.kind}: {found.reason}{room}", style=style)
 
 
 def _advice_text(advice: status_pb2.AdviceStatus, *, num_ranks: int) -> Text:

@@ -79,7 +79,7 @@ def place_pooled(problem: Problem, *, free: Bools, locality: float = 1.0) -> Exp
 def _place_anywhere(problem: Problem, *, num_places: int) -> ExpertTable:
     """Place all layers in so many places, no matter on which ranks."""
     sizes = list(placed_with_sizes(problem, num_places=num_places))
-    chosen = _choose(sizes, num_places=num_places)
+    chosen = choose_sizes(sizes, num_places=num_places)
     return np.stack([sizes[size].placed.table[row] for row, size in enumerate(chosen)])
 
 
@@ -107,7 +107,7 @@ def _place_locally(
         wide = widened(table, topology, narrow.topology.slots_of_rank, fill=EMPTY)
         busiest = 1.0 / narrow.balancedness_of_layer(table)
         sizes.append(Sized(num_slots=table.shape[1], placed=Placed(wide), busiest=busiest))
-    chosen = _choose(sizes, num_places=places_per_rank * topology.num_ranks)
+    chosen = choose_sizes(sizes, num_places=places_per_rank * topology.num_ranks)
     return np.stack([sizes[size].placed.table[row] for row, size in enumerate(chosen)])
 
 
@@ -117,7 +117,7 @@ def _step_time(problem: Problem, table: ExpertTable) -> float:
     return float((1.0 / problem.balancedness_of_layer(*placed)).sum())
 
 
-def _choose(sizes: list[Sized], *, num_places: int) -> list[int]:
+def choose_sizes(sizes: list[Sized], *, num_places: int) -> list[int]:
     """Choose a size for each layer: shortens the step most for the places that there are."""
     hulls = [
         lower_hull([(one.num_slots, one.busiest[layer]) for one in sizes])
