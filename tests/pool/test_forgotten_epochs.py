@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from equipoise.planning.change import LayoutChange
 from equipoise.pool.hello_checks import RejectedWorkerError
-from equipoise.pool.records import EpochMembers, PoolMemory
+from equipoise.pool.layouts import MAX_KNOWN
+from equipoise.pool.records import DecisionRecord, EpochMembers, PoolMemory
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.messages import GroupLost, LayoutRejected
 from tests.support.deaths import trouble
-from tests.support.joining_workers import Fleet, memory_of
+from tests.support.joining_workers import Fleet, JoiningWorker, memory_of
 
 AN_OUTAGE_S = 30
 """Worker's requests fail after this without a group: `outage_timeout_s`."""
@@ -121,6 +123,58 @@ def test_ranks_taken_over_use_no_generation_that_a_later_group_runs(make_harness
     fleet.connect(*later)
     fleet.live(seconds=AN_OUTAGE_S)
     check(fleet)
+
+
+def roll_out(fleet, *names):
+    """The ranks `names`, all of the epoch, are led to another layout."""
+    harness, pool = fleet.harness, fleet.harness.pool
+    current = pool.layouts.current
+    others = (current.expert_of_slot + 1) % current.num_experts
+    target = current.with_placement(others, generation=pool.layouts.next_generation)
+    decision = DecisionRecord(
+        time_unix_s=harness.now,
+        accepted=True,
+        reason="a test",
+        base_generation=current.generation,
+    )
+    change = LayoutChange.between(current, target)
+    harness.perform(pool.rollouts.start([change], base=current, decision=decision, now=harness.now))
+    ranks = sorted((fleet.workers[name] for name in names), key=lambda worker: worker.rank)
+    for worker in ranks:
+        harness.say(worker, worker.answer_staged())
+    for worker in ranks:
+        harness.say(worker, worker.switch())
+    assert pool.layouts.current.generation == target.generation
+
+
+def test_a_group_is_taken_over_that_runs_an_earlier_generation_than_many_since(make_harness):
+    """It was parted from the balancer, and two other workers were ranks meanwhile."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    fleet.live(seconds=1)
+    earlier = tuple(fleet.workers)
+    for name in earlier:
+        fleet.cut(name)
+    later = ("worker-8", "worker-9")
+    for name in later:
+        hello = replace(
+            fleet.workers["worker-0"].hello,
+            worker=name,
+            address=f"{name}:1",
+            rendezvous_address=f"{name}:2",
+        )
+        fleet.workers[name] = JoiningWorker(hello)
+    fleet.connect(*later)
+    fleet.live(seconds=A_START_S)
+    assert all(worker.serves for worker in fleet.alive), "two groups"
+    for _ in range(MAX_KNOWN + 1):
+        roll_out(fleet, *later)
+    for name in later:
+        fleet.kill(name)
+    fleet.connect(*earlier)
+    fleet.live(seconds=AN_OUTAGE_S)
+    check(fleet)
+    assert fleet.harness.pool.roster.epoch == 1
+    roll_out(fleet, *earlier)
 
 
 @pytest.mark.parametrize("forms", ["before they connect", "after they connect", "in between"])

@@ -4,7 +4,7 @@ from equipoise.planning.layout import Layout
 from equipoise.pool.records import PoolMemory
 
 MAX_KNOWN = 8
-"""Newest layouts kept, to read late reports; load counters keep fewer generations than that."""
+"""Layouts kept, to read late reports; load counters keep fewer generations than that."""
 
 
 class PoolLayouts:
@@ -43,15 +43,19 @@ class PoolLayouts:
         return known or (self._known[max(self._known)] if self._known else None)
 
     def remember(self, layout: Layout) -> None:
-        """Keep a layout that a rank runs or is asked to stage, in place of any with its number."""
-        known = self._known.get(layout.generation, layout)
+        """Keep a layout that a rank runs or is asked to stage, in place of any with its number.
+
+        It stays longer than those remembered before, whatever their numbers: ranks that are found
+        may run an earlier generation than others did since.
+        """
+        known = self._known.pop(layout.generation, layout)
         if layout.generation == self.stored_generation and not known.same_placement(layout):
             self.stored_generation = None  # The store has another one: this must be adopted.
         self._known[layout.generation] = layout
         self.reserve(layout.generation)
         in_use = {one.generation for one in (self.current, self.proposed) if one is not None}
         needed = {*in_use, self.stored_generation, *self._of_wave}
-        for generation in sorted(self._known)[:-MAX_KNOWN]:
+        for generation in list(self._known)[:-MAX_KNOWN]:
             if generation not in needed:
                 del self._known[generation]
 
