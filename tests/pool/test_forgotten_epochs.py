@@ -125,6 +125,20 @@ def test_ranks_taken_over_use_no_generation_that_a_later_group_runs(make_harness
     check(fleet)
 
 
+def test_other_processes_of_the_same_names_get_other_numbers(make_harness):
+    """Nodes that cannot be reached: their workers live on, and others have their names."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    opened = []
+    for _ in range(2):
+        fleet.succeed()
+        for name in ("worker-0", "worker-1"):
+            fleet.workers[name].restart()
+            fleet.connect(name)
+        fleet.live(seconds=A_START_S)
+        opened += fleet.opened()
+    assert len(set(opened)) == len(opened) == 2
+
+
 def roll_out(fleet, *names):
     """The ranks `names`, all of the epoch, are led to another layout."""
     harness, pool = fleet.harness, fleet.harness.pool

@@ -20,8 +20,8 @@ The store may have lost its latest records, which are fewer than that, and the r
 them may be absent."""
 
 SPREAD = 10_000
-"""Up to that many more are left out, depending on who the ranks are: the store may lose that epoch
-as well."""
+"""Up to that many more are left out, depending on which processes the ranks are: the store may lose
+that epoch as well."""
 
 
 class NumberClaims:
@@ -79,9 +79,11 @@ class NumberClaims:
     def skip(self, workers: Collection[str]) -> None:
         """Leave out numbers that only absent ranks may know, when `workers` are the first ranks.
 
-        Two balancers that know the same give other ranks other numbers.
+        Two balancers that know the same give other processes other numbers.
         """
-        num_skipped = SKIPPED_NUMBERS + crc32(" ".join(sorted(workers)).encode()) % SPREAD
+        members = self._roster.members
+        processes = sorted((name, members[name].hello.boot_id) for name in workers)
+        num_skipped = SKIPPED_NUMBERS + crc32(repr(processes).encode()) % SPREAD
         used = self._used
         self._roster.reserve_epoch(used.epoch + num_skipped)
         self._layouts.reserve(used.generation + num_skipped)
