@@ -403,6 +403,15 @@ async def test_old_layouts_are_dropped_but_never_the_committed_one(store):
     assert (await store.committed("p")).generation == 1
 
 
+async def test_a_layout_is_adopted_that_is_older_than_all_that_are_kept(store):
+    """Ranks that were parted from the balancer run it; others have run later ones since."""
+    for generation in range(2, MAX_LAYOUTS + 4):
+        await store.adopt("p", layout_of(generation), term=TERM)
+    await store.adopt("p", layout_of(1), term=TERM)
+    assert same(await store.committed("p"), layout_of(1))
+    assert 1 in await store.commits("p")
+
+
 async def test_a_proposal_is_over_when_it_is_committed(store):
     await store.put_proposed("p", layout_of(1), term=TERM)
     assert (await store.proposed("p")).generation == 1

@@ -109,6 +109,7 @@ class SqliteStore:
         """See `Store`."""
 
         def write() -> None:
+            self._set_pool(pool, committed=layout.generation)  # So that it is kept, however old.
             self._put_layout(pool, layout)
             self._set_committed(pool, layout.generation)
 
