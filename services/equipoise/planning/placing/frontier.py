@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from equipoise.planning.arrays import Indices, Load
+from equipoise.planning.placing.compiled import compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +58,7 @@ Hull = list[Point]
 
 def hull_of(paths: Sequence[LayerPath]) -> Hull:
     """Combine all paths of one layer into a concave hull from their common start."""
-    # The start counts once. Most points lie below one with fewer moves and never become `Point`s.
+    # The start counts once. Most points lie below the hull and never become `Point`s.
     first = [min(index, 1) for index in range(len(paths))]
     moves, reached, counts = (
         np.concatenate(parts)
@@ -76,12 +77,11 @@ def hull_of(paths: Sequence[LayerPath]) -> Hull:
     order = np.lexsort((-reached, moves))
     highest_before = np.maximum.accumulate(np.append(-np.inf, reached[order][:-1]))
     better = order[reached[order] > highest_before]
-    return _concave(
-        [
-            paths[path].point(count, path=path)
-            for path, count in zip(path_of[better].tolist(), counts[better].tolist(), strict=True)
-        ]
-    )
+    chosen = better[_concave(moves[better], reached[better])]
+    return [
+        paths[path].point(count, path=path)
+        for path, count in zip(path_of[chosen].tolist(), counts[chosen].tolist(), strict=True)
+    ]
 
 
 def hull_along(path: LayerPath, *, num_changes: int) -> Hull:
@@ -89,8 +89,9 @@ def hull_along(path: LayerPath, *, num_changes: int) -> Hull:
     end = path.point(num_changes)
     is_below = (path.moves < end.moves) & (path.balancedness < end.balancedness)
     before = np.flatnonzero(is_below[:num_changes])
-    stops = [*before[:1], *_growing(before[1:], path.moves)]
-    return _concave([*(path.point(int(stop)) for stop in stops), end])
+    stops = np.concatenate((before[:1], _growing(before[1:], path.moves), [num_changes]))
+    chosen = stops[_concave(path.moves[stops], path.balancedness[stops])]
+    return [path.point(stop) for stop in chosen.tolist()]
 
 
 def take_steepest(
@@ -143,13 +144,25 @@ def _growing(counts: Indices, moves: Indices) -> Indices:
     return counts[needed < fewest_after]
 
 
-def _concave(points: Sequence[Point]) -> Hull:
-    """Compute the upper hull of points ordered by moves."""
-    hull: Hull = []
-    for point in points:
-        if hull and (point.balancedness <= hull[-1].balancedness or point.moves <= hull[-1].moves):
-            continue
-        while len(hull) > 1 and slope(hull[-2], hull[-1]) <= slope(hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return hull
+@compiled
+def _concave(moves: Indices, balancedness: Load) -> Indices:
+    """Find the points on the upper hull of points ordered by moves, ascending."""
+    hull, size = np.empty(len(moves), dtype=np.int64), 0
+    for point in range(len(moves)):
+        if size > 0:
+            last = hull[size - 1]
+            if balancedness[point] <= balancedness[last] or moves[point] <= moves[last]:
+                continue
+        while size > 1:
+            first, last = hull[size - 2], hull[size - 1]
+            rise, run = balancedness[last] - balancedness[first], moves[last] - moves[first]
+            next_rise, next_run = (
+                balancedness[point] - balancedness[last],
+                moves[point] - moves[last],
+            )
+            if rise / run > next_rise / next_run:
+                break
+            size -= 1
+        hull[size] = point
+        size += 1
+    return hull[:size]
