@@ -293,16 +293,17 @@ def _effects_of_one_replica(layer: SearchState) -> tuple[Weights, Weights, Weigh
         layer.excess,
     )
     share, share_of_more, share_of_fewer = layer.share, layer.share_of_more, layer.share_of_fewer
+    slots, rank_of_slot, num_replicas = layer.slots, layer.space.rank_of_slot, layer.num_replicas
     falls, rises = np.zeros(len(share)), np.zeros(len(share))
-    rise_here = np.zeros(len(layer.slots))
-    for slot in range(len(layer.slots)):
-        expert, rank = layer.slots[slot], layer.space.rank_of_slot[slot]
+    rise_here = np.zeros(len(slots))
+    for slot in range(len(slots)):
+        expert, rank = slots[slot], rank_of_slot[slot]
         if excess[rank] > 0.0:
             for kind in range(len(weight)):
                 fall = share[expert, kind] - share_of_more[expert, kind]
                 over = max(carried[rank, kind] - threshold[kind], 0.0)
                 falls[expert] += weight[kind] * min(fall, over)
-        if layer.num_replicas[expert] > 1:
+        if num_replicas[expert] > 1:
             rise_here[slot] = -excess[rank]
             for kind in range(len(weight)):
                 rise = share_of_fewer[expert, kind] - share[expert, kind]
@@ -318,10 +319,24 @@ def _best_swap(layer: SearchState, best: float) -> float:
 
     Only the most overloaded rank that any step helps is relieved.
     """
-    first_slot, move = layer.space.first_slot, layer.space.cost_of_move
     _sort(layer.lightest_first, -(layer.carried * layer.goal.weight).sum(axis=1), layer.excess)
     excess, partners = layer.excess, _partners(layer)
-    for busy in np.argsort(-excess)[:MOST_RANKS]:
+    busiest = np.array([excess.argmax()])
+    if (excess == excess[busiest[0]]).sum() == 1:  # It usually suffices, and no sort is needed.
+        found = _best_swap_of(layer, partners, busiest, best)
+        if found > 0.0:
+            return found
+    return _best_swap_of(layer, partners, np.argsort(-excess)[:MOST_RANKS], best)
+
+
+@part
+def _best_swap_of(layer: SearchState, partners: Partners, ranks: Indices, best: float) -> float:
+    """Find the best swap of the first of some ranks that any step helps, the most overloaded first.
+
+    Returns the excess that it removes per cost, or `best` if none removes more.
+    """
+    first_slot, excess, move = layer.space.first_slot, layer.excess, layer.space.cost_of_move
+    for busy in ranks:
         if excess[busy] <= max(LEAST_EXCESS, best * move / 4):
             break
         for mine in range(first_slot[busy], first_slot[busy + 1]):
