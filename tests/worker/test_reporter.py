@@ -71,6 +71,15 @@ def test_final_counters_are_sent_a_few_times_before_the_current_ones():
     assert generations_of(one.build(progress(3, 2))) == [2, 3]
 
 
+def test_each_ended_generation_is_sent_a_few_times():
+    """A restarted balancer knows the layout of the latest one only."""
+    one = reporter()
+    for _ in range(FINAL_REPORTS - 1):
+        one.build(progress(2, 1))
+    assert generations_of(one.build(progress(3, 2, 1))) == [2, 1, 3]
+    assert generations_of(one.build(progress(3, 2, 1))) == [2, 3]
+
+
 def test_final_counters_that_still_change_are_sent_again():
     """An engine adds up its last passes some passes after the switch."""
     one = reporter()

@@ -41,9 +41,8 @@ class Reporter:
         self._phase = phase
         self._send = send
         self._waits = waits
-        # What finals were sent for last: the generation in use, and the assignments before it.
-        self._finals_of = (0, 0)
-        self._finals_left = 0
+        # By ended generation: its assignments, and how often they are still to be sent.
+        self._finals: dict[int, tuple[int, int]] = {}
 
     async def run(self) -> None:
         """Send reports at every interval until cancelled."""
@@ -63,12 +62,17 @@ class Reporter:
         layouts and would reject the reports forever. Engines add up their last counts after the
         switch.
         """
-        current, *previous = progress.loads
-        finals_of = current.generation, sum(int(load.slot_load_LS.sum()) for load in previous)
-        if finals_of != self._finals_of:
-            self._finals_of, self._finals_left = finals_of, FINAL_REPORTS
-        finals = previous if self._finals_left > 0 else []
-        self._finals_left -= 1
+        current, *ended = progress.loads
+        known, self._finals = self._finals, {}
+        finals = []
+        for load in ended:
+            before, left = known.get(load.generation, (-1, 0))
+            assignments = int(load.slot_load_LS.sum())
+            if assignments != before:
+                left = FINAL_REPORTS
+            if left:
+                finals.append(load)
+            self._finals[load.generation] = (assignments, max(0, left - 1))
         stats = replace(progress.stats, timeouts=self._waits.all())
         return [
             Report(
