@@ -58,9 +58,8 @@ class Agreement:
         self._windows = windows
         self._rollouts = rollouts
         self._faults: dict[str, str] = {}
-        # By rank: generation and digest of layouts that ranks report to run, but this balancer does
-        # not know.
-        self._unknown: dict[int, tuple[int, bytes]] = {}
+        # By rank: generation and digest of layouts that ranks report to run, and should not.
+        self._others: dict[int, tuple[int, bytes]] = {}
         self._opened_here = False
         self.must_reconcile = False
         """Whether ranks that served without this balancer still have to be reconciled."""
@@ -87,7 +86,7 @@ class Agreement:
         An epoch that was not `opened_here` is one that this balancer found.
         """
         self._faults.clear()
-        self._unknown.clear()
+        self._others.clear()
         self._verification.begin_epoch()
         self._opened_here, self.must_reconcile = opened_here, not opened_here
 
@@ -122,15 +121,23 @@ class Agreement:
         """
         rank, generation = member.rank, heartbeat.generation
         assert rank is not None, "only a rank runs a layout"
-        self._unknown.pop(rank, None)
+        self._others.pop(rank, None)
         if generation == 0 and not member.serving:
             return True  # It still loads its experts.
         concern = f"layout of rank {rank}"
         layout, digest = self._layouts.get(generation), heartbeat.layout_digest
         if not self.may_run(generation):
             self._note_conflict(concern, self._other_generation(rank, member.name, generation))
-            self._note_unknown(member, generation, digest)
-            return False
+            if not self._is_of_most(rank, generation, digest):
+                return False
+            # They switched to what the store forgot, or to a wave that was aborted too late.
+            self.must_reconcile = True
+            if layout is None:
+                raise InvalidMessageError(
+                    UNKNOWN_LAYOUT,
+                    f"{member.name} runs generation {generation} like most ranks, but its layout "
+                    "is not known here: the worker reconnects and reports it",
+                )
         if layout is not None and digest not in {b"", layout.digest()}:
             fault = (
                 f"rank {rank} ({member.name}) runs layout {digest_text(digest)} as generation "
@@ -170,27 +177,9 @@ class Agreement:
         )
 
     def _is_of_most(self, rank: int, generation: int, digest: bytes) -> bool:
-        """Whether most ranks of an epoch that was found report this layout, which is not known.
-
-        They may have switched to what the store forgot. Of an epoch that this balancer opened it
-        knows every layout.
-        """
-        if self._opened_here or self._layouts.get(generation) is not None:
-            return False
-        self._unknown[rank] = claim = generation, digest
-        return 2 * list(self._unknown.values()).count(claim) > self._roster.num_ranks
-
-    def _note_unknown(self, member: Member, generation: int, digest: bytes) -> None:
-        """End the streams of ranks that run what most ranks do, if it is not known."""
-        assert member.rank is not None, "only a rank runs a layout"
-        if not self._is_of_most(member.rank, generation, digest):
-            return
-        self.must_reconcile = True
-        raise InvalidMessageError(
-            UNKNOWN_LAYOUT,
-            f"{member.name} runs generation {generation} like most ranks, but the store has lost "
-            "its layout: the worker reconnects and reports it",
-        )
+        """Whether most ranks report this layout, as the rank does that should not run it."""
+        self._others[rank] = claim = generation, digest
+        return 2 * list(self._others.values()).count(claim) > self._roster.num_ranks
 
     def _note_conflict(self, concern: str, fault: str) -> None:
         if concern not in self._faults:
