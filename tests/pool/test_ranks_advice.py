@@ -110,6 +110,21 @@ def test_a_pool_that_fits_says_so(decode):
     assert "advice  4 ranks, as now: requests use 80% of the slots" in decode.text()
 
 
+def test_places_limit_how_few_ranks_are_advised(make_harness):
+    """Three ranks have slots for the 32 experts of each layer, and places for 90 of the 96."""
+
+    def with_places(**kinds):
+        harness = with_spare_slots(make_harness(**kinds))
+        for worker in harness.workers.values():
+            worker.hello = replace(worker.hello, num_places=30)
+        return harness
+
+    pool = ReportingPool(with_places, Phase.DECODE)
+    pool.run(minutes=6, active_requests=1)
+    assert pool.status().advice.ranks == 4
+    assert "fewer than 4 cannot hold all experts" in pool.status().advice.reason
+
+
 def test_fewer_ranks_only_if_they_hold_all_experts(make_harness):
     roomy = ReportingPool(lambda **kinds: with_spare_slots(make_harness(**kinds)), Phase.DECODE)
     slots = roomy.harness.pool.roster.shape.slots_per_rank

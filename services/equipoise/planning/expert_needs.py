@@ -19,6 +19,13 @@ class ExpertNeeds:
         """Whether workers with so many places, 0 for one in each slot, can hold all experts."""
         return not self.lack(places)
 
+    def least_ranks(self, places: Sequence[int]) -> int:
+        """Return how many of such workers hold all experts; `places` is empty without any."""
+        by_slots = -(-self.num_experts // self.slots_per_rank)
+        if not places:
+            return by_slots
+        return max(by_slots, -(-self.num_layers * self.num_experts * len(places) // sum(places)))
+
     def lack(self, places: Sequence[int]) -> str:
         """Return what is missing on such workers; empty if nothing is."""
         num_slots, num_places = len(places) * self.slots_per_rank, sum(places)

@@ -295,6 +295,7 @@ class Agreement:
             epoch=self._roster.epoch,
             model=shape.model,
             num_ranks=self._roster.num_ranks,
+            least_ranks=self._roster.needs.least_ranks(self._roster.places_of_rank),
             # Ranks that were found serving began their generation before this balancer listened.
             counted_from=1 if self._opened_here else layout.generation + 1,
             now=now,

@@ -11,9 +11,10 @@ MINUTE_S = 60.0
 
 
 class Demand:
-    """Use of a prefill or decode pool's ranks in one epoch."""
+    """Use of a prefill or decode pool's ranks in one epoch; `least_ranks` hold all experts."""
 
-    def __init__(self, *, now: float) -> None:
+    def __init__(self, *, least_ranks: int, now: float) -> None:
+        self._least_ranks = least_ranks
         self._latest: dict[int, RankUse] = {}
         self._minutes: deque[Use] = deque(maxlen=MAX_MINUTES)
         self._open, self._opened_s = Use(), now
@@ -41,7 +42,7 @@ class Demand:
             tuple(self._minutes),
             phase=load.phase,
             num_ranks=layout.num_ranks,
-            least_ranks=-(-layout.num_experts * layout.num_ranks // layout.num_slots),
+            least_ranks=self._least_ranks,
             before=0 if self.advice is None else self.advice.ranks,
         )
 

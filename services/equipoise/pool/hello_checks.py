@@ -81,8 +81,8 @@ class UsedNumbers:
 def check_name(hello: Hello, live: Hello | None, *, is_certified: bool) -> None:
     """Reject a worker whose name another process has in use; `live` is that process's Hello.
 
-    A worker whose own credentials name it (`is_certified`) replaces its former process. The boot ID
-    is known to its process and the balancer only.
+    A worker whose own credentials name it (`is_certified`) replaces its former process. Without
+    such credentials all workers of the pool are trusted alike: the status shows boot IDs.
     """
     if live is not None and live.boot_id != hello.boot_id and not is_certified:
         raise RejectedWorkerError(

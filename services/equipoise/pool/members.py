@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from equipoise.planning.expert_needs import ExpertNeeds
 from equipoise.planning.membership import EpochCandidate
 from equipoise.planning.phase import Phase
 from equipoise.planning.resumption import GroupChoice, RunningClaim
@@ -263,6 +264,17 @@ class Roster:
         counts = Counter(_shape_of(hello) for hello in connected)
         most = max(connected, key=lambda one: counts[_shape_of(one)], default=None)
         return most or self.latest
+
+    @property
+    def needs(self) -> ExpertNeeds:
+        """The room that all experts need on workers of the pool's shape, which must be known."""
+        assert self.shape is not None, "a worker has connected"
+        hello, model = self.shape, self.shape.model
+        return ExpertNeeds(
+            num_experts=model.num_experts,
+            num_layers=model.num_layers,
+            slots_per_rank=hello.slots_per_rank,
+        )
 
     @property
     def phase(self) -> Phase | None:

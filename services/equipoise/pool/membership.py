@@ -8,7 +8,6 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-from equipoise.planning.expert_needs import ExpertNeeds
 from equipoise.planning.layout import Layout
 from equipoise.planning.membership import EpochDecision, next_epoch
 from equipoise.planning.moves import Move
@@ -257,11 +256,7 @@ class Membership:
         self.opening = opening = next_epoch(
             self._roster.candidates(silent, excluded=excluded, quarantined=quarantined),
             num_ranks=self._roster.intended_ranks,
-            needs=ExpertNeeds(
-                num_experts=shape.model.num_experts,
-                num_layers=shape.model.num_layers,
-                slots_per_rank=shape.slots_per_rank,
-            ),
+            needs=self._roster.needs,
             unheard=self._unheard,
             is_on_record=self._resumption.is_on_record,
             engine=shape.engine,

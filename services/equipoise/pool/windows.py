@@ -115,9 +115,16 @@ class Windows:
         self.slow = {}
 
     def open(
-        self, *, epoch: int, model: ModelShape, num_ranks: int, counted_from: int, now: float
+        self,
+        *,
+        epoch: int,
+        model: ModelShape,
+        num_ranks: int,
+        least_ranks: int,
+        counted_from: int,
+        now: float,
     ) -> None:
-        """Open the first window of an epoch: all its ranks serve."""
+        """Open the first window of an epoch. At least `least_ranks` ranks hold all experts."""
         self.loads = PoolLoads(
             epoch=epoch,
             model=model,
@@ -127,7 +134,7 @@ class Windows:
             counted_from=counted_from,
             now=now,
         )
-        self._demand = Demand(now=now)
+        self._demand = Demand(least_ranks=least_ranks, now=now)
 
     def accept(self, report: Report, layout: Layout, *, now: float) -> None:
         """Count a report; `layout` is that of its generation, or the newest one known.
