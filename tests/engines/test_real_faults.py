@@ -48,6 +48,8 @@ def test_a_balancer_that_dies_in_any_phase_of_a_rollout_is_succeeded(real_balanc
 def test_a_balancer_that_loses_its_store_is_told_the_layout_by_the_ranks(real_balancer, run_of):
     run = run_of()
     run.until_balanced()
+    real_balancer.pin(real_balancer.layout())
+    real_balancer.until(lambda status: not status.HasField("rollout"))
     layout, epoch = real_balancer.layout(), real_balancer.status().epoch
     real_balancer.kill()
     real_balancer.lose_store()
