@@ -6,9 +6,10 @@ and to say why nothing is served.
 
 from typing import Any
 
+from tests.simulation.fleet import POOL
+
 KIND = "broken_groups"
 
-POOL = "main"
 
 MAX_EPOCHS = 12
 """Epochs that one leader opens in the longest of these faults: three at once, then after intervals

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from equipoise.planning.balance import balancedness, layout_loads
+from tests.simulation.fleet import POOL
 from tests.simulation.loop import outside
 from tests.simulation.schedule import GAP
 
-POOL = "main"
 LOOK_S = 0.5
 CALM_S = 8.0
 """Seconds without a switch after which a pool counts as balanced: two windows at least."""

@@ -11,12 +11,9 @@ from weakref import WeakKeyDictionary
 from equipoise.planning.phase import Phase
 from equipoise.planning.ratio import MAX_GROWTH
 from equipoise.planning.rollout import State
+from tests.simulation.fleet import POOL, SLOTS
 from tests.simulation.loop import Process, outside
 from tests.simulation.store import NAME
-
-POOL, SLOTS = "main", 3
-PLACES = 6
-"""Of ranks whose layers share them: as many as others have slots in both layers."""
 
 LOOK_S = 0.5
 SLACK_S = 1.5

@@ -20,11 +20,11 @@ from equipoise_api.v1 import worker_link_pb2
 from tests.simulation.balancer import UNIX_S
 from tests.simulation.byzantine import say
 from tests.simulation.experts import SimCheckpoint
-from tests.simulation.leader_watch import PLACES, SLOTS
+from tests.simulation.fleet import PLACES, POOL, SLOTS
 from tests.simulation.loop import Process
 from tests.simulation.network import Connection
 
-POOL, NAME = "main", "liar"
+NAME = "liar"
 IDENTITY = (Identity(role=Role.WORKER, pool=POOL, worker=NAME),)
 EVERY_S = 0.7
 

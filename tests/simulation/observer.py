@@ -15,7 +15,7 @@ from equipoise.planning.arrays import EMPTY
 from equipoise.planning.layout import Layout
 from equipoise.wire.balancer_messages import Abort, JoinEpoch, Stage
 from tests.simulation.experts import expert_bytes
-from tests.simulation.leader_watch import POOL
+from tests.simulation.fleet import POOL
 from tests.simulation.leases import TIMING
 
 MAX_REMEMBERED = 4096

@@ -9,11 +9,11 @@ import grpc
 from equipoise.pool.counters import answer_timeout_s
 from equipoise_api.v1 import admin_pb2
 from tests.simulation.balancer import OPERATIONS
+from tests.simulation.fleet import POOL
 from tests.simulation.loop import Process
 from tests.simulation.network import END
 from tests.simulation.store import Data
 
-POOL = "main"
 SLACK_S = 3.0
 
 

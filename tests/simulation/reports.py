@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from equipoise.wire.messages import GroupLost, Heartbeat, Hello, Switched
+from tests.simulation.fleet import POOL
 
-POOL = "main"
 RAISED = 2**31
 """A number that a liar's own Hello makes its pool reserve."""
 

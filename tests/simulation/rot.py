@@ -12,19 +12,16 @@ import torch
 
 from equipoise.rank.errors import DamagedSlotError
 from equipoise_model.experts import checksum
+from tests.simulation.fleet import POOL, SCRUB_S
 from tests.simulation.loop import Process, outside
 
 LOOK_S = 0.5
-SCRUB_S = 2.0
-"""Seconds in which a rank verifies a slot (`WorkerSettings.scrub_mib_per_s` of the simulation)."""
 
 SLACK_S = 3.0
 """Seconds beyond a pass that a rank may compute with wrong bytes."""
 
 CONNECTED = frozenset({"bit_rot", "shift", "idle", "slow_worker", "operator", "report_gap"})
 """Kinds of faults through which a worker that stops can still tell the leader why."""
-
-POOL = "main"
 
 
 @dataclass(eq=False)

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from itertools import permutations
 from typing import Any
 
+from tests.simulation.fleet import POOL
 from tests.simulation.loop import outside
 from tests.simulation.schedule import BALANCERS, NUM_PATTERNS
 
-POOL = "main"
 LOOK_S = 0.1
 TAKEOVER_S = 20.0
 """Seconds within which another balancer takes over, or the first wakes without one."""

@@ -6,7 +6,8 @@ import pytest
 
 from equipoise.planning.rollout import State
 from equipoise.pool.records import EpochMembers
-from tests.simulation.leader_watch import LOOK_S, POOL, WRITTEN_S, LeaderWatch
+from tests.simulation.fleet import POOL
+from tests.simulation.leader_watch import LOOK_S, WRITTEN_S, LeaderWatch
 
 WORKERS = ("w0", "w1")
 

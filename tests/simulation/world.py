@@ -6,70 +6,51 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from equipoise.balancer.store.store import StoreError
-from equipoise.planning.phase import Phase
-from equipoise.planning.policy import Policy, SlotUse
-from equipoise.planning.topology import ModelShape
+from equipoise.planning.policy import SlotUse
 from equipoise.pool.health import Health
 from equipoise.pool.records import Hold
 from equipoise.rank.errors import WorkerError
 from equipoise.trust.identity import Identity, Role
-from equipoise.trust.settings import Tls
 from equipoise.wire.balancer_messages import BalancerMessage
 from equipoise.worker.settings import WorkerSettings
 from tests.simulation import liars, operators
 from tests.simulation.balancer import SimBalancer
 from tests.simulation.broken_groups import BrokenGroups
-from tests.simulation.experts import EXPERT_BYTES, SimCheckpoint
+from tests.simulation.experts import SimCheckpoint
 from tests.simulation.faults import Faults
+from tests.simulation.fleet import (
+    POLICY,
+    POOL,
+    SHAPE,
+    phase_of,
+    places_of,
+    settings_of,
+    traffic,
+)
 from tests.simulation.gaps import ReportGaps
 from tests.simulation.group import Rendezvous
-from tests.simulation.leader_watch import PLACES, SLOTS, LeaderWatch
+from tests.simulation.leader_watch import LeaderWatch
 from tests.simulation.loop import EPOCH_S, Process, SimLoop, outside
 from tests.simulation.network import Network
 from tests.simulation.observer import Observer, ViolationError
 from tests.simulation.reports import FalseReports
-from tests.simulation.rot import SCRUB_S, BitRot
+from tests.simulation.rot import BitRot
 from tests.simulation.schedule import BALANCERS, WORKERS, Action, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.worker import SimWorker
 
-POOL = "main"
 CONVERGE_S = 75.0
 """Seconds within which the fleet must serve as one once the faults have ended."""
 
 CHECK_S = 0.5
 BEGIN_S = 6.0
 """Seconds within which a fleet begins to serve. Faults begin then."""
-
-ROOMY = "w1"
-"""The worker that has more places than others, if one has."""
-
-SHAPE = ModelShape(num_layers=2, num_experts=6, num_groups=2, expert_bytes=EXPERT_BYTES)
-POLICY = Policy(
-    interval_s=3.0,
-    report_interval_s=2.0,
-    heartbeat_interval_s=2.0,
-    slow_half_life_s=12.0,
-    fast_half_life_s=2.0,
-    min_assignments=50.0,
-    min_gain=0.01,
-    cooldown_s=0.0,
-    rollback_cooldown_s=5.0,
-    max_wave_moves=1,
-    plan_timeout_s=3.0,
-    stage_timeout_s=4.0,
-    switch_timeout_s=4.0,
-    report_timeout_s=4.5,
-    reform_timeout_s=3.0,
-    meet_timeout_s=6.0,
-    start_timeout_s=6.0,
-)
 
 
 class World(Faults):
@@ -363,52 +344,3 @@ class World(Faults):
             process.kill()
 
         process.spawn(main())
-
-
-@lru_cache
-def traffic(pattern: int) -> np.ndarray:
-    """Skewed assignments of a step, [layers, experts]."""
-    generator = np.random.default_rng(pattern)
-    load = generator.gamma(0.6, size=(SHAPE.num_layers, SHAPE.num_experts)) + 0.02
-    return load / load.sum(axis=1, keepdims=True) * 200.0
-
-
-def places_of(seed: int, name: str) -> int:
-    """A worker's places in the schedule of a seed; 0 where layers do not share them.
-
-    They do in a quarter of the schedules. A rank then has as many places as the others have slots,
-    and one slot more in each layer. In half of these, one worker has two places more.
-    """
-    chance = random.Random(f"places {seed}").random()
-    if chance >= 0.25:
-        return 0
-    return PLACES + 2 * (name == ROOMY and chance < 0.125)
-
-
-def phase_of(seed: int) -> Phase:
-    """The phase of the pool in the schedule of a seed: mixed in half of them."""
-    phases = (Phase.MIXED, Phase.DECODE, Phase.MIXED, Phase.PREFILL)
-    return random.Random(f"phase {seed}").choice(phases)
-
-
-@lru_cache
-def settings_of(
-    name: str, num_workers: int, addresses: tuple[str, ...], phase: Phase, places: int
-) -> WorkerSettings:
-    """A worker's settings; validating them takes as long as a simulated second."""
-    return WorkerSettings(
-        balancer=",".join(addresses),
-        pool=POOL,
-        phase=phase,
-        worker=name,
-        node=f"node-{int(name[1:]) % 2}",
-        host=name,
-        num_ranks=num_workers,
-        slots_per_rank=SLOTS + (places > 0),
-        places=places,
-        step_timeout_s=3.0,
-        outage_timeout_s=15.0,
-        drain_timeout_s=1.0,
-        scrub_mib_per_s=EXPERT_BYTES / SCRUB_S / 2**20,
-        tls=Tls(insecure=True),
-    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Load, ShareTable, Weights
+from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, Load, ShareTable, Weights
 from equipoise.planning.layout import Layout
 from equipoise.planning.placing.tally import split_by_rank
 from equipoise.planning.shares import WHOLE
@@ -72,6 +72,12 @@ def balancedness(rank_load: Load) -> float:
     would with evenly loaded ranks.
     """
     return mean_if_busy(balancedness_per_layer(rank_load), is_busy=rank_load.max(axis=1) > 0)
+
+
+def spread_layers(load: Load, *, most: int) -> Indices:
+    """Return at most `most` layers with load, evenly spaced over the model, to stand for all."""
+    busy = np.flatnonzero(load.any(axis=1))
+    return np.unique(busy[np.linspace(0, len(busy) - 1, most).round().astype(int)])
 
 
 def mean_if_busy(per_layer: Load, *, is_busy: Bools) -> float:

@@ -20,7 +20,7 @@ class ExpertNeeds:
         return not self.lack(places)
 
     def least_ranks(self, places: Sequence[int]) -> int:
-        """Return how many of such workers hold all experts; `places` is empty without any."""
+        """Return how many such workers are needed; `places` is empty if each slot has one."""
         by_slots = -(-self.num_experts // self.slots_per_rank)
         if not places:
             return by_slots
@@ -30,10 +30,9 @@ class ExpertNeeds:
         """Return what is missing on such workers; empty if nothing is."""
         num_slots, num_places = len(places) * self.slots_per_rank, sum(places)
         if num_slots < self.num_experts:
-            least = -(-self.num_experts // self.slots_per_rank)
             return (
                 f"{num_slots} slots cannot hold {self.num_experts} experts: "
-                f"{least} workers are needed"
+                f"{self.least_ranks(())} workers are needed"
             )
         if 0 < num_places < self.num_layers * self.num_experts:
             return (

@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 
 from equipoise.planning.arrays import Load
+from equipoise.planning.balance import spread_layers
 from equipoise.planning.placing.pooled import choose_sizes
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.sized import placed_with_sizes
@@ -120,12 +121,11 @@ def judge_redundancy(
         The number that suffices, or that would help; None if the present one is about right, or if
         the load is too short to tell.
     """
-    busy = np.flatnonzero(load.any(axis=1))
     is_precise = samples is None or samples >= MIN_SAMPLES * model.num_experts
     are_alike = topology.has_equal_slots and len(set(topology.places_of_rank)) <= 1
-    if not len(busy) or not is_precise or not are_alike:
+    if not load.any() or not is_precise or not are_alike:
         return None
-    layers = np.unique(busy[np.linspace(0, len(busy) - 1, MAX_LAYERS).round().astype(int)])
+    layers = spread_layers(load, most=MAX_LAYERS)
     few = replace(model, num_layers=len(layers))
     tried = _with_slots_of_ranks
     if topology.places_of_rank and policy.slots is SlotUse.POOLED:

@@ -11,7 +11,7 @@ MINUTE_S = 60.0
 
 
 class Demand:
-    """Use of a prefill or decode pool's ranks in one epoch; `least_ranks` hold all experts."""
+    """Use of a prefill or decode pool's ranks in one epoch; all experts need `least_ranks`."""
 
     def __init__(self, *, least_ranks: int, now: float) -> None:
         self._least_ranks = least_ranks

@@ -92,7 +92,7 @@ class Roster:
         # The rank of one process is not for another of its name.
         same = known if known is not None and known.is_process_of(hello) else None
         if hello.running is not None:
-            self._return_running(member, known, hello.running)
+            self._return_running(member, same, hello.running)
         elif hello.group_lost is not None:
             self._return_without_group(member, same, hello.group_lost, now=now)
         elif same is not None:
@@ -366,9 +366,8 @@ class Roster:
                 lost_s = same.since_s  # However often it reconnects: the pool waits once for it.
         member.lose_group(lost, now=lost_s)
 
-    def _return_running(self, member: Member, known: Member | None, running: RunningState) -> None:
+    def _return_running(self, member: Member, same: Member | None, running: RunningState) -> None:
         """A worker that runs reconnects as the rank that it had; else what it runs is a claim."""
-        same = known if known is not None and known.is_process_of(member.hello) else None
         if not self.opened_here:
             member.note_claim(running)
         if self.has_rank(member.name, running):
@@ -380,15 +379,16 @@ class Roster:
         else:
             member.note_claim(running)
             if any(self._followers(excluding=member.name)):
-                self._oppose(member, running, has_rank=known is not None and known.rank is not None)
+                self._oppose(member, running)
 
-    def _oppose(self, member: Member, running: RunningState, *, has_rank: bool) -> None:
+    def _oppose(self, member: Member, running: RunningState) -> None:
         """A rank of the epoch opened here is connected: only a later epoch counts against it.
 
         Raises:
             RejectedWorkerError: the worker's group is about to end, or it has a rank already.
         """
-        is_later = running.epoch > self.epoch
+        is_later, known = running.epoch > self.epoch, self._members.get(member.name)
+        has_rank = known is not None and known.rank is not None
         if has_rank or not (is_later or self._is_apart(member)):
             raise self._rejection(member, running)
         if not is_later:

@@ -124,7 +124,7 @@ class Windows:
         counted_from: int,
         now: float,
     ) -> None:
-        """Open the first window of an epoch. At least `least_ranks` ranks hold all experts."""
+        """Open the first window of an epoch. All experts need at least `least_ranks` ranks."""
         self.loads = PoolLoads(
             epoch=epoch,
             model=model,

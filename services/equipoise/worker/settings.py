@@ -118,8 +118,8 @@ class WorkerSettings:
     prefill worker, and the reverse. Default: none."""
 
     hold_s: Annotated[float, Range(0, HOUR_S, is_open=True)] = 30.0
-    """Seconds that latents of a prompt are held for a worker of a peer pool to fetch. Less than
-    gateways' --first-token-timeout-s: a rank whose cache is full of them starts no prompt."""
+    """Seconds that latents of a prompt are held for a worker of a peer pool to fetch. Must be
+    less than the gateways' --first-token-timeout-s: a rank whose cache is full starts no prompt."""
 
     latent_mib_per_s: Annotated[float, Range(0, is_open=True)] = math.inf
     """Maximum MiB of latents to pull per second."""

@@ -9,6 +9,7 @@ import torch
 
 from equipoise.cli.offline.steps_table import StepBalance
 from equipoise.planning.arrays import Indices, Load, Weights
+from equipoise.planning.balance import spread_layers
 from equipoise.planning.layout import Layout
 from equipoise_kernels.replica_balance import count_experts, replica_ends
 from equipoise_kernels.replica_choice import choose_replicas
@@ -44,9 +45,7 @@ def balance_of_steps(
         generation=layout.generation,
         share_of_slot=layout.share_of_slot,
     )
-    busy = np.flatnonzero(load.any(axis=1))
-    spread = np.linspace(0, len(busy) - 1, MAX_LAYERS).round().astype(int)
-    for layer in np.unique(busy[spread]).tolist():
+    for layer in spread_layers(load, most=MAX_LAYERS).tolist():
         for _ in range(STEPS):
             drawn = _drawn(load[layer], tokens_per_rank * layout.num_ranks, experts_per_token, rng)
             both = _hashed(tables, layer, drawn), _balanced(tables, layer, drawn)

@@ -45,8 +45,10 @@ def placed_with_sizes(problem: Problem, *, num_places: int) -> Iterator[Sized]:
         placed = _with_blanks(problem, number)
         even = with_equal_ranks(problem, number)
         if even is not None:
-            of_both = (problem.balancedness_of_layer(*one) for one in (placed, even))
-            placed = mixed(problem, np.greater(*reversed([*of_both])), placed, even)
+            is_better = problem.balancedness_of_layer(*even) > problem.balancedness_of_layer(
+                *placed
+            )
+            placed = mixed(problem, is_better, placed, even)
         balance = problem.balancedness_of_layer(*placed)
         yield Sized(num_slots=number, placed=placed, busiest=1.0 / balance)
 
