@@ -130,11 +130,16 @@ async def test_ranks_of_unequal_places_hold_their_own_number_and_no_token_change
         ):
             await traffic.until_finished(3)
             policy.write_text(POLICY.format(slots="pooled"))
-            later = first
-            while (slots_in_use(await pool.layout(), places=of_rank) == per_layer).all():
-                later = await pool.until(
-                    lambda status, least=later.generation: status.generation > least
-                )
+            # Traffic may suit the present layout: nobody knows when a plan would change slots.
+            await pin(pool, await pool.layout())
+            held = await pool.until(lambda one: one.hold.at_pin and not one.HasField("rollout"))
+            wanted = with_a_slot_moved(await pool.layout())
+            await pin(pool, wanted)
+            later = await pool.until(
+                lambda one: one.generation > held.generation and not one.HasField("rollout")
+            )
+            assert (await pool.layout()).expert_of_slot == wanted.expert_of_slot
+            assert (slots_in_use(wanted, places=of_rank) != per_layer).any()
             await traffic.until_finished(3)
             assert later.epoch == first.epoch, "no rank was lost"
         assert len(generations) > 1
@@ -163,6 +168,27 @@ async def places_watched(pool, *, places=NUM_PLACES):
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     assert asking.cancelled(), asking.exception()
+
+
+def with_a_slot_moved(layout):
+    """One rank gives up a replica in a layer, and holds one expert more in another."""
+    other = type(layout)()
+    other.CopyFrom(layout)
+    table = np.frombuffer(layout.expert_of_slot, "<i4").reshape(
+        layout.num_layers, layout.num_ranks, -1
+    )
+    table = table.copy()
+    for rank, layer in np.ndindex(layout.num_ranks, layout.num_layers):
+        own, receiver = table[layer, rank], table[layer - 1, rank]
+        counts = np.bincount(table[layer][table[layer] >= 0])
+        given = [slot for slot, expert in enumerate(own) if expert >= 0 and counts[expert] > 1]
+        if given and (receiver < 0).any():
+            own[given[0]] = -1
+            lacking = np.setdiff1d(np.arange(len(counts)), receiver)
+            receiver[np.argmax(receiver < 0)] = lacking[0]
+            other.expert_of_slot = table.tobytes()
+            return other
+    raise AssertionError("no rank has a replica and a free slot in another layer")
 
 
 async def pin(pool, layout):
