@@ -81,7 +81,7 @@ def tenure():
 @pytest.fixture
 async def pool_runner(store, tenure):
     runner = PoolRunner(
-        PoolController("tiny", policies=PolicyBook(Policy()), memory=PoolMemory()),
+        PoolController("tiny", policies=PolicyBook(Policy()), memory=PoolMemory(), term=1),
         store=store,
         tenure=tenure,
         planner=ThreadPlanner(),

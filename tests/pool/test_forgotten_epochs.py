@@ -84,16 +84,35 @@ def test_no_number_is_used_again_that_only_absent_ranks_know(make_harness, lost,
     check(fleet)
 
 
-def test_balancers_that_know_the_same_give_other_ranks_other_numbers(make_harness):
-    """The store may lose the first epoch of the balancer before, too."""
+def test_a_balancer_gives_other_ranks_other_numbers(make_harness):
+    """It may have forgotten the pool in between, and the ranks it had before."""
     fleet = Fleet(make_harness, slots_per_rank=16)
     fleet.live(seconds=5)
     memory = memory_of(fleet.harness.writes)
     opened = []
     for names in ("worker-0", "worker-1"), ("worker-2", "worker-3"):
-        fleet.succeed(memory)
+        fleet.succeed(memory, term=2)
         for name in names:
             fleet.restart(name)
+        fleet.live(seconds=A_START_S)
+        opened += fleet.opened()
+    assert len(set(opened)) == len(opened) == 2
+
+
+def test_balancers_that_know_the_same_give_the_same_ranks_other_numbers(make_harness):
+    """The store may lose the first epoch of the balancer before, which no rank was sent yet."""
+    fleet = Fleet(make_harness, slots_per_rank=16)
+    fleet.live(seconds=5)
+    memory = memory_of(fleet.harness.writes)
+    names = ("worker-0", "worker-1")
+    hellos = {name: fleet.workers[name].hello for name in names}
+    opened = []
+    for _ in range(2):
+        fleet.succeed(memory)
+        for name in names:
+            fleet.workers[name].restart()
+            fleet.workers[name].hello = hellos[name]  # The same process, which has heard nothing.
+            fleet.connect(name)
         fleet.live(seconds=A_START_S)
         opened += fleet.opened()
     assert len(set(opened)) == len(opened) == 2
@@ -130,7 +149,7 @@ def test_other_processes_of_the_same_names_get_other_numbers(make_harness):
     fleet = Fleet(make_harness, slots_per_rank=16)
     opened = []
     for _ in range(2):
-        fleet.succeed()
+        fleet.succeed(term=2)
         for name in ("worker-0", "worker-1"):
             fleet.workers[name].restart()
             fleet.connect(name)

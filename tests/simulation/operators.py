@@ -21,7 +21,7 @@ SLACK_S = 3.0
 class _Request:
     operation: str
     reason: str
-    to: str
+    to: Process
     asked_s: float
     answer: Any = None
     failed: str = ""
@@ -53,7 +53,7 @@ class Operators:
     async def _ask(self, operation: str, leader: Any) -> None:
         world = self._world
         reason = f"request {len(self._requests)}"
-        request = _Request(operation, reason, leader.process.name, world.loop.time())
+        request = _Request(operation, reason, leader.process, world.loop.time())
         self._requests.append(request)
         message = OPERATIONS[operation](pool=POOL, reason=reason)
         if operation == "TriggerRebalance":
@@ -160,11 +160,14 @@ class Operators:
         return ""
 
     def check(self) -> None:
-        """Every request was answered, or its connection ended, in time."""
+        """Every request was answered, or its connection ended, in time.
+
+        The connection to a machine that is lost ends with the timeout of the client.
+        """
         world = self._world
         bound_s = answer_timeout_s(world.policy) + SLACK_S
         for request in self._requests:
-            if request.answer is None and not request.failed:
+            if request.answer is None and not request.failed and request.to.alive:
                 waited_s = world.loop.time() - request.asked_s
                 if waited_s > bound_s:
                     world.observer.violate(

@@ -90,6 +90,7 @@ class Fleet:
         self.rejected = set()
         self.silent = set()
         """Names of workers whose messages wait, although their streams are open."""
+        self.term = 1
         self.rejections = []
         """(worker, kind) of every Hello that was rejected."""
         self.harness = self._balancer(memory)
@@ -100,14 +101,15 @@ class Fleet:
         self.harness.disconnected |= set(self.workers)
         self.connect()
 
-    def _balancer(self, memory):
-        harness = self._make_harness(memory=memory, **self._changes)
+    def _balancer(self, memory, *, term=1):
+        harness = self._make_harness(memory=memory, term=term, **self._changes)
         harness.workers = self.workers or harness.workers
         return harness
 
-    def succeed(self, memory=None):
+    def succeed(self, memory=None, *, term=None):
         """Another balancer leads, which knows `memory` only; no worker has found it yet."""
-        before, self.harness = self.harness, self._balancer(memory)
+        self.term = self.term + 1 if term is None else term
+        before, self.harness = self.harness, self._balancer(memory, term=self.term)
         self.harness.now = before.now + 1.0
         self.harness.disconnected |= set(self.workers)
         self.rejected.clear()

@@ -18,10 +18,10 @@ POLICY = Policy(interval_s=10.0, min_assignments=100.0)
 class PoolHarness:
     """Carries out the controller's effects at once; `store_fault` makes writes fail."""
 
-    def __init__(self, *, policy=POLICY, memory=None, num_ranks=4) -> None:
+    def __init__(self, *, policy=POLICY, memory=None, num_ranks=4, term=1) -> None:
         self.policies = PolicyBook(policy)
         self.controller = PoolController(
-            "tiny", policies=self.policies, memory=memory or PoolMemory()
+            "tiny", policies=self.policies, memory=memory or PoolMemory(), term=term
         )
         self.now = 1000.0
         self.store_fault = ""

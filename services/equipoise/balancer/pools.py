@@ -281,7 +281,7 @@ class Pools:
 
     def _runner(self, name: str, memory: PoolMemory) -> PoolRunner:
         return PoolRunner(
-            PoolController(name, policies=self._policies, memory=memory),
+            PoolController(name, policies=self._policies, memory=memory, term=self.term),
             store=self._store,
             tenure=self._tenure,
             planner=self._planner,

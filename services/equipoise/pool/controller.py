@@ -58,8 +58,8 @@ class PoolController:
     of proposals; each returns effects in turn.
     """
 
-    def __init__(self, name: str, *, policies: PolicyBook, memory: PoolMemory) -> None:
-        self.pool = pool = Pool(name, policies=policies, memory=memory)
+    def __init__(self, name: str, *, policies: PolicyBook, memory: PoolMemory, term: int) -> None:
+        self.pool = pool = Pool(name, policies=policies, memory=memory, term=term)
         self._operations = OperatorRequests(
             pool.policy,
             roster=pool.roster,

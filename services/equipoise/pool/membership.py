@@ -41,7 +41,7 @@ for is acted on at once; ticks only update the displayed reason and end waits of
 
 
 class Membership:
-    """Decides about one pool's epochs; `recorded` is the latest one in the store."""
+    """Decides about one pool's epochs in a term; `recorded` is the latest one in the store."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Membership:
         rollouts: Rollouts,
         counters: Counters,
         recorded: EpochMembers | None,
+        term: int,
     ) -> None:
         self._policy = policy
         self._roster = roster
@@ -70,7 +71,7 @@ class Membership:
         self._windows = windows
         self._rollouts = rollouts
         self._timeouts = counters.timeouts
-        self._numbers = NumberClaims(roster=roster, layouts=layouts)
+        self._numbers = NumberClaims(roster=roster, layouts=layouts, term=term)
         self._resumption = Resumption(
             policy,
             roster=roster,

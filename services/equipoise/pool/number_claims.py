@@ -20,14 +20,15 @@ The store may have lost its latest records, which are fewer than that, and the r
 them may be absent."""
 
 SPREAD = 10_000
-"""Up to that many more are left out, depending on which processes the ranks are: the store may lose
-that epoch as well."""
+"""Up to that many more are left out, depending on the term and on which processes the ranks are:
+the store may lose that epoch as well, before its ranks are sent it."""
 
 
 class NumberClaims:
     """Checks the numbers that workers report, and makes the pool use higher ones."""
 
-    def __init__(self, *, roster: Roster, layouts: PoolLayouts) -> None:
+    def __init__(self, *, roster: Roster, layouts: PoolLayouts, term: int) -> None:
+        self._term = term
         self._roster = roster
         self._layouts = layouts
         # By (worker, number): by how much it raised that since it was last named for it.
@@ -79,11 +80,11 @@ class NumberClaims:
     def skip(self, workers: Collection[str]) -> None:
         """Leave out numbers that only absent ranks may know, when `workers` are the first ranks.
 
-        Two balancers that know the same give other processes other numbers.
+        Two balancers that know the same use other numbers, and so does one for other processes.
         """
         members = self._roster.members
         processes = sorted((name, members[name].hello.boot_id) for name in workers)
-        num_skipped = SKIPPED_NUMBERS + crc32(repr(processes).encode()) % SPREAD
+        num_skipped = SKIPPED_NUMBERS + crc32(repr((self._term, processes)).encode()) % SPREAD
         used = self._used
         self._roster.reserve_epoch(used.epoch + num_skipped)
         self._layouts.reserve(used.generation + num_skipped)

@@ -24,8 +24,8 @@ class Pool:
     """One pool. `PoolController` changes it; status and metrics read it.
 
     It begins as the store knew it, without workers. `elsewhere` says why its ranks are not
-    connected here, for a balancer that does not lead; else it is empty. `revision` grows with every
-    change.
+    connected here, for a balancer that does not lead, whose `term` is 0; else it is empty.
+    `revision` grows with every change.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Pool:
         *,
         policies: PolicyBook,
         memory: PoolMemory,
+        term: int = 0,
         elsewhere: str = "",
         revision: int = 1,
     ) -> None:
@@ -84,6 +85,7 @@ class Pool:
             rollouts=rollouts,
             counters=counters,
             recorded=members,
+            term=term,
         )
         self.decisions = Decisions(
             policy,

@@ -145,6 +145,16 @@ def _generations_not_skipped() -> list[tuple[Any, str, Any]]:
     return [(Membership, "_take_over", careless)]
 
 
+def _numbers_by_process() -> list[tuple[Any, str, Any]]:
+    skip = NumberClaims.skip
+
+    def skip_in_any_term(self: Any, workers: Any) -> None:
+        self._term = 0
+        skip(self, workers)
+
+    return [(NumberClaims, "skip", skip_in_any_term)]
+
+
 def _first_term_known() -> list[tuple[Any, str, Any]]:
     next_term = leader_state._next_term
 
@@ -200,6 +210,14 @@ LEADER_PLANTS = {
         breaks="a leader that takes over an epoch without all ranks skips no generations",
         patches=_generations_not_skipped,
         kinds=("set_store_back_behind_group", "shift", "operator"),
+    ),
+    "numbers-by-process": Plant(
+        breaks="each leader that knows the same gives the same ranks the same numbers",
+        patches=_numbers_by_process,
+        kinds=(
+            *("set_store_back_behind_group", "shift", "operator", "isolate", "kill_leader"),
+            "stop_worker",
+        ),
     ),
     "first-term-known": Plant(
         breaks="each balancer that knows no term begins with the same one",
