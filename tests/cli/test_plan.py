@@ -344,6 +344,32 @@ def test_ranks_may_have_unequal_slots():
         equipoise(*pool, "--slots-of-rank", "8x3,7")
 
 
+@pytest.mark.parametrize(
+    ("places", "of_rank", "words"),
+    [
+        ("38", [38, 38, 38, 38], "38 places each"),
+        ("44x2,40,12", [44, 44, 40, 12], "12 to 44 places each"),
+    ],
+)
+def test_layers_share_the_places_of_ranks_which_may_be_unequal(tmp_path, places, of_rank, words):
+    out = tmp_path / "layout.json"
+    pool = [*POOL, "--slots", "48"]
+    result = planned(*pool, "--places", places, "--out", str(out))
+    placement = read_placement(out)
+    used = (placement.expert_of_slot >= 0).reshape(4, 4, 12).sum(axis=(0, 2))
+    assert result["places_of_rank"] == of_rank
+    assert sum(used) >= 128
+    assert (used <= of_rank).all()
+    assert result["balancedness"] == pytest.approx(
+        balancedness(rank_loads(placement.expert_of_slot, load=total_load(), num_ranks=4))
+    )
+    assert words in equipoise(*pool, "--places", places)
+    again = planned(*pool, "--places", places, "--current", str(out))
+    assert (again["moves"], again["places_of_rank"]) == (0, of_rank)
+    with pytest.raises(FormatError, match=r"rank 2 holds \d+ experts, but --places gives it 11"):
+        planned(*pool, "--places", "48x2,11,48", "--current", str(out))
+
+
 def test_shares_are_written_and_match_the_figures(tmp_path):
     out = tmp_path / "layout.json"
     sparse = ["--loads", LOADS, "--ranks", "24", "--slots", "48", "--algorithm", "global"]

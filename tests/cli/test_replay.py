@@ -228,9 +228,14 @@ def test_a_png_is_drawn_too(tmp_path):
         ([*POOL, "--policy", "never=interval=20"], "--policy never: the name is reserved"),
         (
             [*POOL, "--places", "41"],
-            "--places 41 must be from 32, for 32 experts of 4 layers, to 40",
+            r"--places: 41 of a rank must be at most 40, one in each of 10 slots \(--slots / --ra",
         ),
-        ([*POOL, "--places", "-1"], "places must be at least 0, not -1"),
+        (
+            [*POOL, "--places", "40,40,40,7"],
+            "--places: 127 of 4 ranks must be at least 128, one for each of 32 experts of 4 layers",
+        ),
+        ([*POOL, "--places", "40,40"], r"--places must list 4 ranks \(--ranks\) with at least 1"),
+        ([*POOL, "--places", "-1"], "--places takes items such as 9 or 9x16, not '-1'"),
         ([*POOL, "--policy", "x"], "--policy x must be name=option=value"),
     ],
 )

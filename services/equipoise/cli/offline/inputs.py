@@ -137,7 +137,7 @@ def read_case(settings: RecordingSettings) -> Case:
 
 
 def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
-    """A pool with the same number of ranks on each node and of slots and places on each rank.
+    """A pool with the same number of ranks on each node and of slots on each rank.
 
     Raises:
         InvalidSettingsError: ranks or slots do not divide evenly, hold too few experts or exceed
@@ -163,19 +163,38 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
             f"--slots {num_slots} cannot hold {model.num_experts} experts: use {least} or more"
         )
     ranks_per_node, slots_per_rank = num_ranks // num_nodes, num_slots // num_ranks
-    fewest = -(-model.num_layers * model.num_experts // num_ranks)
-    most = model.num_layers * slots_per_rank
-    if settings.places and not fewest <= settings.places <= most:
-        raise InvalidSettingsError(
-            f"--places {settings.places} must be from {fewest}, for {model.num_experts} experts "
-            f"of {model.num_layers} layers, to {most}, one in each of {slots_per_rank} slots of a "
-            "rank and layer (--slots / --ranks)"
-        )
     return Topology(
         node_of_rank=tuple(f"node{rank // ranks_per_node}" for rank in range(num_ranks)),
         slots_per_rank=slots_per_rank,
-        places_of_rank=(settings.places,) * num_ranks if settings.places else (),
+        places_of_rank=_places(settings, model, slots_per_rank=slots_per_rank),
     )
+
+
+def _places(settings: PoolSettings, model: ModelShape, *, slots_per_rank: int) -> tuple[int, ...]:
+    """Places of each rank; none if layers do not share any."""
+    if not settings.places:
+        return ()
+    is_equal = len(settings.places) == 1 and settings.places[0].isdecimal()
+    words = [f"{settings.places[0]}x{settings.ranks}"] if is_equal else settings.places
+    places = _of_ranks("--places", words, num_ranks=settings.ranks, what="place")
+    least, most = model.num_layers * model.num_experts, model.num_layers * slots_per_rank
+    if max(places) > most:
+        raise InvalidSettingsError(
+            f"--places: {max(places)} of a rank must be at most {most}, one in each of "
+            f"{slots_per_rank} slots (--slots / --ranks) of {model.num_layers} layers"
+        )
+    if sum(places) < least:
+        raise InvalidSettingsError(
+            f"--places: {sum(places)} of {settings.ranks} ranks must be at least {least}, one for "
+            f"each of {model.num_experts} experts of {model.num_layers} layers"
+        )
+    return places
+
+
+def places_text(topology: Topology) -> str:
+    """Return the places of ranks as tables name them, such as `116 places each`."""
+    fewest, most = min(topology.places_of_rank), max(topology.places_of_rank)
+    return f"{most} places each" if fewest == most else f"{fewest} to {most} places each"
 
 
 def unequal_topology(
@@ -186,24 +205,28 @@ def unequal_topology(
     Raises:
         InvalidSettingsError: an item is invalid, or they describe too few slots or other ranks.
     """
-    slots: list[int] = []
-    for word in slots_of_rank:
-        size, _, count = word.partition("x")
-        if not (size.isdecimal() and (count or "1").isdecimal()) or len(word) > 20:
-            raise InvalidSettingsError(
-                f"--slots-of-rank takes items such as 9 or 9x16, not {word!r}"
-            )
-        slots += [int(size)] * min(int(count or 1), settings.ranks + 1)
-    if len(slots) != settings.ranks or min(slots) < 1:
-        raise InvalidSettingsError(
-            f"--slots-of-rank must list {settings.ranks} ranks (--ranks) with at least 1 slot each"
-        )
+    slots = _of_ranks("--slots-of-rank", slots_of_rank, num_ranks=settings.ranks, what="slot")
     if sum(slots) < model.num_experts:
         raise InvalidSettingsError(
             f"--slots-of-rank has {sum(slots)} slots, too few for {model.num_experts} experts"
         )
     even = pool_topology(replace(settings, slots=None), model)
-    return replace(even, slots_per_rank=max(slots), slots_of_rank=tuple(slots))
+    return replace(even, slots_per_rank=max(slots), slots_of_rank=slots)
+
+
+def _of_ranks(option: str, words: Sequence[str], *, num_ranks: int, what: str) -> tuple[int, ...]:
+    """A number for each rank, from items such as 9 or 9x16."""
+    sizes: list[int] = []
+    for word in words:
+        size, _, count = word.partition("x")
+        if not (size.isdecimal() and (count or "1").isdecimal()) or len(word) > 20:
+            raise InvalidSettingsError(f"{option} takes items such as 9 or 9x16, not {word!r}")
+        sizes += [int(size)] * min(int(count or 1), num_ranks + 1)
+    if len(sizes) != num_ranks or min(sizes) < 1:
+        raise InvalidSettingsError(
+            f"{option} must list {num_ranks} ranks (--ranks) with at least 1 {what} each"
+        )
+    return tuple(sizes)
 
 
 def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> CurrentLayout | None:
@@ -227,10 +250,12 @@ def read_current(settings: PoolSettings, *, case: Case, topology: Topology) -> C
     table = placement.expert_of_slot
     if topology.places_of_rank:
         used = used_places(table, first_slot=topology.first_slot)
-        if (used > topology.places_of_rank).any():
+        over = used > topology.places_of_rank
+        if over.any():
+            rank = int(over.argmax())
             raise FormatError(
-                f"{path}: rank {int(used.argmax())} holds {used.max()} experts, but --places is "
-                f"{topology.places_of_rank[0]}"
+                f"{path}: rank {rank} holds {used[rank]} experts, but --places gives it "
+                f"{topology.places_of_rank[rank]}"
             )
     elif placement.has_empty_slots:
         raise FormatError(f"{path}: its layers share places: say how many with --places")

@@ -13,6 +13,7 @@ from equipoise.cli.offline.inputs import (
     Case,
     CurrentLayout,
     numbers,
+    places_text,
     pool_topology,
     read_case,
     read_current,
@@ -81,6 +82,11 @@ class _PlanReport:
 
     rank_load_now: Load
     """Current load, [layers, ranks]; experts that no rank holds are ignored."""
+
+    @property
+    def live(self) -> Topology:
+        """The ranks that the plan uses."""
+        return self.topology.only(self.plan.ranks)
 
     @property
     def moves(self) -> int:
@@ -241,7 +247,7 @@ def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
         "num_groups": model.num_groups,
         "num_ranks": len(made.ranks),
         "num_slots": int(made.expert_of_slot.shape[1]),
-        "num_places": settings.pool.places,
+        "places_of_rank": report.live.places_of_rank,
         "slots_of_layer": (made.expert_of_slot != EMPTY).sum(axis=1).tolist(),
         "num_windows": report.case.recording.num_windows,
         "first_moe_layer": report.case.recording.first_moe_layer,
@@ -259,14 +265,14 @@ def _show(report: _PlanReport, settings: PlanSettings) -> None:
     slots_text = f"{num_slots} slots ({num_slots - model.num_experts} redundant)"
     if settings.pool.places:
         slots_text = (
-            f"{settings.pool.places} places each: {used.min()} to {used.max()} slots in a layer "
+            f"{places_text(report.live)}: {used.min()} to {used.max()} slots in a layer "
             f"({used.mean() - model.num_experts:.1f} redundant on average)"
         )
     out.print(
         f"{model.num_layers} layers x {model.num_experts} experts, "
         f"{format_count(report.case.recording.num_windows, 'window')} of loads; "
         f"{format_count(len(made.ranks), 'rank')} on "
-        f"{format_count(len(report.topology.only(made.ranks).nodes), 'node')}, {slots_text}\n"
+        f"{format_count(len(report.live.nodes), 'node')}, {slots_text}\n"
     )
     now = balancedness_per_layer(report.rank_load_now)
     origin = "the current layout" if report.current else "experts in order"

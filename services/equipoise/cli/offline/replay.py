@@ -9,7 +9,13 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from equipoise.cli.display import NO_DATA, console, format_count, print_json, progress_bar
-from equipoise.cli.offline.inputs import Case, pool_topology, read_case, starting_layout
+from equipoise.cli.offline.inputs import (
+    Case,
+    places_text,
+    pool_topology,
+    read_case,
+    starting_layout,
+)
 from equipoise.cli.offline.policies import policies_of
 from equipoise.cli.offline.replay_run import ReplayedWindow, ReplayRun, replay
 from equipoise.cli.offline.settings import ReplaySettings
@@ -123,9 +129,7 @@ def _show(
     model = case.model
     slots_text = f"{topology.num_slots} slots"
     if settings.pool.places:
-        slots_text = (
-            f"{settings.pool.places} places each, up to {topology.slots_per_rank} slots in a layer"
-        )
+        slots_text = f"{places_text(topology)}, up to {topology.slots_per_rank} slots in a layer"
     out.print(
         f"{case.recording.num_windows} windows of {settings.window_s:g} s, {model.num_layers} "
         f"layers x {model.num_experts} experts; {format_count(topology.num_ranks, 'rank')} on "

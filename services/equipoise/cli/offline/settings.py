@@ -90,9 +90,10 @@ class PoolSettings:
     slots: int | None = None
     """Physical slots per layer over all ranks. Default: the fewest that hold all experts."""
 
-    places: Annotated[int, Range(0)] = 0
-    """Experts that each rank has room for over all layers (workers' --places). Layers then share
-    them: each gets as many slots as shorten the step most, on each rank at most --slots / --ranks.
+    places: tuple[str, ...] = ()
+    """Experts that each rank has room for over all layers (workers' --places), or a list if ranks
+    have unequal memory: 116x16,100x16 is 16 ranks with 116 and 16 with 100. Layers then share them:
+    each gets as many slots as shorten the step most, on each rank at most --slots / --ranks.
     `replay` does so under policies with slots=pooled."""
 
     def __post_init__(self) -> None:
