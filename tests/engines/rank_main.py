@@ -143,9 +143,7 @@ def _run_rank(module, options: Options, rank: int) -> None:
 
     code = 1
     try:
-        logging.basicConfig(
-            level=logging.INFO, force=True, format=f"{rank} %(levelname)s %(name)s %(message)s"
-        )
+        module.set_up_logs(rank)
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",

@@ -20,6 +20,7 @@ from sglang.srt.eplb.expert_location_dispatch import (
     topk_ids_logical_to_physical,
 )
 from sglang.srt.plugins import load_plugins
+from sglang.srt.utils import configure_logger
 
 from equipoise.engines import sglang
 from tests.engines.rank_main import prepare
@@ -52,6 +53,11 @@ def configure(place, **options):
         return server_args.get_global_server_args()
     PLACE.enter_context(context.get_parallel().override(**place))
     return override(**options).install()
+
+
+def set_up_logs(rank):
+    """As SGLang does in each process."""
+    configure_logger(SimpleNamespace(log_level="info"), prefix=f" EP{rank}")
 
 
 def updater_of_this_release():

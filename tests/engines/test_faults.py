@@ -34,7 +34,7 @@ def test_a_peer_that_cannot_be_reached_aborts_rollouts_and_the_engine_serves_on(
 
         def begin():
             serve()
-            link._credentials.bind = lambda server, listen: nowhere
+            link._port.credentials.bind = lambda server, listen: nowhere
 
         link._begin_epoch = begin
 

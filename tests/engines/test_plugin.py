@@ -1,5 +1,6 @@
 """A plugin does nothing unless it is asked to, and never keeps an engine from starting."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from equipoise.engines import plugin, releases, sglang, vllm
-from equipoise.engines.errors import UnsupportedEngineError
-from equipoise.engines.settings import Mode, settings_from
+from equipoise.engines.errors import UnsupportedEngineError, attempt
+from equipoise.engines.logs import log_by
+from equipoise.engines.port import PeerPort
+from equipoise.engines.settings import VARIABLES, Mode, settings_from, with_variables
 
 ROOT = Path(__file__).parents[2]
 WANTED = {
@@ -19,6 +22,17 @@ WANTED = {
     "EQUIPOISE_POOL": "p",
     "EQUIPOISE_LISTEN": "127.0.0.1:0",
 }
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before(monkeypatch):
+    """`register` makes Equipoise log where vLLM does, in this process too."""
+    logger = logging.getLogger("equipoise")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    logger.handlers = []
+    yield
+    logger.setLevel(logging.NOTSET)
 
 
 def test_without_the_environment_nothing_is_imported():
@@ -50,10 +64,9 @@ def test_settings_come_from_the_environment():
         "EQUIPOISE_TLS_TRUST_DOMAIN": "fleet",
     }
     settings = settings_from(WANTED | changes)
-    assert settings is not None
     assert (settings.pool, settings.mode, settings.worker) == ("p", Mode.OBSERVE, "w")
     assert settings.tls.tls_trust_domain == "fleet"
-    assert settings_from({}) is None
+    assert not settings.tls.insecure
 
 
 @pytest.mark.parametrize(
@@ -62,11 +75,14 @@ def test_settings_come_from_the_environment():
         ({"EQUIPOISE_POOL": ""}, "set both"),
         ({"EQUIPOISE_BALANCER": ""}, "set both"),
         ({"EQUIPOISE_MODE": "dry"}, "set it to balance or observe"),
+        ({"EQUIPOISE_MOD": "observe"}, "EQUIPOISE_MOD has no effect: did you mean EQUIPOISE_MODE?"),
+        ({"EQUIPOISE_INSECURE": "please"}, "set it to 1 or unset it"),
+        ({"EQUIPOISE_WORKER": "w\n"}, "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 printable"),
         ({"EQUIPOISE_BALANCER": "nowhere"}, "EQUIPOISE_BALANCER"),
         ({"EQUIPOISE_LISTEN": "0.0.0.0:0"}, "other machines can reach"),
         (
             {"EQUIPOISE_BALANCER": "b:7070"},
-            "add EQUIPOISE_TLS_CA to use TLS, or EQUIPOISE_INSECURE",
+            "add EQUIPOISE_TLS_CA to use TLS, or EQUIPOISE_INSECURE=1 if",
         ),
         ({"EQUIPOISE_TLS_CERT": "c"}, "EQUIPOISE_TLS_CERT and EQUIPOISE_TLS_KEY go together"),
     ],
@@ -74,6 +90,66 @@ def test_settings_come_from_the_environment():
 def test_a_wrong_setting_is_named(changes, message):
     with pytest.raises(UnsupportedEngineError, match=message):
         settings_from(WANTED | changes)
+
+
+@pytest.mark.parametrize("yes", ["1", "true", "True", "yes"])
+def test_plain_text_is_allowed_in_the_words_of_the_command_line(yes):
+    assert settings_from(WANTED | {"EQUIPOISE_INSECURE": yes}).tls.insecure
+
+
+def test_variables_of_other_programs_are_ignored():
+    """Kubernetes adds some for a service; the command line and `make` have others."""
+    others = ("BALANCER_PORT", "BALANCER_SERVICE_HOST", "ADDRESS", "KERNELS", "ENGINES")
+    settings_from(WANTED | {f"EQUIPOISE_{name}": "x" for name in others} | {"MODE": "x"})
+
+
+def test_the_guide_names_every_variable():
+    table = (ROOT / "docs/engines.md").read_text().partition("## Environment")[2]
+    assert set(re.findall(r"`EQUIPOISE_(\w+)\b", table.partition("\n## ")[0])) == VARIABLES
+
+
+@pytest.mark.parametrize("variable", ["SIGNING_KEY", "TLS_CA", "ACCEPTED_KEYS"])
+def test_a_file_that_cannot_be_read_is_named_by_its_variable(variable, tmp_path):
+    path = tmp_path / "tls_ca--key.pem"
+    text = f"{variable.lower()} {path}: No such file or directory"
+    assert with_variables(text) == f"EQUIPOISE_{variable} {path}: No such file or directory"
+
+
+def test_an_unusable_key_leaves_the_engine_alone_by_name(caplog):
+    settings = settings_from(WANTED | {"EQUIPOISE_SIGNING_KEY": "/nowhere/key"})
+    assert attempt(lambda: PeerPort(settings)) is None
+    assert "alone: EQUIPOISE_SIGNING_KEY /nowhere/key: No such file" in caplog.text
+
+
+async def test_a_port_that_is_taken_is_named_with_the_remedy(unused_tcp_port):
+    ports = [
+        PeerPort(settings_from(WANTED | {"EQUIPOISE_LISTEN": f"127.0.0.1:{unused_tcp_port}"}))
+        for _ in range(2)
+    ]
+    await ports[0].open("w-0")
+    remedy = f"cannot listen on 127.0.0.1:{unused_tcp_port}: unset EQUIPOISE_LISTEN"
+    with pytest.raises(UnsupportedEngineError, match=remedy):
+        await ports[1].open("w-1")
+    await ports[0].close()
+
+
+@pytest.mark.parametrize("name", ["vllm", ""])
+def test_the_plugin_logs_where_its_engine_does(name, monkeypatch):
+    """vLLM sets up a logger of its own name only, SGLang the root logger; both later."""
+    shown, theirs = [], logging.getLogger(name)
+    log_by(name)
+    log_by(name)
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "propagate", False)
+    level = theirs.level
+    for level_of_engine in (logging.INFO, logging.ERROR):
+        theirs.setLevel(level_of_engine)
+        logging.getLogger("equipoise.engines.link").info("rank 0 listens on %s", "vm:1")
+    theirs.setLevel(level)
+    logging.getLogger("equipoise").error("Equipoise leaves this engine alone")
+    assert shown == ["Equipoise: rank 0 listens on vm:1", "Equipoise leaves this engine alone"]
 
 
 def test_the_distribution_has_every_module_that_the_plugins_import():

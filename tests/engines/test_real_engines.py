@@ -89,7 +89,7 @@ def test_updated_weights_are_hashed_again_and_balanced_on(real_balancer, run_of,
 def test_an_observer_reports_loads_and_moves_nothing(real_balancer, run_of):
     run = run_of(environment={"EQUIPOISE_MODE": "observe"})
     real_balancer.until(lambda _: any(one.accepted for one in real_balancer.decisions()))
-    real_balancer.until(lambda _: "only observes" in real_balancer.log)
+    real_balancer.until(lambda _: "EQUIPOISE_MODE is observe" in real_balancer.log)
     found = run.records()
     assert [one["switches"] for one in found] == [[]] * 4
     assert found[0]["moves"] == 0

@@ -172,7 +172,7 @@ def test_a_rank_that_leaves_stops_all_after_the_same_pass(ranks):
     ranks.seats[1].leave("its weights have changed")
     ranks.step(4)
     assert [rank for rank, _ in ranks.stopped] == [0, 1]
-    assert "w-1 left" in ranks.seats[0].stopped
+    assert ranks.seats[0].stopped == "stopped by w-1: the log there has the reason"
     assert ranks.seats[1].stopped == "its weights have changed"
     stuck = len(ranks.rendezvous.rows)
     ranks.step(4)

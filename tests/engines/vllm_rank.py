@@ -1,5 +1,6 @@
 """One rank of vLLM's `EplbState` on a CPU: its real planner, mover, tables and counters."""
 
+import importlib
 import inspect
 import time
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from vllm import logger
 from vllm.config.parallel import EPLBConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb import eplb_communicator, eplb_state
@@ -20,6 +22,13 @@ from tests.engines.rank_main import prepare
 from tests.engines.weights import expert_tensors, wrong_slot
 
 KNUTH = 2654435769
+
+
+def set_up_logs(_rank):
+    """As vLLM does in each process."""
+    if hasattr(logger, "configure_logging"):  # Releases before 0.33 do when they are imported.
+        config = importlib.import_module("vllm.config.logging")
+        logger.configure_logging(config.LoggingConfig())
 
 
 class Group:

@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc
 from torch import Tensor
 
 from equipoise.engines.comparison import differs, is_updated
+from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.engines.port import PeerPort
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, Mode
 from equipoise.planning.layout import Layout
@@ -29,12 +30,8 @@ from equipoise.rank.errors import DamagedSlotError, NotHeldError, TransferError
 from equipoise.rank.reporter import Reporter
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.stager import Stager
-from equipoise.rank.transfer import ExpertPuller, ExpertTransferService
+from equipoise.rank.transfer import ExpertPuller
 from equipoise.rank.waits import ACK_TIMEOUT_S, SOURCE_TIMEOUT_S, Waits
-from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
-from equipoise.trust.guard import Guard, Rights
-from equipoise.trust.identity import Role
-from equipoise.trust.tokens import worker_audience
 from equipoise.wire.balancer_messages import Abort, BalancerMessage, JoinEpoch, Rejection, Stage
 from equipoise.wire.messages import (
     Heartbeat,
@@ -45,7 +42,7 @@ from equipoise.wire.messages import (
     Switched,
     Wait,
 )
-from equipoise_api.v1 import worker_link_pb2, worker_pb2_grpc
+from equipoise_api.v1 import worker_link_pb2
 
 SCRUB_BYTES_PER_S = 64 * 2**20
 """How fast held slots are hashed again, to notice weights that something else changed."""
@@ -54,8 +51,6 @@ IDLE_AFTER_S = 5.0
 """Seconds without a forward pass after which an engine is idle; a long prompt takes a second."""
 
 _LEAVE_TIMEOUT_S = 2.0
-
-_RIGHTS: Rights = {"equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER})}
 
 _log = logging.getLogger(__name__)
 
@@ -67,20 +62,13 @@ class EngineLink:
         """Nothing is opened before `start`.
 
         Raises:
-            TrustError: a certificate or key is unusable.
+            UnsupportedEngineError: a certificate or key is unusable; names the variable.
         """
         self._settings = settings
         self._boot_id = uuid.uuid4().hex
         self._outbox = Outbox()
         self._waits = Waits({Wait.PULL: SOURCE_TIMEOUT_S, Wait.ACK: ACK_TIMEOUT_S})
-        self._credentials = Credentials(
-            settings.tls,
-            signing_key=settings.signing_key,
-            worker_name=settings.tls_worker_name,
-            balancer_name=settings.tls_balancer_name,
-        )
-        self._transfer = ExpertTransferService()
-        self._address = ""
+        self._port = PeerPort(settings)
         self._joined: JoinEpoch | None = None
         self._stager: Stager | None = None
         self._puller: ExpertPuller | None = None
@@ -115,6 +103,8 @@ class EngineLink:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
+        except UnsupportedEngineError as error:
+            self._seat.leave(f"rank {self._seat.rank}: {error}")
         except Exception as error:  # noqa: BLE001 - the engine serves on
             _log.exception("the link to the balancer ended")
             self._seat.leave(f"rank {self._seat.rank} lost its link for good: {error}")
@@ -122,42 +112,30 @@ class EngineLink:
     async def _serve(self) -> None:
         """Serve peers and follow the balancer until the seat stops."""
         settings, seat = self._settings, self._seat
-        guard = Guard(
-            settings.tls,
-            accepted_keys=settings.accepted_keys,
-            audience=worker_audience(settings.pool, self._seat.worker),
-            rights=_RIGHTS,
-            pool=settings.pool,
-        )
-        options = (("grpc.so_reuseport", 0), *KEEPALIVE_OPTIONS, *ACCEPTED_PINGS)
-        server = grpc.aio.server(options=options, interceptors=[guard])
-        worker_pb2_grpc.add_ExpertTransferServicer_to_server(self._transfer, server)
         self._begin_epoch()
-        port = self._credentials.bind(server, settings.listen)
-        await server.start()
-        self._address = f"{settings.advertise_host}:{port}"
+        await self._port.open(seat.worker)
         self._agent = Agent(
             addresses=settings.balancer.split(","),
             handler=self,
             outbox=self._outbox,
-            credentials=self._credentials,
+            credentials=self._port.credentials,
             waits=self._waits,
         )
-        _log.info("rank %d of pool %s listens on %s", seat.rank, settings.pool, self._address)
+        _log.info("rank %d of pool %s listens on %s", seat.rank, settings.pool, self._port.address)
         self._spawn(self._agent.run())
         await self._ended.wait()
         await self._agent.leave(seat.stopped)
         for task in self._tasks:
             task.cancel()
         await self._end_epoch()
-        await server.stop(None)
+        await self._port.close()
 
     def _begin_epoch(self) -> None:
         """Serve peers, and hash slots again, by the baseline that the ranks have agreed on."""
         seat = self._seat
         self._hashed = seat.held.contents
         self._scrubber.rebase(seat.table)
-        self._transfer.open(seat.held, epoch=seat.epoch, suspect=self._scrubber.suspect)
+        self._port.transfer.open(seat.held, epoch=seat.epoch, suspect=self._scrubber.suspect)
         self._epoch_tasks = [self._spawn(self._scrub())]
 
     async def _end_epoch(self) -> None:
@@ -173,7 +151,7 @@ class EngineLink:
 
     def _leave_at_exit(self) -> None:
         """Announce a shutdown of the engine to the balancer, if there is time."""
-        if self._loop.is_running() and self._address:
+        if self._loop.is_running() and self._port.address:
             leaving = asyncio.run_coroutine_threadsafe(
                 self._agent.leave("the engine is shutting down"), self._loop
             )
@@ -260,8 +238,8 @@ class EngineLink:
             max_replicas=model.max_replicas,
             weights_version=seat.hashed_weights,
             kernels=model.engine,
-            address=self._address,
-            rendezvous_address=self._address,
+            address=self._port.address,
+            rendezvous_address=self._port.address,
             model=model.shape,
             slots_per_rank=contents.layout.slots_per_rank,
             num_ranks=seat.num_ranks,
@@ -306,7 +284,7 @@ class EngineLink:
             case JoinEpoch():
                 self._join(message)
             case Stage() if self._settings.mode is Mode.OBSERVE:
-                self._reject(message.layout.generation, "it only observes: EQUIPOISE_MODE")
+                self._reject(message.layout.generation, "EQUIPOISE_MODE is observe")
             case Stage() if self._seat.weights_version != self._seat.hashed_weights:
                 reason = "its weights were updated: they are being hashed"
                 self._reject(message.layout.generation, reason)
@@ -357,7 +335,7 @@ class EngineLink:
             read_checkpoint=_no_checkpoint,
             checksums=seat.table,
             expert_bytes=seat.model.shape.expert_bytes,
-            credentials=self._credentials,
+            credentials=self._port.credentials,
             waits=self._waits,
         )
         self._stager = Stager(

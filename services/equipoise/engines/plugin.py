@@ -25,5 +25,5 @@ def _register(name: str) -> None:
     try:
         importlib.import_module(name).register()
     except Exception:  # noqa: BLE001 - see below
-        # The engine must start, whatever is wrong with the plugin or its packages.
+        # The engine must start, whatever is wrong with the plugin's packages.
         _log.exception("Equipoise leaves this engine alone: its plugin failed to start")

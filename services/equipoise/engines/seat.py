@@ -283,6 +283,9 @@ class EngineSeat:
         self._headers = self._lockstep.gather(self._header())
 
     def _check(self, headers: tuple[StepHeader, ...]) -> None:
+        left = [name for name, one in zip(self.workers, headers, strict=True) if one.leaving]
+        if left:
+            raise GroupError(f"stopped by {', '.join(left)}: the log there has the reason")
         try:
             check_group(headers, names=self.workers)
         except GroupError as error:

@@ -1,5 +1,6 @@
 """`EngineSettings`: the settings of a plugin, from environment variables only."""
 
+import difflib
 import os
 import re
 import socket
@@ -14,10 +15,27 @@ from equipoise.settings.errors import InvalidSettingsError
 from equipoise.trust.errors import TrustError
 from equipoise.trust.settings import BALANCER_NAME, TRUST_DOMAIN, WORKER_NAME, Tls
 
+_PREFIX = "EQUIPOISE_"
+
+VARIABLES = frozenset(
+    {
+        *("BALANCER", "POOL", "MODE", "WORKER", "NODE", "ADVERTISE_HOST", "LISTEN"),
+        *("TLS_CA", "TLS_CERT", "TLS_KEY", "INSECURE", "TLS_TRUST_DOMAIN"),
+        *("TLS_BALANCER_NAME", "TLS_WORKER_NAME", "SIGNING_KEY", "ACCEPTED_KEYS"),
+    }
+)
+"""The variables that the plugin reads, each after `EQUIPOISE_`."""
+
 _MAX_NAME = 240
 """Length of a name that leaves room for a rank."""
 
-_OPTION = re.compile(r"(?:--|\b(?=tls_))([a-z_-]+)")
+_OPTION = re.compile(r"(?<![\w./-])(?:--|(?=tls_|signing_key|accepted_keys|insecure\b))([a-z_-]+)")
+"""What other commands call a setting; not a part of a path."""
+
+_YES, _NO = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+_LIKENESS = 0.8
+"""Of the names of two variables, from which one is taken for a misspelling of the other."""
 
 
 class Mode(StrEnum):
@@ -35,7 +53,7 @@ class EngineSettings:
     """Settings of the plugin of one engine process.
 
     Raises:
-        InvalidSettingsError: an address is invalid.
+        InvalidSettingsError: an address or a name is missing or invalid.
         TrustError: the certificate options contradict each other.
     """
 
@@ -86,6 +104,14 @@ class EngineSettings:
         return replace(self, pool=f"{self.pool}-stage{stage}") if stages > 1 else self
 
     def __post_init__(self) -> None:
+        if not self.balancer or not self.pool:
+            raise InvalidSettingsError("set both EQUIPOISE_BALANCER and EQUIPOISE_POOL, or neither")
+        name = self.worker
+        if not (name.isascii() and name.isprintable() and 0 < len(name) <= _MAX_NAME):
+            raise InvalidSettingsError(
+                f"EQUIPOISE_WORKER is {name!r}: set it to 1 to {_MAX_NAME} printable characters of "
+                "ASCII"
+            )
         for address in self.balancer.split(","):
             dial_address("EQUIPOISE_BALANCER", address)
             self.tls.check_dial(address)
@@ -93,51 +119,63 @@ class EngineSettings:
         self.tls.check_listen(self.listen)
 
 
-def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings | None:
-    """Return the settings, or None if neither a balancer nor a pool is named.
+def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings:
+    """Return the settings.
 
     Raises:
-        UnsupportedEngineError: a variable is missing or invalid.
+        UnsupportedEngineError: a variable is missing, invalid or misspelt.
     """
-    balancer, pool = environment.get("EQUIPOISE_BALANCER"), environment.get("EQUIPOISE_POOL")
-    if not balancer and not pool:
-        return None
-    if not balancer or not pool:
-        raise UnsupportedEngineError("set both EQUIPOISE_BALANCER and EQUIPOISE_POOL, or neither")
+    for variable in environment:
+        _check_spelling(variable)
+
+    def value(name: str, default: str = "") -> str:
+        return environment.get(_PREFIX + name, default)
+
     host = socket.gethostname()
-    worker = environment.get("EQUIPOISE_WORKER", host)
-    if not (worker.isascii() and worker.isprintable() and 0 < len(worker) <= _MAX_NAME):
-        raise UnsupportedEngineError(
-            f"EQUIPOISE_WORKER is {worker!r}: set it to 1 to {_MAX_NAME} printable ASCII characters"
-        )
-    mode = environment.get("EQUIPOISE_MODE", Mode.BALANCE)
+    insecure, mode = value("INSECURE"), value("MODE", Mode.BALANCE)
+    if insecure.lower() not in _YES | _NO:
+        raise UnsupportedEngineError(f"EQUIPOISE_INSECURE is {insecure!r}: set it to 1 or unset it")
     if mode not in list(Mode):
         raise UnsupportedEngineError(f"EQUIPOISE_MODE is {mode!r}: set it to {' or '.join(Mode)}")
     try:
         return EngineSettings(
-            balancer=balancer,
-            pool=pool,
-            worker=worker,
-            node=environment.get("EQUIPOISE_NODE", host),
-            advertise_host=environment.get("EQUIPOISE_ADVERTISE_HOST", host),
-            listen=environment.get("EQUIPOISE_LISTEN", "0.0.0.0:0"),
+            balancer=value("BALANCER"),
+            pool=value("POOL"),
+            worker=value("WORKER", host),
+            node=value("NODE", host),
+            advertise_host=value("ADVERTISE_HOST", host),
+            listen=value("LISTEN", "0.0.0.0:0"),
             mode=Mode(mode),
             tls=Tls(
-                tls_ca=environment.get("EQUIPOISE_TLS_CA", ""),
-                tls_cert=environment.get("EQUIPOISE_TLS_CERT", ""),
-                tls_key=environment.get("EQUIPOISE_TLS_KEY", ""),
-                tls_trust_domain=environment.get("EQUIPOISE_TLS_TRUST_DOMAIN", TRUST_DOMAIN),
-                insecure=environment.get("EQUIPOISE_INSECURE", "") in {"1", "true"},
+                tls_ca=value("TLS_CA"),
+                tls_cert=value("TLS_CERT"),
+                tls_key=value("TLS_KEY"),
+                tls_trust_domain=value("TLS_TRUST_DOMAIN", TRUST_DOMAIN),
+                insecure=insecure.lower() in _YES,
             ),
-            tls_worker_name=environment.get("EQUIPOISE_TLS_WORKER_NAME", WORKER_NAME),
-            tls_balancer_name=environment.get("EQUIPOISE_TLS_BALANCER_NAME", BALANCER_NAME),
-            signing_key=environment.get("EQUIPOISE_SIGNING_KEY", ""),
-            accepted_keys=environment.get("EQUIPOISE_ACCEPTED_KEYS", ""),
+            tls_worker_name=value("TLS_WORKER_NAME", WORKER_NAME),
+            tls_balancer_name=value("TLS_BALANCER_NAME", BALANCER_NAME),
+            signing_key=value("SIGNING_KEY"),
+            accepted_keys=value("ACCEPTED_KEYS"),
         )
     except (InvalidSettingsError, TrustError) as error:
-        raise UnsupportedEngineError(_with_variables(str(error))) from error
+        raise UnsupportedEngineError(with_variables(str(error))) from error
 
 
-def _with_variables(text: str) -> str:
+def _check_spelling(variable: str) -> None:
+    """Reject what looks like a misspelt variable, which would have no effect."""
+    prefix, _, name = variable.partition(_PREFIX)
+    if prefix or not name or name in VARIABLES:
+        return
+    for meant in difflib.get_close_matches(name, VARIABLES, n=1, cutoff=_LIKENESS):
+        raise UnsupportedEngineError(f"{variable} has no effect: did you mean {_PREFIX}{meant}?")
+
+
+def with_variables(text: str) -> str:
     """Name the variables in place of the options of commands, which an engine does not have."""
-    return _OPTION.sub(lambda option: "EQUIPOISE_" + option[1].upper().replace("-", "_"), text)
+
+    def variable(option: re.Match[str]) -> str:
+        is_flag = option[0] == "--insecure"
+        return _PREFIX + option[1].upper().replace("-", "_") + "=1" * is_flag
+
+    return _OPTION.sub(variable, text)

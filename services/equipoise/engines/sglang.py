@@ -6,7 +6,6 @@ options (`SILENT_PLANNER`) make the recorder count every pass.
 
 import importlib
 import inspect
-import logging
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -18,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.engines.errors import UnsupportedEngineError, attempt
 from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
+from equipoise.engines.logs import log_by
 from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
@@ -29,7 +29,6 @@ from equipoise.engines.slots import EngineSlots
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
-from equipoise.trust.errors import TrustError
 
 SILENT_PLANNER = (
     "--enable-eplb --ep-num-redundant-experts R --ep-dispatch-algorithm dynamic "
@@ -59,18 +58,17 @@ _UPDATES = (
 _SILENT_ITERATIONS = 10**8
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
-_log = logging.getLogger(__name__)
-
 
 def register() -> None:
-    """Register the hooks, if the environment names a balancer; else change nothing."""
-    try:
-        settings = settings_from()
-        if settings is not None:
-            check_release("SGLang", "sglang", oldest=OLDEST, newest=NEWEST)
-            Hooks(settings).register()
-    except UnsupportedEngineError as error:
-        _log.error("Equipoise leaves this engine alone: %s", error)
+    """Register the hooks as the environment says; if they cannot be, the log says why."""
+    log_by("")  # SGLang sets up the root logger.
+    attempt(_register)
+
+
+def _register() -> None:
+    settings = settings_from()
+    check_release("SGLang", "sglang", oldest=OLDEST, newest=NEWEST)
+    Hooks(settings).register()
 
 
 class Hooks:
@@ -113,30 +111,18 @@ class Hooks:
         """Take part after a pass, in place of SGLang's planner."""
         if not self._is_decided:
             self._is_decided = True
-            self._seat = self._seat_or_none(manager)
+            self._seat = attempt(lambda: self._take_seat(manager))
         if self._seat is None:
             original(manager)
             return
         self._seat.on_step()
 
-    def _seat_or_none(self, manager: Any) -> EngineSeat | None:
-        """Return the seat of this process, or None if its SGLang cannot be balanced."""
-        try:
-            return self._take_seat(manager)
-        except (UnsupportedEngineError, TrustError, ValueError) as error:
-            _log.error("Equipoise leaves this engine alone: %s", error)
-        except Exception:  # noqa: BLE001 - the engine must serve
-            _log.exception(
-                "Equipoise leaves this engine alone: the plugin does not fit this release"
-            )
-        return None
-
     def _take_seat(self, manager: Any) -> EngineSeat:
         """Return the seat of an `EPLBManager`; all ranks have the same configuration.
 
         Raises:
-            UnsupportedEngineError: its configuration is not supported; names the option.
-            TrustError: a certificate or key is unusable.
+            UnsupportedEngineError: its configuration is not supported, or a certificate or key is
+                unusable; names the option or variable.
         """
         location = importlib.import_module("sglang.srt.eplb.expert_location")
         metadata = location.get_global_expert_location_metadata()

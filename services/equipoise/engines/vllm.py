@@ -8,7 +8,6 @@ import copy
 import functools
 import importlib
 import inspect
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.engines.errors import UnsupportedEngineError, attempt
 from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
+from equipoise.engines.logs import log_by
 from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
@@ -31,7 +31,6 @@ from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
 from equipoise.rank.errors import StageRejectedError
-from equipoise.trust.errors import TrustError
 
 SILENT_PLANNER = (
     '--enable-eplb --eplb-config \'{"num_redundant_experts": R, "window_size": 1, '
@@ -48,17 +47,11 @@ _FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner"
 _UPDATES = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker that write weights in place; older releases have the first only."""
 
-_log = logging.getLogger(__name__)
-
 
 def register() -> None:
-    """Wrap `EplbState.step`, if the environment names a balancer; else change nothing."""
-    try:
-        settings = settings_from()
-        if settings is not None:
-            install(settings)
-    except UnsupportedEngineError as error:
-        _log.error("Equipoise leaves this engine alone: %s", error)
+    """Wrap `EplbState.step` as the environment says; if it cannot be, the log says why."""
+    log_by("vllm")
+    attempt(lambda: install(settings_from()))
 
 
 def install(settings: EngineSettings) -> None:
@@ -151,21 +144,15 @@ def _take_seat(state: Any, settings: EngineSettings) -> EngineSeat | None:
 
     All ranks have the same configuration, so all or none have a seat.
     """
-    try:
-        return make_seat(state, settings)
-    except (UnsupportedEngineError, TrustError, ValueError) as error:
-        _log.error("Equipoise leaves this engine alone: %s", error)
-    except Exception:  # noqa: BLE001 - the engine must serve
-        _log.exception("Equipoise leaves this engine alone: the plugin does not fit this release")
-    return None
+    return attempt(lambda: make_seat(state, settings))
 
 
 def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
     """Return the seat of an `EplbState` whose planner is silent.
 
     Raises:
-        UnsupportedEngineError: its configuration is not supported; names the option.
-        TrustError: a certificate or key is unusable.
+        UnsupportedEngineError: its configuration is not supported, or a certificate or key is
+            unusable; names the option or variable.
     """
     parallel = state.parallel_config
     _check(parallel, num_models=len(state.model_states))
