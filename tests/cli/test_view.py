@@ -61,6 +61,20 @@ def test_ranks_whose_layers_share_places_show_how_many_are_filled():
     assert all(f"{places - 1}/{places}" in text for places in (44, 36, 52))
 
 
+def test_ranks_of_an_engine_show_what_it_is_and_no_tokens_or_requests():
+    """Its plugin sees neither, and 0 would be wrong."""
+    status = a_pool()
+    for rank in status.ranks:
+        rank.engine, rank.max_replicas, rank.weights_version = "vLLM 0.33.0", 1024, 2
+        rank.tokens_processed = rank.active_requests = rank.queued_requests = 0
+    text = printed(pool_view(status), width=200)
+    assert text.count("vLLM 0.33.0: its ranks form their group themselves") == 1
+    assert "at most 1024 per expert" in text
+    assert "weights version 2" in text
+    rows = [line.strip("│ ").split() for line in text.split("\n") if "worker-" in line]
+    assert [(tokens, requests) for *_, tokens, _, _, requests in rows] == [("-", "-")] * 4
+
+
 def test_redundancy_that_is_wasted_is_shown_with_its_bytes():
     status = a_pool()
     assert "redundancy" not in printed(pool_view(status))
@@ -235,9 +249,15 @@ def test_a_rollout_of_many_ranks_names_the_few_that_it_waits_for():
 
 def test_an_unchecked_gain_shows_the_expectation():
     status = a_pool()
-    status.gains.add(generation=9, before_generation=7, outcome="open", gain_expected=0.125)
+    status.gains.add(generation=7, before_generation=5, outcome="open", gain_expected=0.125)
     text = " ".join(printed(pool_view(status), width=200).split())
-    assert "generation 9 is expected to gain 0.125 over generation 7; to be" in text
+    assert "generation 7 is expected to gain 0.125 over generation 5; to be" in text
+
+
+def test_the_gain_of_a_rollout_that_was_aborted_is_not_to_be_checked():
+    status = a_pool()
+    status.gains.add(generation=9, before_generation=7, outcome="open", gain_expected=0.125)
+    assert "is expected to gain" not in printed(pool_view(status))
 
 
 def test_ranks_without_traffic_have_no_load():

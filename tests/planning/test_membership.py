@@ -312,6 +312,8 @@ def test_no_epoch_opens_for_the_ranks_of_an_engine(state):
     opening = decide(*ranks, now=1e6, engine="vLLM 0.33.0")
     assert opening.workers == ()
     assert "waiting for w-3: the ranks of vLLM 0.33.0 keep their group" in opening.reason
+    is_connected = state in {NEW, SURVIVOR, AHEAD}
+    assert ("give another engine a pool of its own" in opening.reason) is is_connected
 
 
 @pytest.mark.parametrize("state", [SERVING, SLOW])

@@ -227,8 +227,8 @@ def test_what_an_engine_can_do_is_shown(engine_bench):
     }
     assert samples["equipoise_engine_info", "tiny", ENGINE] == 1
     assert samples["equipoise_idle_ranks", "tiny"] == 0
-    told = Console(width=120, record=True)
+    told = Console(width=200, record=True)
     told.print(pool_view(status))
-    assert "replicas share their expert's load evenly, at most 1023 of an expert" in " ".join(
+    assert "replicas share their expert's load evenly, at most 1023 per expert" in " ".join(
         told.export_text().split()
     )

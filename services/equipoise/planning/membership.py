@@ -144,7 +144,7 @@ def next_epoch(
         }
     )
     if engine:
-        return _kept(candidates, engine=engine)
+        return _kept(candidates, are_others=bool(pool.free), engine=engine)
     opening = (
         _above(pool)
         or _without_quarantined(pool, needs=needs)
@@ -174,15 +174,16 @@ def next_epoch(
     return opening
 
 
-def _kept(candidates: Sequence[EpochCandidate], *, engine: str) -> EpochDecision:
-    """The ranks of an engine keep their group; the rest is reported."""
+def _kept(candidates: Sequence[EpochCandidate], *, are_others: bool, engine: str) -> EpochDecision:
+    """The ranks of an engine keep their group; the rest is reported, `are_others` connected too."""
     present = (MemberState.SERVING, MemberState.SLOW)
     absent = [one for one in candidates if one.state not in present]
     if not absent:
         return EpochDecision()
+    others = ", and give another engine a pool of its own" if are_others else ""
     return EpochDecision(
         reason=f"waiting for {_names(absent)}: the ranks of {engine} keep their group, so no epoch "
-        "opens without them; restart the engine if one is gone"
+        f"opens without them; restart the engine if one is gone{others}"
     )
 
 

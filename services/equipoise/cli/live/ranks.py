@@ -111,15 +111,20 @@ def _table(
         if rank.state != "connected":
             state = Text(f" {rank.state}", style="red")
         rate = tokens_per_s.get(rank.rank, 0.0)
+        tokens = f"{rate:,.0f}" if tokens_per_s else f"{rank.tokens_processed:,}"
+        queued = f"+{rank.queued_requests}" * bool(rank.queued_requests)
+        requests = f"{rank.active_requests}{queued}"
+        if rank.engine:  # Plugins see neither.
+            tokens = requests = "-"
         table.add_row(
             str(rank.rank),
             Name(rank.worker, state=state),
             *([Name(rank.node)] if shows_nodes else []),
             load_bar(rank.load_share, num_ranks=num_ranks),
             _generation_text(rank),
-            f"{rate:,.0f}" if tokens_per_s else f"{rank.tokens_processed:,}",
+            tokens,
             format_duration(rank.median_step_us),
-            str(rank.active_requests) + f"+{rank.queued_requests}" * bool(rank.queued_requests),
+            requests,
             *([f"{rank.used_places}/{rank.num_places}"] if shares_places else []),
         )
     return table

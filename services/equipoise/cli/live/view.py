@@ -222,7 +222,8 @@ def _progress(
         table.add_row(
             "rollouts", f"{status.rollouts_completed} completed, {status.rollouts_aborted} aborted"
         )
-    if status.gains:
+    # An open one of a later generation is of a rollout in progress, or of one that was aborted.
+    if status.gains and status.gains[0].generation <= status.generation:
         table.add_row("gain", _gain_text(status.gains[0]))
     if status.HasField("advice"):
         table.add_row("advice", _advice_text(status.advice, num_ranks=len(status.ranks)))
@@ -261,10 +262,11 @@ def _rollout_text(rollout: status_pb2.RolloutStatus, *, ranks: range) -> Text:
 
 def _engine_text(rank: status_pb2.RankStatus) -> str:
     """The engine of another project that a rank is part of, and what that means for planning."""
-    most = f", at most {rank.max_replicas} of an expert" if rank.max_replicas else ""
+    most = f", at most {rank.max_replicas} per expert" if rank.max_replicas else ""
     return (
-        f"{rank.engine}: ranks keep their group; replicas share their expert's load evenly{most}; "
-        f"experts come from ranks, not from a checkpoint; weights version {rank.weights_version}"
+        f"{rank.engine}: its ranks form their group themselves; replicas share their expert's load "
+        f"evenly{most}; experts come from ranks, not from a checkpoint; weights version "
+        f"{rank.weights_version}"
     )
 
 
