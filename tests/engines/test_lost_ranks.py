@@ -1,10 +1,12 @@
 """A rank whose process dies or hangs delays the others for a bounded time."""
 
+import gc
 import os
 import signal
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from equipoise.engines.lockstep import Lockstep, LockstepError
@@ -53,12 +55,29 @@ def run_rank(rank, folder, pipe):
     os._exit(0)
 
 
+def give_up(rank, folder, pipe):
+    """Wait for a peer that starts no collective; then end the group, as a process that exits."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    lockstep = Lockstep(dist.group.WORLD, rank=rank, num_ranks=2, timeout_s=TIMEOUT_S)
+    pipe.send("ready")
+    if rank == 1:
+        time.sleep(BOUND_S)
+    with pytest.raises(LockstepError):
+        lockstep.gather(torch.zeros(1)).result()
+    del lockstep
+    dist.destroy_process_group()
+    gc.collect()
+    pipe.send("ended")
+    os._exit(0)
+
+
 @pytest.fixture
-def processes(tmp_path):
+def processes(tmp_path, request):
     context = forking()
     pairs = [context.Pipe() for _ in range(2)]
+    target = getattr(request, "param", run_rank)
     found = [
-        context.Process(target=run_rank, args=(rank, str(tmp_path), pairs[rank][1]))
+        context.Process(target=target, args=(rank, str(tmp_path), pairs[rank][1]))
         for rank in range(2)
     ]
     for one in found:
@@ -93,3 +112,10 @@ def test_a_rank_that_hangs_when_ranks_may_have_agreed_ends_the_engine(processes)
     assert what == "ended"
     assert "not all ranks answered" in reason
     assert waited_s < TIMEOUT_S + 3.0
+
+
+@pytest.mark.parametrize("processes", [give_up], indirect=True)
+def test_a_rank_whose_peer_never_took_part_can_exit(processes):
+    _, pipes = processes
+    assert pipes[0].poll(10 * TIMEOUT_S)
+    assert pipes[0].recv() == "ended"

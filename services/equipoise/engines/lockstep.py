@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from equipoise.rank.errors import GroupError
 
@@ -58,17 +59,21 @@ class Lockstep:
         self.num_ranks = num_ranks
         """Ranks of the group."""
         self._timeout_s = timeout_s
+        # A collective that some rank never starts must end too: the process cannot exit before.
+        # Later than any wait for it, which then says what is wrong.
+        self._longest = timedelta(seconds=2 * timeout_s)
 
     def gather(self, row: Tensor) -> Pending:
         """Start gathering a row, [...], of each rank; the result is [ranks, ...]."""
         rows = torch.empty((self.num_ranks, *row.shape), dtype=row.dtype)
-        of_ranks = list(rows.unbind())
-        return self._pending(dist.all_gather(of_ranks, row, self._group, async_op=True), rows)
+        options = AllgatherOptions()
+        options.timeout = self._longest
+        work = self._group.allgather([list(rows.unbind())], [row], options)
+        return Pending(work, rows, timeout_s=self._timeout_s)
 
     def sum(self, values: Tensor) -> Pending:
         """Start adding up values of all ranks, in place."""
-        return self._pending(dist.all_reduce(values, group=self._group, async_op=True), values)
-
-    def _pending(self, work: dist.Work | None, result: Tensor) -> Pending:
-        assert work is not None, "this rank is in the group"
-        return Pending(work, result, timeout_s=self._timeout_s)
+        options = AllreduceOptions()
+        options.timeout = self._longest
+        work = self._group.allreduce([values], options)
+        return Pending(work, values, timeout_s=self._timeout_s)
