@@ -152,7 +152,7 @@ async def test_a_missing_token_is_an_error_that_names_the_option(tmp_path, accep
         for what in sorted(set(_CALLS) - {"health"}):
             code, words = await ask(address, Credentials(), what=what)
             assert code is grpc.StatusCode.UNAUTHENTICATED
-            assert words == "this port requires a token: set --signing-key"
+            assert words == "this port requires a token: set --signing-key or EQUIPOISE_SIGNING_KEY"
 
 
 async def test_a_malformed_request_is_an_invalid_argument_of_who_may_call(tmp_path, accepted):

@@ -333,6 +333,28 @@ def test_an_sglang_release_that_differs_is_left_alone_by_name(release, message, 
     assert f"Equipoise leaves this engine alone: {message}" in caplog.text
 
 
+@pytest.mark.parametrize("missing", ["manager", "accumulator"])
+def test_an_sglang_without_what_is_hooked_is_left_alone_by_name(
+    missing, installed, monkeypatch, caplog
+):
+    """It would apply the other hook, and the engine would be taken for idle."""
+    for folder in ("sglang.srt", "sglang.srt.eplb"):
+        monkeypatch.setitem(sys.modules, folder, SimpleNamespace())
+    manager = SimpleNamespace(on_forward_pass_end=print)
+    found = {
+        "sglang.srt.eplb.eplb_manager": {"EPLBManager": manager},
+        "sglang.srt.eplb.expert_distribution": {"_StatAccumulator": None},
+    }
+    if missing == "manager":
+        found["sglang.srt.eplb.eplb_manager"] = {}
+    installed("0.5.23", "sglang")
+    for module, contents in found.items():
+        installed("0.5.23", module, **contents)
+    sglang.register()
+    names = {"manager": "eplb_manager.EPLBManager", "accumulator": "_StatAccumulator.append"}
+    assert re.search(rf"alone: SGLang 0.5.23 has no .*{names[missing]}.*: install", caplog.text)
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Have a release of an engine installed, in an environment that wants its plugin."""

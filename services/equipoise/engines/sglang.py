@@ -40,8 +40,8 @@ SILENT_PLANNER = (
 OLDEST, NEWEST = "0.5.11", "0.5.23"
 """The oldest release with plugins, and the newest that was tested."""
 
-_MANAGER = "sglang.srt.eplb.eplb_manager.EPLBManager"
-_ACCUMULATOR = "sglang.srt.eplb.expert_distribution._StatAccumulator"
+_FORWARD_END = "sglang.srt.eplb.eplb_manager.EPLBManager.on_forward_pass_end"
+_COUNTS = "sglang.srt.eplb.expert_distribution._StatAccumulator.append"
 _UPDATERS = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
     "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",
@@ -67,7 +67,14 @@ def register() -> None:
 
 def _register() -> None:
     settings = settings_from()
-    check_release("SGLang", "sglang", oldest=OLDEST, newest=NEWEST)
+    release = check_release("SGLang", "sglang", oldest=OLDEST, newest=NEWEST)
+    for hooked in (_FORWARD_END, _COUNTS):  # SGLang would go on with one hook, and count nothing.
+        try:
+            pkgutil.resolve_name(hooked)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedEngineError(
+                f"SGLang {release} has no {hooked}: install {NEWEST}"
+            ) from error
     Hooks(settings).register()
 
 
@@ -88,8 +95,8 @@ class Hooks:
         """Register both hooks; SGLang applies them before it starts."""
         registry = importlib.import_module("sglang.srt.plugins.hook_registry")
         around, after = registry.HookType.AROUND, registry.HookType.AFTER
-        registry.HookRegistry.register(f"{_MANAGER}.on_forward_pass_end", self.end_pass, around)
-        registry.HookRegistry.register(f"{_ACCUMULATOR}.append", self.take_counts, after)
+        registry.HookRegistry.register(_FORWARD_END, self.end_pass, around)
+        registry.HookRegistry.register(_COUNTS, self.take_counts, after)
         for update in _updates():
             registry.HookRegistry.register(update, self.note_update, around)
 

@@ -165,7 +165,7 @@ def _token(context: _Context) -> str:
                 return text[len(_SCHEME) :].strip()
     raise RejectedCallerError(
         grpc.StatusCode.UNAUTHENTICATED,
-        "this port requires a token: set --signing-key",
+        "this port requires a token: set --signing-key or EQUIPOISE_SIGNING_KEY",
     )
 
 
