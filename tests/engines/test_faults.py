@@ -160,6 +160,21 @@ def test_damaged_memory_stops_balancing_by_name_and_the_engine_serves_on(
     engine.until_passes(100)
 
 
+def test_a_part_of_a_link_that_fails_stops_balancing_by_name_and_the_engine_serves_on(
+    balancer, engine_of
+):
+    def fail(*_slot):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    engine = engine_of().start()
+    engine.until(lambda: all(seat.is_ready for seat in engine.seats))
+    engine.seats[1].held.hash_slot = fail
+    engine.until(lambda: all(seat.stopped for seat in engine.seats))
+    assert "RuntimeError: an illegal memory access" in engine.seats[1].stopped
+    assert engine.seats[0].stopped == "stopped by moe-1: the log there has the reason"
+    engine.until_passes(10)
+
+
 def test_a_lost_link_is_named_and_nothing_is_planned_until_it_returns(balancer, engine_of):
     engine = engine_of().start()
     engine.until(engine.has_switched)

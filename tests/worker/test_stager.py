@@ -279,6 +279,19 @@ async def test_staging_that_runs_out_of_device_memory_is_rejected(
     assert isinstance(await rig.answer(), Staged)
 
 
+async def test_staging_that_fails_in_an_unforeseen_way_is_rejected_at_once(
+    rig, random_layout, stage_to, monkeypatch
+):
+    def fail(*_arguments):
+        raise RuntimeError("view size is not compatible")
+
+    monkeypatch.setattr(rig.stager, "_build", fail)
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    rejected = await rig.answer()
+    assert isinstance(rejected, LayoutRejected)
+    assert "RuntimeError: view size is not compatible" in rejected.reason
+
+
 async def test_a_stage_from_a_file_that_is_truncated_is_rejected_and_the_rank_runs_on(
     rig, random_layout, stage_to, checkpoint_path, tmp_path
 ):

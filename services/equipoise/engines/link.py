@@ -106,8 +106,7 @@ class EngineLink:
         except UnsupportedEngineError as error:
             self._seat.leave(f"rank {self._seat.rank}: {error}")
         except Exception as error:  # noqa: BLE001 - the engine serves on
-            _log.exception("the link to the balancer ended")
-            self._seat.leave(f"rank {self._seat.rank} lost its link for good: {error}")
+            self._lose(error)
 
     async def _serve(self) -> None:
         """Serve peers and follow the balancer until the seat stops."""
@@ -367,8 +366,19 @@ class EngineLink:
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = self._loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
         return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        """Stop balancing, on all ranks together, because a part of this link has ended."""
+        _log.error("the link to the balancer ended", exc_info=error)
+        kind = type(error).__name__
+        self._seat.leave(f"rank {self._seat.rank} lost its link for good: {kind}: {error}")
 
 
 class _NoSpans:

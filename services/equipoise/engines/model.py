@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.slots import EngineSlots
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -14,7 +15,11 @@ from equipoise.planning.topology import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineModel:
-    """What a plugin knows of the model in its engine."""
+    """What a plugin knows of the model in its engine.
+
+    Raises:
+        UnsupportedEngineError: experts of its layers differ in size.
+    """
 
     engine: str
     """Name and version of the engine, for display."""
@@ -41,3 +46,11 @@ class EngineModel:
     counted_rows: Sequence[int]
     """The rows of its layers in what the engine counts; others are of dense layers, or of other
     stages."""
+
+    def __post_init__(self) -> None:
+        sizes = {slots.expert_bytes for slots in self.slots}
+        if len(sizes) > 1:
+            raise UnsupportedEngineError(
+                f"an expert has {min(sizes)} bytes in one layer and {max(sizes)} in another: serve "
+                "a model with the same quantization in all MoE layers"
+            )

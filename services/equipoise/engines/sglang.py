@@ -25,7 +25,7 @@ from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, settings_from
-from equipoise.engines.slots import EngineSlots
+from equipoise.engines.slots import EngineSlots, while_in_use
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -155,7 +155,7 @@ class Hooks:
                 ),
                 expert_of_slot=table.numpy().astype(np.int32),
                 slots=slots,
-                tables=tables,
+                tables=while_in_use(tables, slots, model),
                 commit=commit,
                 max_replicas=int(metadata.physical_to_logical_map.shape[1]),
                 counted_rows=layers,

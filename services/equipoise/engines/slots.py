@@ -1,12 +1,18 @@
 """`EngineSlots`: one MoE layer's expert slots of this rank, over an engine's own tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.planning.layout import Layout
+from equipoise.rank.errors import StageRejectedError
 from equipoise_model.device import Arrive
 from equipoise_model.experts import Settle, check_payload
+
+_Tables = TypeVar("_Tables")
 
 
 class EngineSlots:
@@ -17,8 +23,14 @@ class EngineSlots:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """`tensors` are [slots, ...] each, with the same number of slots on one device."""
+        """`tensors` are [slots, ...] each, with the same number of slots on one device.
+
+        Raises:
+            UnsupportedEngineError: an expert's row is not contiguous, or shared with others.
+        """
         self._tensors = tuple(tensors)
+        for tensor in self._tensors:
+            _check_rows(tensor)
         self._sizes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
         # The end of the copies of the last switch, on the engine's stream; None on a CPU.
         self._settled: torch.Event | None = None
@@ -27,6 +39,11 @@ class EngineSlots:
     def num_slots(self) -> int:
         """Physical slots of this rank in this layer."""
         return int(self._tensors[0].shape[0])
+
+    @property
+    def memory(self) -> frozenset[int]:
+        """Addresses of the memory that the tensors are in."""
+        return _memory(self._tensors)
 
     @property
     def device(self) -> torch.device:
@@ -83,10 +100,49 @@ class EngineSlots:
                 settled.record()
                 self._settled = settled
 
-        # The copy must not find a tensor that it cannot view in place.
-        for tensor in self._tensors:
-            _byte_rows(tensor)
         return settle
+
+
+def while_in_use(
+    make: Callable[[Layout], _Tables], slots: Sequence[EngineSlots], model: Any
+) -> Callable[[Layout], _Tables]:
+    """Make tables only while `model`, a torch module, computes with the memory of `slots`.
+
+    When an engine loads weights again, some quantizations give its layers other memory. What is
+    moved between the old slots would not be what the new tables name.
+
+    Returns what raises StageRejectedError then.
+    """
+    watched = frozenset().union(*(one.memory for one in slots)) & _parameters(model)
+
+    def checked(layout: Layout) -> _Tables:
+        if not watched <= _parameters(model):
+            raise StageRejectedError(
+                "the engine has put updated weights into other memory: restart it to balance it "
+                "again"
+            )
+        return make(layout)
+
+    return checked
+
+
+def _parameters(model: Any) -> frozenset[int]:
+    parameters = getattr(model, "parameters", None)
+    return _memory(parameters()) if parameters is not None else frozenset()
+
+
+def _memory(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _check_rows(tensor: Tensor) -> None:
+    row = tensor[0]
+    if not row.is_contiguous() or (len(tensor) > 1 and tensor.stride(0) < row.numel()):
+        raise UnsupportedEngineError(
+            f"its experts have a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}, whose rows cannot be copied as bytes: use another quantization or "
+            "MoE backend"
+        )
 
 
 def _as_bytes(row: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, settings_from
-from equipoise.engines.slots import EngineSlots
+from equipoise.engines.slots import EngineSlots, while_in_use
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -188,7 +188,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
             ),
             expert_of_slot=table,
             slots=slots,
-            tables=tables,
+            tables=while_in_use(tables, slots, model_state.model),
             commit=commit,
             max_replicas=int(model_state.logical_to_physical_map.shape[2]),
             counted_rows=range(len(slots)),

@@ -136,15 +136,19 @@ class Stager:
                 answer = self._staged = await self._prepare(stage)
                 _log.info("generation %d is staged: %d moves", generation, len(stage.moves))
             except (StageRejectedError, TransferError, PayloadError) as error:
-                answer = LayoutRejected(
-                    epoch=self._epoch,
-                    rank=self._held.rank,
-                    generation=generation,
-                    reason=str(error),
-                )
-                _log.warning("generation %d is rejected: %s", generation, error)
+                answer = self._rejected(generation, str(error))
+            except Exception as error:  # noqa: BLE001 - the other ranks must not wait for a timeout
+                _log.exception("generation %d cannot be staged", generation)
+                kind = type(error).__name__
+                answer = self._rejected(generation, f"this rank cannot stage it: {kind}: {error}")
             self._send(answer)
             record(answer)
+
+    def _rejected(self, generation: int, reason: str) -> LayoutRejected:
+        _log.warning("generation %d is rejected: %s", generation, reason)
+        return LayoutRejected(
+            epoch=self._epoch, rank=self._held.rank, generation=generation, reason=reason
+        )
 
     async def _prepare(self, stage: Stage) -> Staged:
         """Stage a generation, within the Stage's timeout."""
