@@ -79,6 +79,8 @@ def test_settings_come_from_the_environment():
         ({"EQUIPOISE_INSECURE": "please"}, "set it to 1 or unset it"),
         ({"EQUIPOISE_WORKER": "w\n"}, "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 printable"),
         ({"EQUIPOISE_BALANCER": "nowhere"}, "EQUIPOISE_BALANCER"),
+        ({"EQUIPOISE_ADVERTISE_HOST": "vm:7071"}, "'vm:7071': set it to a name or address without"),
+        ({"EQUIPOISE_ADVERTISE_HOST": "v m"}, "EQUIPOISE_ADVERTISE_HOST with a port must be host"),
         ({"EQUIPOISE_LISTEN": "0.0.0.0:0"}, "other machines can reach"),
         (
             {"EQUIPOISE_BALANCER": "b:7070"},
@@ -95,6 +97,12 @@ def test_a_wrong_setting_is_named(changes, message):
 @pytest.mark.parametrize("yes", ["1", "true", "True", "yes"])
 def test_plain_text_is_allowed_in_the_words_of_the_command_line(yes):
     assert settings_from(WANTED | {"EQUIPOISE_INSECURE": yes}).tls.insecure
+
+
+def test_an_empty_variable_is_like_one_that_is_not_set():
+    empty = {f"EQUIPOISE_{name}": "" for name in VARIABLES}
+    wanted = WANTED | {"EQUIPOISE_INSECURE": "1"}
+    assert settings_from(empty | wanted) == settings_from(wanted)
 
 
 def test_variables_of_other_programs_are_ignored():

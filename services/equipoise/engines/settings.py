@@ -115,12 +115,19 @@ class EngineSettings:
         for address in self.balancer.split(","):
             dial_address("EQUIPOISE_BALANCER", address)
             self.tls.check_dial(address)
+        host = self.advertise_host
+        if ":" in host and not host.startswith("["):
+            raise InvalidSettingsError(
+                f"EQUIPOISE_ADVERTISE_HOST is {host!r}: set it to a name or address without a "
+                "port, an IPv6 address in brackets"
+            )
+        listen_address("EQUIPOISE_ADVERTISE_HOST with a port", f"{host}:0")
         listen_address("EQUIPOISE_LISTEN", self.listen)
         self.tls.check_listen(self.listen)
 
 
 def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings:
-    """Return the settings.
+    """Return the settings; an empty variable is like one that is not set.
 
     Raises:
         UnsupportedEngineError: a variable is missing, invalid or misspelt.
@@ -129,7 +136,7 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings
         _check_spelling(variable)
 
     def value(name: str, default: str = "") -> str:
-        return environment.get(_PREFIX + name, default)
+        return environment.get(_PREFIX + name) or default
 
     host = socket.gethostname()
     insecure, mode = value("INSECURE"), value("MODE", Mode.BALANCE)
