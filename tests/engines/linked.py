@@ -79,7 +79,8 @@ class LinkedEngine:
         self._thread.join()
         for link in self.links.values():
             link._leave_at_exit()
-            link._loop.call_soon_threadsafe(link._ended.set)
+            if not link._loop.is_closed():
+                link._loop.call_soon_threadsafe(link._ended.set)
 
     def update(self, *, is_announced):
         """New weights, between two passes of all ranks."""

@@ -78,6 +78,11 @@ def test_settings_come_from_the_environment():
         ({"EQUIPOISE_MOD": "observe"}, "EQUIPOISE_MOD has no effect: did you mean EQUIPOISE_MODE?"),
         ({"EQUIPOISE_INSECURE": "please"}, "set it to 1 or unset it"),
         ({"EQUIPOISE_WORKER": "w\n"}, "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 printable"),
+        ({"EQUIPOISE_POOL": " "}, "EQUIPOISE_POOL is ' ': set it to 1 to 240 printable"),
+        ({"EQUIPOISE_NODE": ""}, "EQUIPOISE_NODE is '': set it to 1 to 240 printable"),
+        ({"EQUIPOISE_ADVERTISE_HOST": ""}, "EQUIPOISE_ADVERTISE_HOST is '': set it to a host"),
+        ({"EQUIPOISE_ADVERTISE_HOST": "vm:80"}, "set it to a host name or an IP address"),
+        ({"EQUIPOISE_ADVERTISE_HOST": "fe80::1"}, "an IPv6 one in brackets"),
         ({"EQUIPOISE_BALANCER": "nowhere"}, "EQUIPOISE_BALANCER"),
         ({"EQUIPOISE_ADVERTISE_HOST": "vm:7071"}, "'vm:7071': set it to a name or address without"),
         ({"EQUIPOISE_ADVERTISE_HOST": "v m"}, "EQUIPOISE_ADVERTISE_HOST with a port must be host"),
@@ -92,6 +97,11 @@ def test_settings_come_from_the_environment():
 def test_a_wrong_setting_is_named(changes, message):
     with pytest.raises(UnsupportedEngineError, match=message):
         settings_from(WANTED | changes)
+
+
+@pytest.mark.parametrize("host", ["vm-1.fleet", "10.0.0.1", "[fe80::1]"])
+def test_a_host_may_be_a_name_or_an_address(host):
+    settings_from(WANTED | {"EQUIPOISE_ADVERTISE_HOST": host})
 
 
 @pytest.mark.parametrize("yes", ["1", "true", "True", "yes"])

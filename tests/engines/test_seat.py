@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.engines.lockstep import LockstepError, MixedLayoutsError
-from tests.engines.seats import Ranks
+from equipoise.engines.lockstep import ROW_WIDTH, LockstepError, MixedLayoutsError, RowForm
+from equipoise.engines.seat import ROUND_PASSES
+from equipoise.engines.seating import take_seat
+from equipoise.engines.settings import settings_from
+from tests.engines.seats import MemoryLockstep, Ranks, Rendezvous
 
 FIRST = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 2, 0]]
 SECOND = [[0, 1, 3, 3, 0, 2], [0, 1, 2, 3, 2, 1]]
@@ -177,6 +180,32 @@ def test_a_rank_that_leaves_stops_all_after_the_same_pass(ranks):
     stuck = len(ranks.rendezvous.rows)
     ranks.step(4)
     assert len(ranks.rendezvous.rows) == stuck, "a stopped seat takes part in nothing"
+
+
+def test_ranks_of_different_releases_are_named_and_stop_together():
+    """Rows have the width of every release: gloo would end a process that got a longer one."""
+    ranks = Ranks(FIRST, num_experts=4)
+    assert ranks.seats[0]._header().shape == (ROW_WIDTH,)
+    ranks.seats[1]._header = lambda: RowForm("of the next release").pack(range(ROW_WIDTH - 1))
+    ranks.until_ready()
+    assert [rank for rank, _ in ranks.stopped] == [0, 1]
+    assert "rank 1 runs another release of the plugin than rank 0" in ranks.seats[0].stopped
+
+
+def test_a_rank_that_can_have_no_link_stops_all_at_once_and_says_why(ranks, tmp_path):
+    known = {"EQUIPOISE_BALANCER": "127.0.0.1:1", "EQUIPOISE_POOL": "p", "EQUIPOISE_INSECURE": "1"}
+    missing = {"EQUIPOISE_SIGNING_KEY": str(tmp_path / "key")}
+    rendezvous = Rendezvous(2)
+    seats = [
+        take_seat(ranks.seats[rank].model, MemoryLockstep(rendezvous, rank), settings_from(one))
+        for rank, one in enumerate([known, known | missing])
+    ]
+    for _ in range(2):
+        for _ in range(ROUND_PASSES):
+            for seat in seats:
+                seat.on_step()
+    assert "EQUIPOISE_SIGNING_KEY" in seats[1].stopped
+    assert seats[0].stopped == "stopped by rank 1: the log there has the reason"
 
 
 def test_ranks_that_took_different_numbers_of_passes_stop_together(ranks):

@@ -86,18 +86,19 @@ class EngineLink:
             expert_bytes=seat.model.shape.expert_bytes,
             bytes_per_s=SCRUB_BYTES_PER_S,
         )
-        self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
+        thread = threading.Thread(target=self._run, name="equipoise-link", daemon=True)
+        try:
+            self._loop = asyncio.new_event_loop()
+            thread.start()
+        except (OSError, RuntimeError) as error:  # No files or threads are left.
+            seat.leave(f"rank {seat.rank} cannot start its link: {error}")
+            return
         note_baseline = self._calling(self._note_baseline)
         seat.on_baseline = lambda: note_baseline(None)
         seat.on_switch = self._calling(self._note_switch)
         seat.on_reject = self._calling(self._note_reject)
         seat.on_stop = self._calling(self._note_stop)
-        thread = threading.Thread(target=self._run, name="equipoise-link", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            seat.leave(f"rank {seat.rank} cannot start a thread: {error}")
         atexit.register(self._leave_at_exit)
 
     def _run(self) -> None:
@@ -107,6 +108,8 @@ class EngineLink:
             self._seat.leave(f"rank {self._seat.rank}: {error}")
         except Exception as error:  # noqa: BLE001 - the engine serves on
             self._lose(error)
+        finally:
+            self._loop.close()
 
     async def _serve(self) -> None:
         """Serve peers and follow the balancer until the seat stops."""

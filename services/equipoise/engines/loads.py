@@ -4,9 +4,10 @@ Engines count where tokens are sent from, for all slots of the pool, so the coun
 added up. A pass never waits: what is taken in a round is added up in the next, and read after it.
 """
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,9 @@ from equipoise.planning.layout import Layout
 ENDED_KEPT = 3
 """Ended generations whose loads are still reported. Their last counts are added up two rounds after
 the switch, and a reporter may find several switches since its latest report."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class SeatLoad(NamedTuple):
@@ -42,8 +46,20 @@ class _Taken(NamedTuple):
 class SeatLoads:
     """One rank's counters; `latest` is for any thread, the rest for the engine's."""
 
-    def __init__(self, layout: Layout, *, rank: int, rows: Sequence[int]) -> None:
-        """`rows` are those of the layout's layers in what the engine counts."""
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        rank: int,
+        rows: Sequence[int],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """`rows` are those of the layout's layers in what the engine counts.
+
+        `on_failure` is called, with the reason, if a pass cannot be counted.
+        """
+        self._rank = rank
+        self._on_failure = on_failure
         self._own = layout.own_slots(rank)
         self._num_layers = layout.num_layers
         self._rows = torch.tensor(list(rows))
@@ -76,13 +92,22 @@ class SeatLoads:
 
     def add(self, counted: Tensor) -> None:
         """Count a pass: integers [rows, slots] of the engine's table, on any device."""
-        if not self._is_shaped:
-            self._is_shaped, self._rows = True, self._rows.to(counted.device)
-            self._counted = torch.zeros_like(counted)
-        self._counted += counted
+        try:
+            if not self._is_shaped:
+                self._is_shaped, self._rows = True, self._rows.to(counted.device)
+                self._counted = torch.zeros_like(counted)
+            self._counted += counted
+        except Exception as error:  # noqa: BLE001 - the engine serves on
+            self._fail(error)
 
     def take(self, passes: int) -> None:
         """Set aside what was counted until now, to be added up; no copy is waited for."""
+        try:
+            self._taken.append(self._take(passes))
+        except Exception as error:  # noqa: BLE001 - the engine serves on
+            self._fail(error)
+
+    def _take(self, passes: int) -> _Taken:
         copied, device = None, self._counted.device
         load_LP = self._counted.index_select(0, self._rows).to(torch.int64)
         if device.type != "cpu":
@@ -92,7 +117,11 @@ class SeatLoads:
             copied = torch.get_device_module(device).Event()
             copied.record()
         self._counted.zero_()
-        self._taken.append(_Taken(self._generation, passes, load_LP, copied))
+        return _Taken(self._generation, passes, load_LP, copied)
+
+    def _fail(self, error: Exception) -> None:
+        _log.error("cannot count this rank's loads", exc_info=error)
+        self._on_failure(f"rank {self._rank} cannot count its loads: {error}")
 
     def begin_sum(self, lockstep: Lockstep) -> None:
         """Start adding up what was taken in an earlier round, if anything was."""

@@ -4,6 +4,8 @@ They run on a CPU group of the engine's ranks, beside its forward passes, so tha
 waits: a peer that took part in a later pass has long started the collective.
 """
 
+import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -12,6 +14,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from equipoise.rank.errors import GroupError
+
+ROW_WIDTH = 32
+"""Numbers that a rank sends in a round, in every release: gloo ends a process that receives more
+than it expects."""
 
 
 class LockstepError(GroupError):
@@ -77,3 +83,33 @@ class Lockstep:
         options.timeout = self._longest
         work = self._group.allreduce([values], options)
         return Pending(work, values, timeout_s=self._timeout_s)
+
+
+class RowForm:
+    """What the numbers of a round are; ranks whose release has another form are told apart."""
+
+    def __init__(self, *parts: object) -> None:
+        """`parts` are all that ranks must have in common to read one another's rows."""
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+        self._word = int.from_bytes(digest, "big")
+
+    def pack(self, numbers: Sequence[int]) -> Tensor:
+        """Return a rank's row, int64 [ROW_WIDTH]."""
+        row = torch.zeros(ROW_WIDTH, dtype=torch.int64)
+        row[: len(numbers) + 1] = torch.tensor([self._word, *numbers])
+        return row
+
+    def unpack(self, rows: Tensor, *, count: int, names: Sequence[str]) -> list[list[int]]:
+        """Return the first `count` numbers of each rank of [ranks, ROW_WIDTH].
+
+        Raises:
+            GroupError: ranks have other forms.
+        """
+        found: list[list[int]] = rows[:, : count + 1].tolist()
+        others = [name for name, row in zip(names, found, strict=True) if row[0] != found[0][0]]
+        if others:
+            raise GroupError(
+                f"{', '.join(others)} runs another release of the plugin than {names[0]}: install "
+                "the same one on all ranks, and restart the engine"
+            )
+        return [row[1:] for row in found]

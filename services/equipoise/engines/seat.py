@@ -14,12 +14,18 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from equipoise.engines.baseline import FIRST_PAUSE_S, Baseline, WeightsRow
+from equipoise.engines.comparison import NAME_BYTES
 from equipoise.engines.loads import SeatLoads
-from equipoise.engines.lockstep import Lockstep, LockstepError, MixedLayoutsError, Pending
+from equipoise.engines.lockstep import (
+    Lockstep,
+    LockstepError,
+    MixedLayoutsError,
+    Pending,
+    RowForm,
+)
 from equipoise.engines.model import EngineModel
 from equipoise.planning.arrays import Checksums
 from equipoise.planning.layout import Layout
@@ -46,6 +52,9 @@ LOAD_ROUNDS = 2
 any; a sum for each round would never catch up with that of a switch."""
 
 _MEDIAN_PASSES = 128
+
+_FIELDS = (*StepHeader._fields, *WeightsRow._fields)
+_FORM = RowForm(_FIELDS, NAME_BYTES, ROUND_PASSES, LOAD_ROUNDS)
 
 
 class EngineSeat:
@@ -117,7 +126,9 @@ class EngineSeat:
         self._passes = 0
         self._rounds = 0
         self._headers: Pending | None = None
-        self._loads = SeatLoads(layout, rank=self.rank, rows=model.counted_rows)
+        self._loads = SeatLoads(
+            layout, rank=self.rank, rows=model.counted_rows, on_failure=self.leave
+        )
         self._recent_us: deque[int] = deque(maxlen=_MEDIAN_PASSES)
         self._last_s = time.perf_counter()
 
@@ -222,12 +233,8 @@ class EngineSeat:
 
         Integers [rows, slots] of the engine's own table, on any device.
         """
-        if self.stopped:
-            return
-        try:
+        if not self.stopped:
             self._loads.add(counted)
-        except Exception as error:  # noqa: BLE001 - the engine serves on
-            self._cannot_count(error)
 
     def on_step(self) -> None:
         """Take part in what follows a pass.
@@ -268,7 +275,8 @@ class EngineSeat:
         self._rounds += 1
         rows: list[list[int]] = []
         if self._headers is not None:
-            rows = self._headers.result().tolist()
+            found = self._headers.result()
+            rows = _FORM.unpack(found, count=len(_FIELDS), names=self.workers)
             self._loads.read_sum()
             self._begin_epoch()
         self._loads.begin_sum(self._lockstep)
@@ -279,7 +287,7 @@ class EngineSeat:
             weights = [WeightsRow(*row[HEADER_WIDTH:]) for row in rows]
             self._baseline.act(weights, self._lockstep)
         if self.is_ready and self._rounds % self._load_rounds == 0:
-            self._take_loads()
+            self._loads.take(self._passes)
         self._headers = self._lockstep.gather(self._header())
 
     def _check(self, headers: tuple[StepHeader, ...]) -> None:
@@ -320,7 +328,7 @@ class EngineSeat:
             layout_digest=digest_word(layout.digest()) if layout else self._first_digest,
             staged_digest=digest_word(staged.contents.layout.digest()) if staged else 0,
         )
-        return torch.tensor([*header, *self._baseline.row()], dtype=torch.int64)
+        return _FORM.pack([*header, *self._baseline.row()])
 
     def _begin_epoch(self) -> None:
         """Begin an epoch if the ranks have agreed on a baseline; every rank does in this round."""
@@ -328,7 +336,7 @@ class EngineSeat:
         if agreed is None:
             return
         if not agreed.is_first:
-            self._take_loads()
+            self._loads.take(self._passes)
         self.workers, self.epoch = agreed.workers, agreed.number
         self._loads.begin(agreed.number)
         if agreed.is_first:
@@ -340,7 +348,7 @@ class EngineSeat:
 
     def _switch(self, staged: StagedGeneration[Any]) -> None:
         """Use a staged generation from the coming pass on."""
-        self._take_loads()
+        self._loads.take(self._passes)
         began_s = time.perf_counter()
         self.held.switch(staged)
         self.model.commit(staged.tables)
@@ -382,17 +390,6 @@ class EngineSeat:
             self.stopped,
         )
         self.on_stop(self.stopped)
-
-    def _take_loads(self) -> None:
-        try:
-            self._loads.take(self._passes)
-        except Exception as error:  # noqa: BLE001 - the engine serves on
-            self._cannot_count(error)
-
-    def _cannot_count(self, error: Exception) -> None:
-        """Stop balancing on all ranks together."""
-        _log.error("cannot count this rank's loads", exc_info=error)
-        self.leave(f"rank {self.rank} cannot count its loads: {error}")
 
     def _median_us(self) -> int:
         return round(median(self._recent_us)) if self._recent_us else 0

@@ -112,6 +112,12 @@ class EngineSettings:
                 f"EQUIPOISE_WORKER is {name!r}: set it to 1 to {_MAX_NAME} printable characters of "
                 "ASCII"
             )
+        for variable, name in (("EQUIPOISE_POOL", self.pool), ("EQUIPOISE_NODE", self.node)):
+            if not (name.isprintable() and name.strip() and len(name) <= _MAX_NAME):
+                raise InvalidSettingsError(
+                    f"{variable} is {name!r}: set it to 1 to {_MAX_NAME} printable characters"
+                )
+        self._check_host()
         for address in self.balancer.split(","):
             dial_address("EQUIPOISE_BALANCER", address)
             self.tls.check_dial(address)
@@ -124,6 +130,19 @@ class EngineSettings:
         listen_address("EQUIPOISE_ADVERTISE_HOST with a port", f"{host}:0")
         listen_address("EQUIPOISE_LISTEN", self.listen)
         self.tls.check_listen(self.listen)
+
+    def _check_host(self) -> None:
+        host = self.advertise_host
+        is_host = host.startswith("[") or ":" not in host
+        try:
+            dial_address("EQUIPOISE_ADVERTISE_HOST", f"{host}:1")
+        except InvalidSettingsError:
+            is_host = False
+        if not is_host:
+            raise InvalidSettingsError(
+                f"EQUIPOISE_ADVERTISE_HOST is {host!r}: set it to a host name or an IP address, "
+                "an IPv6 one in brackets, without a port"
+            )
 
 
 def settings_from(environment: Mapping[str, str] = os.environ) -> EngineSettings:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equipoise.engines.errors import UnsupportedEngineError, attempt
-from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
 from equipoise.engines.logs import log_by
 from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
+from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import EngineSettings, settings_from
 from equipoise.engines.slots import EngineSlots, while_in_use
 from equipoise.engines.tables import replica_tables
@@ -128,8 +128,7 @@ class Hooks:
         """Return the seat of an `EPLBManager`; all ranks have the same configuration.
 
         Raises:
-            UnsupportedEngineError: its configuration is not supported, or a certificate or key is
-                unusable; names the option or variable.
+            UnsupportedEngineError: its configuration is not supported; names the option.
         """
         location = importlib.import_module("sglang.srt.eplb.expert_location")
         metadata = location.get_global_expert_location_metadata()
@@ -137,14 +136,13 @@ class Hooks:
         _check(options, parallel)
         ranks, rank = int(parallel.moe_ep_size), int(parallel.moe_ep_rank)
         settings = self._settings.of_stage(int(parallel.pp_rank), int(parallel.pp_size))
-        link = EngineLink(settings)
         weights = _weights_of_layer(model)
         # Numbered over the whole model, dense layers and other pipeline stages included.
         layers = sorted(weights)
         slots = [EngineSlots(list(weights[layer])) for layer in layers]
         table = metadata.physical_to_logical_map_cpu[layers]
         tables, commit = _tables_of(metadata, layers, rank=rank, options=options)
-        return EngineSeat(
+        return take_seat(
             EngineModel(
                 engine=f"SGLang {version('sglang')}",
                 shape=ModelShape(
@@ -161,8 +159,7 @@ class Hooks:
                 counted_rows=layers,
             ),
             Lockstep(_group_of(parallel), rank=rank, num_ranks=ranks),
-            worker=settings.worker_of(rank),
-            on_ready=link.start,
+            settings,
         )
 
 

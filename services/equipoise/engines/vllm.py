@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from equipoise.engines.errors import UnsupportedEngineError, attempt
-from equipoise.engines.link import EngineLink
 from equipoise.engines.lockstep import Lockstep
 from equipoise.engines.logs import log_by
 from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
+from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import EngineSettings, settings_from
 from equipoise.engines.slots import EngineSlots, while_in_use
 from equipoise.engines.tables import replica_tables
@@ -151,8 +151,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
     """Return the seat of an `EplbState` whose planner is silent.
 
     Raises:
-        UnsupportedEngineError: its configuration is not supported, or a certificate or key is
-            unusable; names the option or variable.
+        UnsupportedEngineError: its configuration is not supported; names the option.
     """
     parallel = state.parallel_config
     _check(parallel, num_models=len(state.model_states))
@@ -176,8 +175,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
     num_experts = int(model_state.logical_replica_count.shape[1])
     num_groups = int(getattr(model_state.model, "num_expert_groups", None) or 1)
     tables, commit = _tables_of(model_state, len(slots))
-    link = EngineLink(settings)
-    return EngineSeat(
+    return take_seat(
         EngineModel(
             engine=_engine(model_state),
             shape=ModelShape(
@@ -194,8 +192,7 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
             counted_rows=range(len(slots)),
         ),
         lockstep,
-        worker=settings.worker_of(group.rank_in_group),
-        on_ready=link.start,
+        settings,
     )
 
 
