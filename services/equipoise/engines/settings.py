@@ -121,13 +121,6 @@ class EngineSettings:
         for address in self.balancer.split(","):
             dial_address("EQUIPOISE_BALANCER", address)
             self.tls.check_dial(address)
-        host = self.advertise_host
-        if ":" in host and not host.startswith("["):
-            raise InvalidSettingsError(
-                f"EQUIPOISE_ADVERTISE_HOST is {host!r}: set it to a name or address without a "
-                "port, an IPv6 address in brackets"
-            )
-        listen_address("EQUIPOISE_ADVERTISE_HOST with a port", f"{host}:0")
         listen_address("EQUIPOISE_LISTEN", self.listen)
         self.tls.check_listen(self.listen)
 
