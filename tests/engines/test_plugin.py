@@ -127,6 +127,7 @@ def test_a_release_that_the_plugin_does_not_fit_serves_by_itself(caplog):
 
 def vllm_options(*, num_models=1, **changes):
     eplb = {"use_async": False, "step_interval": 10**9, "window_size": 1}
+    eplb["num_redundant_experts"] = 32
     options = {"enable_elastic_ep": False}
     for name, value in changes.items():
         (eplb if name in eplb else options)[name] = value
@@ -138,8 +139,8 @@ def vllm_options(*, num_models=1, **changes):
     ("changes", "remedy"),
     [
         ({"num_models": 2}, "draft model"),
-        ({"enable_elastic_ep": True}, "elastic EP"),
-        ({"use_async": True}, "--eplb-config"),
+        ({"enable_elastic_ep": True}, "remove --enable-elastic-ep"),
+        ({"use_async": True}, '--eplb-config \'{"num_redundant_experts": 32, "window_size": 1'),
         ({"step_interval": 3000}, "--eplb-config"),
         ({"window_size": 1000}, "--eplb-config"),
     ],
@@ -156,6 +157,7 @@ def sglang_options(monkeypatch, *, release="0.5.23", size=4, **changes):
     parallel = {"moe_ep_rank": 0, "moe_ep_size": 4, "pp_rank": 0, "pp_size": 1}
     options = {
         "eplb_rebalance_num_iterations": 10**9,
+        "ep_num_redundant_experts": 32,
         "expert_distribution_recorder_buffer_size": 1,
         "ep_dispatch_algorithm": "dynamic",
         "elastic_ep_backend": None,
@@ -187,6 +189,7 @@ RELEASES = pytest.mark.parametrize("release", ["0.5.11", "0.5.16", "0.5.23"])
     [
         ({"eplb_rebalance_num_iterations": 1000}, "--eplb-rebalance-num-iterations 1000000000"),
         ({"expert_distribution_recorder_buffer_size": 50}, "recorder-buffer-size 1"),
+        ({"expert_distribution_recorder_buffer_size": 50}, "--ep-num-redundant-experts 32 --"),
         ({"ep_dispatch_algorithm": "lp"}, "use dynamic"),
         ({"elastic_ep_backend": "mooncake"}, "remove --elastic-ep-backend"),
         ({"size": 8}, "--ep-size 8"),
@@ -250,6 +253,17 @@ def test_an_sglang_release_that_differs_is_left_alone_by_name(release, message, 
     installed(release, "sglang")
     sglang.register()
     assert f"Equipoise leaves this engine alone: {message}" in caplog.text
+
+
+def test_a_plugin_that_is_loaded_says_what_it_waits_for(installed, caplog):
+    """An engine without EPLB never calls it, so that nothing else would be said."""
+    state = type("State", (EplbState,), {})
+    installed("0.33.0", "vllm.distributed.eplb.eplb_state", EplbState=state)
+    with caplog.at_level(logging.INFO):
+        vllm.register()
+    assert "Equipoise: the plugin is loaded for pool p; it begins after" in caplog.text
+    assert "--enable-eplb" in caplog.text
+    assert state.step is not EplbState.step
 
 
 @pytest.mark.parametrize("missing", ["manager", "accumulator"])

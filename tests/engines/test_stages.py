@@ -39,7 +39,9 @@ def vllm_state(*, stages=2, num_layers=2):
     experts, counts = tables_of(SLOTS), tables_of(EXPERTS)
     experts[:num_layers], counts[:num_layers] = torch.tensor(FIRST), torch.tensor([2, 2, 1, 1])
     parallel = SimpleNamespace(
-        eplb_config=SimpleNamespace(use_async=False, step_interval=10**9, window_size=1),
+        eplb_config=SimpleNamespace(
+            use_async=False, step_interval=10**9, window_size=1, num_redundant_experts=2
+        ),
         enable_elastic_ep=False,
         pipeline_parallel_size=stages,
     )
@@ -146,6 +148,7 @@ def sglang_seat(monkeypatch, metadata, *, stages=2, model=None):
     monkeypatch.setattr(sglang.dist, "new_group", lambda ranks, **options: met.append(ranks))
     options = SimpleNamespace(
         eplb_rebalance_num_iterations=10**9,
+        ep_num_redundant_experts=2,
         expert_distribution_recorder_buffer_size=1,
         ep_dispatch_algorithm="dynamic",
     )

@@ -10,7 +10,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnsupportedEngineError(Exception):
-    """This engine cannot be balanced as it is started; the message names the remedy."""
+    """This engine cannot be balanced as it was started; the message names the remedy."""
 
 
 def attempt(make: Callable[[], _T]) -> _T | None:

@@ -3,6 +3,9 @@
 import copy
 import logging
 
+LOADED = "the plugin is loaded for pool %s; it begins after the first forward pass with EPLB on: %s"
+"""For the pool and the engine's options: an engine without EPLB never calls the plugin."""
+
 _NAME = "Equipoise"
 
 

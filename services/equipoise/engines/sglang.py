@@ -6,6 +6,7 @@ options (`SILENT_PLANNER`) make the recorder count every pass.
 
 import importlib
 import inspect
+import logging
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from equipoise.engines.errors import UnsupportedEngineError, attempt
 from equipoise.engines.lockstep import Lockstep
-from equipoise.engines.logs import log_by
+from equipoise.engines.logs import LOADED, log_by
 from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
@@ -58,6 +59,8 @@ _UPDATES = (
 _SILENT_ITERATIONS = 10**8
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
+_log = logging.getLogger(__name__)
+
 
 def register() -> None:
     """Register the hooks as the environment says; if they cannot be, the log says why."""
@@ -76,6 +79,7 @@ def _register() -> None:
                 f"SGLang {release} has no {hooked}: install {NEWEST}"
             ) from error
     Hooks(settings).register()
+    _log.info(LOADED, settings.pool, SILENT_PLANNER)
 
 
 class Hooks:
@@ -236,11 +240,12 @@ def _group_of(parallel: Any) -> dist.ProcessGroup:
 
 def _check(options: Any, parallel: Any) -> None:
     size = dist.get_world_size() // int(parallel.pp_size)
+    silent = SILENT_PLANNER.replace(" R ", f" {options.ep_num_redundant_experts} ")
     problems = (
         (
             options.eplb_rebalance_num_iterations < _SILENT_ITERATIONS
             or options.expert_distribution_recorder_buffer_size != 1,
-            f"SGLang's own planner is active: start it with {SILENT_PLANNER}",
+            f"SGLang's own planner is active: start it with {silent}",
         ),
         (
             options.ep_dispatch_algorithm == "lp",

@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from equipoise.engines.errors import UnsupportedEngineError, attempt
 from equipoise.engines.lockstep import Lockstep
-from equipoise.engines.logs import log_by
+from equipoise.engines.logs import LOADED, log_by
 from equipoise.engines.model import EngineModel
 from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
@@ -47,11 +48,19 @@ _FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner"
 _UPDATES = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker that write weights in place; older releases have the first only."""
 
+_log = logging.getLogger(__name__)
+
 
 def register() -> None:
     """Wrap `EplbState.step` as the environment says; if it cannot be, the log says why."""
     log_by("vllm")
-    attempt(lambda: install(settings_from()))
+    attempt(_register)
+
+
+def _register() -> None:
+    settings = settings_from()
+    install(settings)
+    _log.info(LOADED, settings.pool, SILENT_PLANNER)
 
 
 def install(settings: EngineSettings) -> None:
@@ -198,12 +207,16 @@ def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
 
 def _check(parallel: Any, *, num_models: int) -> None:
     eplb = parallel.eplb_config
+    silent = SILENT_PLANNER.replace(" R,", f" {eplb.num_redundant_experts},")
     problems = (
         (num_models != 1, "it has a draft model with experts: start it without one"),
-        (getattr(parallel, "enable_elastic_ep", False), "elastic EP is on: remove the option"),
+        (
+            getattr(parallel, "enable_elastic_ep", False),
+            "elastic EP is on: remove --enable-elastic-ep",
+        ),
         (
             eplb.use_async or eplb.step_interval < _SILENT_INTERVAL or eplb.window_size != 1,
-            f"vLLM's own planner is active: start it with {SILENT_PLANNER}",
+            f"vLLM's own planner is active: start it with {silent}",
         ),
     )
     for is_wrong, remedy in problems:
