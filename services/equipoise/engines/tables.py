@@ -29,7 +29,7 @@ def replica_tables(layout: Layout, *, max_replicas: int) -> ReplicaTables:
     if layout.share_of_slot is not None:
         raise StageRejectedError(
             f"generation {layout.generation} gives replicas uneven shares, but this engine chooses "
-            "among them evenly: set planning.weighted to off in the policy"
+            "among them evenly: pin a layout with even shares"
         )
     table = layout.expert_of_slot.astype(np.int64)
     num_layers, num_slots = table.shape
