@@ -1,5 +1,6 @@
 """What happens to an engine's ranks, with real links to a real balancer, when something breaks."""
 
+import os
 import threading
 import time
 
@@ -173,6 +174,20 @@ def test_a_part_of_a_link_that_fails_stops_balancing_by_name_and_the_engine_serv
     assert "RuntimeError: an illegal memory access" in engine.seats[1].stopped
     assert engine.seats[0].stopped == "stopped by moe-1: the log there has the reason"
     engine.until_passes(10)
+
+
+def test_a_fork_of_an_engines_process_announces_no_shutdown_and_waits_for_none(balancer, engine_of):
+    def announce(*_arguments):
+        os._exit(1)
+
+    engine = engine_of().start()
+    engine.until(lambda: len(engine.links) == NUM_RANKS and engine.links[0]._port.address)
+    child = os.fork()
+    if not child:
+        link_module.asyncio.run_coroutine_threadsafe = announce
+        engine.links[0]._leave_at_exit()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_lost_link_is_named_and_nothing_is_planned_until_it_returns(balancer, engine_of):

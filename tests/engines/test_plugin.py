@@ -159,6 +159,7 @@ def sglang_options(monkeypatch, *, release="0.5.23", size=4, **changes):
         "eplb_rebalance_num_iterations": 10**9,
         "ep_num_redundant_experts": 32,
         "expert_distribution_recorder_buffer_size": 1,
+        "expert_distribution_recorder_mode": "stat",
         "ep_dispatch_algorithm": "dynamic",
         "elastic_ep_backend": None,
     }
@@ -190,6 +191,7 @@ RELEASES = pytest.mark.parametrize("release", ["0.5.11", "0.5.16", "0.5.23"])
         ({"eplb_rebalance_num_iterations": 1000}, "--eplb-rebalance-num-iterations 1000000000"),
         ({"expert_distribution_recorder_buffer_size": 50}, "recorder-buffer-size 1"),
         ({"expert_distribution_recorder_buffer_size": 50}, "--ep-num-redundant-experts 32 --"),
+        ({"expert_distribution_recorder_mode": "per_pass"}, "counts no loads: use stat"),
         ({"ep_dispatch_algorithm": "lp"}, "use dynamic"),
         ({"elastic_ep_backend": "mooncake"}, "remove --elastic-ep-backend"),
         ({"size": 8}, "--ep-size 8"),

@@ -150,6 +150,7 @@ def sglang_seat(monkeypatch, metadata, *, stages=2, model=None):
         eplb_rebalance_num_iterations=10**9,
         ep_num_redundant_experts=2,
         expert_distribution_recorder_buffer_size=1,
+        expert_distribution_recorder_mode="stat",
         ep_dispatch_algorithm="dynamic",
     )
     weights_of_layer = {layer: weights() for layer in LAYERS}

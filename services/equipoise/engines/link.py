@@ -75,6 +75,7 @@ class EngineLink:
         self._tasks: set[asyncio.Task[None]] = set()
         # Tasks of the epoch, which end with it.
         self._epoch_tasks: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
 
     def start(self, seat: EngineSeat) -> None:
         """Start the thread: the seat is ready. For the engine's thread; must not fail."""
@@ -87,10 +88,10 @@ class EngineLink:
             bytes_per_s=SCRUB_BYTES_PER_S,
         )
         self._ended = asyncio.Event()
-        thread = threading.Thread(target=self._run, name="equipoise-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="equipoise-link", daemon=True)
         try:
             self._loop = asyncio.new_event_loop()
-            thread.start()
+            self._thread.start()
         except (OSError, RuntimeError) as error:  # No files or threads are left.
             seat.leave(f"rank {seat.rank} cannot start its link: {error}")
             return
@@ -107,7 +108,8 @@ class EngineLink:
         except UnsupportedEngineError as error:
             self._seat.leave(f"rank {self._seat.rank}: {error}")
         except Exception as error:  # noqa: BLE001 - the engine serves on
-            self._lose(error)
+            _log.exception("the link to the balancer ended")
+            self._seat.leave(_lost(self._seat.rank, error))
         finally:
             self._loop.close()
 
@@ -153,7 +155,7 @@ class EngineLink:
 
     def _leave_at_exit(self) -> None:
         """Announce a shutdown of the engine to the balancer, if there is time."""
-        if self._loop.is_running() and self._port.address:
+        if self._thread.is_alive() and self._port.address:  # Not in a fork of this process.
             leaving = asyncio.run_coroutine_threadsafe(
                 self._agent.leave("the engine is shutting down"), self._loop
             )
@@ -216,6 +218,8 @@ class EngineLink:
         self._agent.reopen()
 
     def _note_stop(self, _reason: str) -> None:
+        if self._failure is not None:  # Not earlier: when a process exits, threads can begin none.
+            _log.error("a part of the link failed", exc_info=self._failure)
         self._ended.set()
 
     # The LinkHandler of the agent.
@@ -373,15 +377,15 @@ class EngineLink:
         return task
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Stop balancing, on all ranks together, if a part of this link has failed."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._lose(error)
+            self._failure = error
+            self._seat.leave(_lost(self._seat.rank, error))
 
-    def _lose(self, error: BaseException) -> None:
-        """Stop balancing, on all ranks together, because a part of this link has ended."""
-        _log.error("the link to the balancer ended", exc_info=error)
-        kind = type(error).__name__
-        self._seat.leave(f"rank {self._seat.rank} lost its link for good: {kind}: {error}")
+
+def _lost(rank: int, error: BaseException) -> str:
+    return f"rank {rank} lost its link for good: {type(error).__name__}: {error}"
 
 
 class _NoSpans:

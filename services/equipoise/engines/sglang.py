@@ -57,6 +57,8 @@ _UPDATES = (
 )
 """Those methods; older releases lack some."""
 _SILENT_ITERATIONS = 10**8
+_COUNTING_MODES = ("stat", "stat_approx")
+"""Of the recorder: those with which `_StatAccumulator` counts."""
 _GROUP_TIMEOUT = timedelta(seconds=60)
 
 _log = logging.getLogger(__name__)
@@ -246,6 +248,10 @@ def _check(options: Any, parallel: Any) -> None:
             options.eplb_rebalance_num_iterations < _SILENT_ITERATIONS
             or options.expert_distribution_recorder_buffer_size != 1,
             f"SGLang's own planner is active: start it with {silent}",
+        ),
+        (
+            options.expert_distribution_recorder_mode not in _COUNTING_MODES,
+            "--expert-distribution-recorder-mode counts no loads: use stat",
         ),
         (
             options.ep_dispatch_algorithm == "lp",
