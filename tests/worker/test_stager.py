@@ -255,6 +255,16 @@ async def test_staging_that_a_switch_overtakes_is_rejected(
     assert rig.engine.staged_generation == 0
 
 
+async def test_staging_that_an_update_of_the_weights_overtakes_says_so(
+    rig, random_layout, stage_to, monkeypatch
+):
+    monkeypatch.setattr(rig.engine, "offer", lambda _staged: False)
+    rig.stager.stage(stage_to(rig.running, random_layout(2)))
+    answer = await rig.answer()
+    assert isinstance(answer, LayoutRejected)
+    assert answer.reason == "its weights were updated while it staged: plan again"
+
+
 async def test_staging_that_takes_too_long_is_rejected(rig, random_layout, stage_to):
     rig.slow.may_give.clear()
     rig.stager.stage(stage_to(rig.running, random_layout(2), timeout_s=0.2))

@@ -185,9 +185,12 @@ class Stager:
         # Nothing is awaited between here and the answer: an abort finds the generation offered
         # or not.
         if not self._engine.offer(staged):
+            now, base_generation = self._engine.generation, stage.base_generation
+            if now == base_generation:
+                raise StageRejectedError("its weights were updated while it staged: plan again")
             raise StageRejectedError(
-                f"the ranks switched from generation {stage.base_generation} to "
-                f"{self._engine.generation} in the meantime: plan from there"
+                f"the ranks switched from generation {base_generation} to {now} in the meantime: "
+                "plan from there"
             )
         return pulled
 
