@@ -208,6 +208,18 @@ def test_a_rank_that_can_have_no_link_stops_all_at_once_and_says_why(ranks, tmp_
     assert seats[0].stopped == "stopped by rank 1: the log there has the reason"
 
 
+def test_an_observer_leaves_an_engine_the_tables_that_it_started_with(ranks):
+    """SGLang's differ by rank, and give each the nearest replica; others would change its load."""
+    known = {"EQUIPOISE_BALANCER": "127.0.0.1:1", "EQUIPOISE_POOL": "p", "EQUIPOISE_INSECURE": "1"}
+    model = ranks.seats[0].model
+    before = list(ranks.committed[0])
+    for mode, committed in (("observe", []), ("balance", ["tables"])):
+        settings = settings_from(known | {"EQUIPOISE_MODE": mode})
+        seat = take_seat(model, MemoryLockstep(Rendezvous(2), 0), settings)
+        seat.model.commit("tables")
+        assert ranks.committed[0] == [*before, *committed]
+
+
 def test_ranks_that_took_different_numbers_of_passes_stop_together(ranks):
     ranks.seats[0]._passes += 1
     ranks.step(3)
