@@ -3,16 +3,14 @@
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.engines.wheels import FOLDER
+from tests.engines.wheels import ROOT, run
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 STARTS = {"vllm": "vllm serve", "sglang": "python3 -m sglang.launch_server"}
 
 
@@ -37,15 +35,7 @@ def commands(engine):
 
 def test_the_engine_accepts_the_options_of_the_guide_and_of_its_example(release):
     engine = release.partition("=")[0]
-    path = [FOLDER / release, FOLDER / "plugin", ROOT]
     for command in commands(engine):
         options = command[len(STARTS[engine].split()) :]
         assert "--enable-eplb" in options
-        told = subprocess.run(
-            [FOLDER / "bin/python", "-m", "tests.engines.flags_main", engine, *options],
-            env={"PYTHONPATH": ":".join(map(str, path)), "HOME": "/nowhere"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert told.returncode == 0, told.stderr[-2000:]
+        run(release, "tests.engines.flags_main", engine, *options)

@@ -31,6 +31,21 @@ def set_up_logs(_rank):
         logger.configure_logging(config.LoggingConfig())
 
 
+def dispatch(state, topk):
+    """Slots of logical experts [tokens, k], counted: what vLLM's kernel does, which needs a GPU.
+
+    `tests.engines.dispatch_main` compares the two.
+    """
+    row = torch.arange(len(topk))[:, None].expand_as(topk)
+    pick = ((row * KNUTH) & 0xFFFFFFFF) % state.logical_replica_count[topk]
+    slot = state.logical_to_physical_map[topk, pick]
+    enabled = getattr(state, "should_record_tensor", None)  # Some releases always count.
+    if enabled is None or enabled:
+        one = torch.ones(slot.numel(), dtype=state.expert_load_view.dtype)
+        state.expert_load_view.scatter_add_(0, slot.flatten(), one)
+    return slot
+
+
 class Group:
     """What `EplbState` asks of a `GroupCoordinator`."""
 
@@ -173,18 +188,14 @@ class Rank:
         return seats.get(id(self.state))
 
     def route(self, phase, tokens=32, k=4):
-        """Logical top-k by a skewed draw, then vLLM's rule: hash of the row modulo replicas."""
+        """Logical top-k by a skewed draw, then vLLM's rule."""
         for layer, weights in enumerate(self.weights[phase]):
             state = self.model.moe_layers[layer].eplb_state
             topk = torch.from_numpy(
                 self.draws.choice(self.options.experts, size=(tokens, k), p=weights)
             )
-            row = torch.arange(tokens)[:, None].expand(-1, k)
-            pick = ((row * KNUTH) & 0xFFFFFFFF) % state.logical_replica_count[topk]
-            slot = state.logical_to_physical_map[topk, pick]
+            slot = dispatch(state, topk)
             assert torch.equal(self.model_state.physical_to_logical_map[layer][slot], topk)
-            one = torch.ones(slot.numel(), dtype=state.expert_load_view.dtype)
-            state.expert_load_view.scatter_add_(0, slot.flatten(), one)
         return self.model_state.expert_load_pass[: self.options.layers]
 
     def step(self):

@@ -1,11 +1,14 @@
 """Which releases of the engines are tested, and where their wheels are."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / ".cache/engines"
+ROOT = Path(__file__).parents[2]
+
+FOLDER = ROOT / ".cache/engines"
 """What tests/engines/install.sh makes."""
 
 WANTED = os.environ.get("EQUIPOISE_ENGINES", "").split()
@@ -24,3 +27,16 @@ def _release(name):
 
 RELEASES = [_release(name) for name in WANTED or ("vllm==0.33.0", "sglang==0.5.23")]
 """The parameters of tests that run with each release."""
+
+
+def run(release, module, *arguments):
+    """Run a module of these tests with a release and the plugin; it must succeed."""
+    path = [FOLDER / release, FOLDER / "plugin", ROOT]
+    done = subprocess.run(
+        [FOLDER / "bin/python", "-m", module, *arguments],
+        env={"PYTHONPATH": ":".join(map(str, path)), "HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
