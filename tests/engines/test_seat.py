@@ -189,7 +189,7 @@ def test_ranks_of_different_releases_are_named_and_stop_together():
     ranks.seats[1]._header = lambda: RowForm("of the next release").pack(range(ROW_WIDTH - 1))
     ranks.until_ready()
     assert [rank for rank, _ in ranks.stopped] == [0, 1]
-    assert "rank 1 runs another release of the plugin than rank 0" in ranks.seats[0].stopped
+    assert "rank 0 and rank 1 run different releases of the plugin" in ranks.seats[0].stopped
 
 
 def test_a_rank_that_can_have_no_link_stops_all_at_once_and_says_why(ranks, tmp_path):

@@ -109,7 +109,7 @@ class RowForm:
         others = [name for name, row in zip(names, found, strict=True) if row[0] != found[0][0]]
         if others:
             raise GroupError(
-                f"{', '.join(others)} runs another release of the plugin than {names[0]}: install "
+                f"{names[0]} and {', '.join(others)} run different releases of the plugin: install "
                 "the same one on all ranks, and restart the engine"
             )
         return [row[1:] for row in found]
