@@ -61,6 +61,12 @@ def test_ranks_whose_layers_share_places_show_how_many_are_filled():
     assert all(f"{places - 1}/{places}" in text for places in (44, 36, 52))
 
 
+def test_a_pool_without_workers_shows_no_model_of_no_layers():
+    status = a_pool()
+    status.ClearField("model")
+    assert "epoch 2\n" in printed(pool_view(status, framed=False))
+
+
 def test_ranks_of_an_engine_show_what_it_is_and_no_tokens_or_requests():
     """Its plugin sees neither, and 0 would be wrong."""
     status = a_pool()

@@ -65,10 +65,9 @@ def pool_view(
         (f"  {status.phase} phase" if status.phase else "", "dim"),
     )
     experts = experts_text(status.model.num_experts, shared=shared_expert(status.model))
-    subtitle = Text(
-        f"generation {status.generation} · epoch {status.epoch} · "
-        f"{status.model.num_layers} layers x {experts}"
-    )
+    # Unknown while no worker is connected.
+    shape = f" · {status.model.num_layers} layers x {experts}" if status.model.num_layers else ""
+    subtitle = Text(f"generation {status.generation} · epoch {status.epoch}{shape}")
     if not framed:
         return Group(title, subtitle, body)
     return Panel(body, title=title, subtitle=subtitle, title_align="left", subtitle_align="right")
