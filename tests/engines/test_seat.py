@@ -1,5 +1,6 @@
 """A seat inside an engine: ranks switch after the same pass or stop together, and never wait."""
 
+import threading
 import time
 
 import numpy as np
@@ -360,6 +361,19 @@ def test_a_rank_that_cannot_count_stops_all_and_the_engine_serves_on(ranks):
     ranks.step(4)
     assert [rank for rank, _ in ranks.stopped] == [0, 1]
     assert "rank 1 cannot count its loads" in ranks.seats[1].stopped
+
+
+def test_a_process_that_has_no_threads_left_stops_all_and_the_engine_serves_on(ranks, monkeypatch):
+    def fail(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for seat in ranks.seats:
+            seat.note_update()
+    ranks.step(4)
+    assert [rank for rank, _ in ranks.stopped] == [0, 1]
+    assert "rank 1 cannot hash its experts: can't start new thread" in ranks.seats[1].stopped
 
 
 def test_aborts_at_any_point_of_a_round_never_part_the_ranks(ranks):

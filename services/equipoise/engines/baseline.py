@@ -202,9 +202,13 @@ class Baseline:
                 return
             self._is_hashing = True
         pause_s = self._first_pause_s * 2.0 ** (self._attempts - 1) if self._attempts else 0.0
-        threading.Thread(
+        thread = threading.Thread(
             target=self._hash, args=(pause_s,), name="equipoise-hash", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # No threads are left; the engine serves on.
+            self._on_failure(f"rank {self._rank} cannot hash its experts: {error}")
 
     def _hash(self, pause_s: float) -> None:
         """Hash all slots, until nothing changed meanwhile; on a thread of its own."""

@@ -5,6 +5,7 @@ waits: a peer that took part in a later pass has long started the collective.
 """
 
 import hashlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -42,14 +43,20 @@ class Pending:
         Raises:
             LockstepError: a rank did not take part in time, or is gone.
         """
+        began_s = time.monotonic()
         try:
             if not self._work.wait(timedelta(seconds=self._timeout_s)):
                 raise LockstepError("a collective between the ranks failed")
         except RuntimeError as error:
-            raise LockstepError(
-                f"not all ranks answered within {self._timeout_s:g} s (is the plugin installed and "
-                f"EQUIPOISE_BALANCER set on each of them?): {str(error).splitlines()[0]}"
-            ) from error
+            reason = str(error).splitlines()[0]
+            if time.monotonic() - began_s < self._timeout_s:
+                what = "a rank is gone: look at the log of each, and restart the engine"
+            else:
+                what = (
+                    f"not all ranks answered within {self._timeout_s:g} s (is the plugin installed "
+                    "and EQUIPOISE_BALANCER set on each of them?)"
+                )
+            raise LockstepError(f"{what}: {reason}") from error
         return self._result
 
 
