@@ -1,6 +1,7 @@
 """Weights that an engine updates in place, on ranks with real links to a real balancer."""
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 
 from equipoise.engines import baseline
 from equipoise.engines import link as link_module
+from equipoise.engines.port import PeerPort
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.transfer import ExpertPuller
 from equipoise.wire.balancer_messages import Rejection, Stage
@@ -36,6 +38,49 @@ def test_updated_weights_begin_an_epoch_in_which_balancing_goes_on(
         )
     )
     assert not balancer.status().quarantined
+    assert not any(seat.stopped for seat in engine.seats)
+
+
+def test_an_epoch_that_begins_while_another_ends_leaves_one_scrubber(balancer, engine_of):
+    may_end, ending = threading.Event(), []
+    engine = engine_of().start()
+    engine.until(lambda: len(engine.links) == NUM_RANKS and engine.links[0]._joined)
+    link = engine.links[0]
+    close = link._stager.close
+
+    async def slow_close():
+        ending.append(link)
+        await asyncio.to_thread(may_end.wait)
+        await close()
+
+    def scrubbers():
+        return sum(task.get_coro().__name__ == "_scrub" for task in list(link._tasks))
+
+    link._stager.close = slow_close
+    for _ in range(2):
+        link._loop.call_soon_threadsafe(link._note_baseline, None)
+    engine.until(lambda: ending)
+    may_end.set()
+    engine.until(lambda: link._joined and scrubbers() > 0)
+    engine.until(lambda: not link._following.locked())
+    assert scrubbers() == 1
+
+
+def test_an_update_while_the_port_opens_is_followed(balancer, engine_of, monkeypatch):
+    may_open, opened = threading.Event(), PeerPort.open
+
+    async def slow_open(port, worker):
+        await asyncio.to_thread(may_open.wait)
+        await opened(port, worker)
+
+    monkeypatch.setattr(PeerPort, "open", slow_open)
+    engine = engine_of().start()
+    engine.until(lambda: len(engine.links) == NUM_RANKS)
+    epoch = engine.seats[0].epoch
+    engine.update(is_announced=True)
+    engine.until(lambda: engine.seats[0].epoch > epoch)
+    may_open.set()
+    engine.until(lambda: balancer.status().epoch == engine.seats[0].epoch)
     assert not any(seat.stopped for seat in engine.seats)
 
 

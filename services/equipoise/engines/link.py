@@ -75,6 +75,7 @@ class EngineLink:
         self._tasks: set[asyncio.Task[None]] = set()
         # Tasks of the epoch, which end with it.
         self._epoch_tasks: list[asyncio.Task[None]] = []
+        self._following = asyncio.Lock()
         self._failure: BaseException | None = None
 
     def start(self, seat: EngineSeat) -> None:
@@ -117,7 +118,6 @@ class EngineLink:
         """Serve peers and follow the balancer until the seat stops."""
         settings, seat = self._settings, self._seat
         self._begin_epoch()
-        await self._port.open(seat.worker)
         self._agent = Agent(
             addresses=settings.balancer.split(","),
             handler=self,
@@ -125,6 +125,7 @@ class EngineLink:
             credentials=self._port.credentials,
             waits=self._waits,
         )
+        await self._port.open(seat.worker)
         _log.info("rank %d of pool %s listens on %s", seat.rank, settings.pool, self._port.address)
         self._spawn(self._agent.run())
         await self._ended.wait()
@@ -144,8 +145,8 @@ class EngineLink:
 
     async def _end_epoch(self) -> None:
         """Forget the peers of the epoch, and what is staged in it."""
-        stager, self._stager, self._joined = self._stager, None, None
-        puller, self._puller = self._puller, None
+        stager, puller = self._stager, self._puller
+        self._stager = self._puller = self._joined = None
         for task in self._epoch_tasks:
             task.cancel()
         if stager is not None:
@@ -213,12 +214,13 @@ class EngineLink:
         self._spawn(self._follow_baseline())
 
     async def _follow_baseline(self) -> None:
-        await self._end_epoch()
-        self._begin_epoch()
+        async with self._following:  # Another may begin before this epoch has ended.
+            await self._end_epoch()
+            self._begin_epoch()
         self._agent.reopen()
 
     def _note_stop(self, _reason: str) -> None:
-        if self._failure is not None:  # Not earlier: when a process exits, threads can begin none.
+        if self._failure is not None:  # Not earlier: parts fail when a process exits.
             _log.error("a part of the link failed", exc_info=self._failure)
         self._ended.set()
 
@@ -311,13 +313,9 @@ class EngineLink:
             self._reject(stage.change.generation or stage.layout.generation, reason)
 
     def _reject(self, generation: int, reason: str) -> None:
+        epoch, rank = self._seat.epoch, self._seat.rank
         self._outbox.send(
-            LayoutRejected(
-                epoch=self._seat.epoch,
-                rank=self._seat.rank,
-                generation=generation,
-                reason=reason,
-            )
+            LayoutRejected(epoch=epoch, rank=rank, generation=generation, reason=reason)
         )
 
     def _join(self, join_epoch: JoinEpoch) -> None:
