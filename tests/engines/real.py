@@ -127,6 +127,18 @@ class Balancer:
 
         until(is_pinned, lambda: self.log[-4000:])
 
+    def pause(self):
+        """Pause the pool, and wait until its rollout has ended."""
+        self._admin("Pause", admin_pb2.PauseRequest(reason="an update"))
+        self.until(lambda status: not status.HasField("rollout"))
+
+    def resume(self):
+        self._admin("Resume", admin_pb2.ResumeRequest(reason="the update is over"))
+
+    def _admin(self, method, request):
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+            getattr(admin_pb2_grpc.AdminStub(channel), method)(request, timeout=BOUND_S)
+
     def die_in_every_phase(self, serve_on):
         """Die in each phase of a rollout and start again; `serve_on` has the ranks take passes.
 

@@ -188,15 +188,15 @@ class Rank:
         return seats.get(id(self.state))
 
     def route(self, phase, tokens=32, k=4):
-        """Logical top-k by a skewed draw, then vLLM's rule."""
+        """Logical top-k by a skewed draw, then vLLM's rule; returns what the slots received."""
+        options, counts = self.options, []
         for layer, weights in enumerate(self.weights[phase]):
             state = self.model.moe_layers[layer].eplb_state
-            topk = torch.from_numpy(
-                self.draws.choice(self.options.experts, size=(tokens, k), p=weights)
-            )
+            topk = torch.from_numpy(self.draws.choice(options.experts, size=(tokens, k), p=weights))
             slot = dispatch(state, topk)
             assert torch.equal(self.model_state.physical_to_logical_map[layer][slot], topk)
-        return self.model_state.expert_load_pass[: self.options.layers]
+            counts.append(slot.flatten().bincount(minlength=options.experts + options.redundant))
+        return torch.stack(counts)
 
     def step(self):
         self.state.step()
