@@ -10,6 +10,7 @@ import pytest
 from equipoise.engines import baseline
 from equipoise.engines import link as link_module
 from equipoise.engines.port import PeerPort
+from equipoise.rank.errors import DamagedSlotError
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.transfer import ExpertPuller
 from equipoise.wire.balancer_messages import Rejection, Stage
@@ -39,6 +40,24 @@ def test_updated_weights_begin_an_epoch_in_which_balancing_goes_on(
     )
     assert not balancer.status().quarantined
     assert not any(seat.stopped for seat in engine.seats)
+
+
+def test_a_slot_that_an_update_changed_is_no_damage(balancer, engine_of, caplog):
+    async def find():
+        raise DamagedSlotError("slot 0 holds other bytes; memory is damaged", checksums=None)
+
+    engine = engine_of().start()
+    engine.until(engine.has_switched)
+    engine.park()
+    for seat in engine.seats:
+        seat.note_update()
+    link, seat = engine.links[0], engine.seats[0]
+    version = seat.weights_version
+    assert version > seat.hashed_weights
+    link._scrubber.run = find
+    asyncio.run_coroutine_threadsafe(link._scrub(), link._loop).result()
+    assert seat.weights_version == version
+    assert "damaged" not in caplog.text
 
 
 def test_an_epoch_that_begins_while_another_ends_leaves_one_scrubber(balancer, engine_of):

@@ -362,11 +362,15 @@ class EngineLink:
 
     async def _scrub(self) -> None:
         """Look for slots that hold other bytes than they were filled with, until one does."""
+        seat, table = self._seat, self._seat.table
         try:
             await self._scrubber.run()
         except DamagedSlotError as error:
-            _log.warning("hashing all slots again, on all ranks: %s", error)
-            self._seat.note_changed_slots()
+            if seat.table is not table or seat.weights_version != seat.hashed_weights:
+                return  # By an update that the ranks know: slots are verified in its epoch again.
+            what, _, _ = str(error).partition(";")  # Memory is damaged if no update explains it.
+            _log.warning("hashing all slots again, on all ranks: %s", what)
+            seat.note_changed_slots()
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = self._loop.create_task(coroutine)
