@@ -155,6 +155,24 @@ async def test_a_balancer_that_goes_away_and_returns_is_found_and_each_change_is
     assert any("; retrying" in message for message in said)
 
 
+async def test_a_worker_that_is_rejected_again_and_again_does_not_say_that_it_is_linked(
+    balancer, caplog
+):
+    caplog.set_level("INFO")
+    rig = Rig(balancer.address)
+    rejection = Rejection(reason="not here", fatal=True)
+    async with running(rig):
+        for _ in range(3):
+            link = await balancer.link()
+            link.say(rejection)
+            assert await rig.next() == rejection
+            link.hang_up()
+        await balancer.link()
+    said = [record.message for record in caplog.records if record.name.endswith("agent")]
+    assert len(said) == 1
+    assert "the balancer closed the stream; retrying" in said[0]
+
+
 async def _restarted(balancer):
     await balancer.start()
     return await balancer.link()

@@ -247,7 +247,7 @@ class Agent:
                 raise LinkLostError(f"dropped a {type(value).__name__}: {reason}")
             if not isinstance(value, Rejection):
                 self._num_failures = 0
-            self._log_change(logging.INFO, f"linked to the balancer at {self._address}")
+                self._log_change(logging.INFO, f"linked to the balancer at {self._address}")
             if isinstance(value, JoinEpoch):
                 self._heartbeat_interval_s = value.heartbeat_interval_s
             if not isinstance(value, HeartbeatAck):
