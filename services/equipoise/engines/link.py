@@ -18,11 +18,11 @@ from torch import Tensor
 
 from equipoise.engines.comparison import differs, is_updated
 from equipoise.engines.errors import UnsupportedEngineError
+from equipoise.engines.hello import hello_of
 from equipoise.engines.port import PeerPort
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.settings import EngineSettings, Mode
 from equipoise.planning.layout import Layout
-from equipoise.planning.moves import checksums_digest
 from equipoise.planning.phase import Phase
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.engine import used_and_staged
@@ -37,7 +37,6 @@ from equipoise.wire.messages import (
     Heartbeat,
     Hello,
     LayoutRejected,
-    RunningState,
     Staged,
     Switched,
     Wait,
@@ -230,41 +229,16 @@ class EngineLink:
         """Return this rank's state; a generation that is not staged yet is dropped."""
         if self._stager is not None:
             self._stager.drop_unfinished()
-        seat, model = self._seat, self._seat.model
-        contents, staged = used_and_staged(seat.held, seat)
+        contents, staged = used_and_staged(self._seat.held, self._seat)
         if self._hashed.layout is contents.layout:
             contents = self._hashed
-        digest = checksums_digest(seat.table)
-        return Hello(
-            pool=self._settings.pool,
-            worker=self._seat.worker,
+        return hello_of(
+            self._seat,
+            contents,
+            settings=self._settings,
             boot_id=self._boot_id,
-            node=self._settings.node,
-            host=self._settings.node,
-            device=str(model.slots[0].device),
-            engine=model.engine,
-            max_replicas=model.max_replicas,
-            weights_version=seat.hashed_weights,
-            kernels=model.engine,
             address=self._port.address,
-            rendezvous_address=self._port.address,
-            model=model.shape,
-            slots_per_rank=contents.layout.slots_per_rank,
-            num_ranks=seat.num_ranks,
-            checkpoint_fingerprint=digest.hex(),
-            experts_digest=digest,
-            running=RunningState(
-                epoch=seat.epoch,
-                rank=seat.rank,
-                workers=seat.workers,
-                staged_generation=staged,
-                layout=contents.layout,
-                checksums=contents.checksums,
-                steps=model.engine,
-                expert_checksums=None if seat.rank else seat.table,
-            ),
-            highest_epoch=seat.epoch,
-            highest_generation=max(contents.layout.generation, staged),
+            staged_generation=staged,
         )
 
     def heartbeat(self, sequence: int) -> Heartbeat:
