@@ -77,6 +77,15 @@ def test_a_generation_dropped_before_is_switched_to_by_none(ranks, dropped):
     assert ranks.switched == []
 
 
+def num_switches(ranks):
+    """How often ranks switched, both at the same step each time."""
+    steps = {}
+    for _, switch in ranks.switched:
+        steps.setdefault(switch.generation, []).append(switch.step)
+    assert all(len(both) == 2 and len(set(both)) == 1 for both in steps.values())
+    return len(steps)
+
+
 def test_ranks_never_differ_however_aborts_and_stages_interleave(ranks):
     draw = np.random.default_rng(5)
     tables, after = [FIRST, SECOND, THIRD], 0
@@ -91,11 +100,7 @@ def test_ranks_never_differ_however_aborts_and_stages_interleave(ranks):
             seat.drop(seat.staged_generation)
         ranks.step()
         assert len({seat.generation for seat in ranks.seats}) == 1
-    steps = {}
-    for _, switch in ranks.switched:
-        steps.setdefault(switch.generation, []).append(switch.step)
-    assert len(steps) > 20
-    assert all(len(both) == 2 and len(set(both)) == 1 for both in steps.values())
+    assert num_switches(ranks) > 20
     assert not any(seat.stopped for seat in ranks.seats)
 
 
@@ -394,8 +399,4 @@ def test_aborts_at_any_point_of_a_round_never_part_the_ranks(ranks):
                     seat.drop(layout.generation)
                 seat.on_step()
             assert len({seat.generation for seat in ranks.seats}) == 1
-    steps = {}
-    for _, switch in ranks.switched:
-        steps.setdefault(switch.generation, []).append(switch.step)
-    assert len(steps) > 20
-    assert all(len(both) == 2 and len(set(both)) == 1 for both in steps.values())
+    assert num_switches(ranks) > 20
