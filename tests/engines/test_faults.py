@@ -176,6 +176,23 @@ def test_a_part_of_a_link_that_fails_stops_balancing_by_name_and_the_engine_serv
     engine.until_passes(10)
 
 
+def test_a_rejection_is_logged_once_however_often_it_is_repeated(balancer, engine_of, caplog):
+    """Of two engines in one pool whose ranks have the same names, the later gets no rank."""
+    first = engine_of(pool="moe").start()
+    first.until(first.has_switched)
+    second = engine_of(pool="moe").start()
+    second.until(lambda: len(second.links) == NUM_RANKS)
+    link, times = second.links[0], []
+    receive = link.receive
+    link.receive = lambda message: (times.append(message), receive(message))
+    second.until(lambda: len(times) >= 3)
+    said = [
+        one.message for one in caplog.records if "rejects this rank: worker moe-0" in one.message
+    ]
+    assert len(said) == 1
+    assert not second.check()
+
+
 def test_a_fork_of_an_engines_process_announces_no_shutdown_and_waits_for_none(balancer, engine_of):
     def announce(*_arguments):
         os._exit(1)

@@ -211,7 +211,8 @@ async def test_leaving_without_a_balancer_waits_for_nothing():
         await asyncio.wait_for(rig.agent.leave("maintenance", timeout_s=10_000), 60)
 
 
-async def test_rejections_do_not_reset_the_backoff(balancer):
+async def test_rejections_do_not_reset_the_backoff_and_are_no_links(balancer, caplog):
+    caplog.set_level("INFO")
     bounds = []
 
     def uniform(low, high):
@@ -226,6 +227,8 @@ async def test_rejections_do_not_reset_the_backoff(balancer):
             link.hang_up()
             assert (await rig.next()).fatal
     assert bounds[:3] == [0.02, 0.04, 0.05]
+    assert "linked" not in caplog.text
+    assert caplog.text.count("; retrying") == 1
 
 
 async def test_reconnects_are_spread_below_a_bound_that_doubles():

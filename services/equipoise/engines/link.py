@@ -76,6 +76,7 @@ class EngineLink:
         self._epoch_tasks: list[asyncio.Task[None]] = []
         self._following = asyncio.Lock()
         self._failure: BaseException | None = None
+        self._rejection = ""
 
     def start(self, seat: EngineSeat) -> None:
         """Start the thread: the seat is ready. For the engine's thread; must not fail."""
@@ -264,6 +265,7 @@ class EngineLink:
             self._seat.note_number(max(message.epoch, message.layout.generation))
         match message:
             case JoinEpoch():
+                self._rejection = ""
                 self._join(message)
             case Stage() if self._settings.mode is Mode.OBSERVE:
                 self._reject(message.layout.generation, "EQUIPOISE_MODE is observe")
@@ -276,7 +278,9 @@ class EngineLink:
                 _log.info("generation %d is aborted: %s", message.generation, message.reason)
                 self._stager.abort(message)
             case Rejection():
-                _log.warning("the balancer rejects this rank: %s", message.reason)
+                if message.reason != self._rejection:  # It is repeated at each attempt.
+                    _log.warning("the balancer rejects this rank: %s", message.reason)
+                self._rejection = message.reason
             case _:
                 _log.warning("ignored a %s: this rank has not joined", type(message).__name__)
 
