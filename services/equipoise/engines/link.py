@@ -8,14 +8,13 @@ import atexit
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
+from equipoise.engines.absent import NoSpans, no_checkpoint
 from equipoise.engines.comparison import differs, is_updated
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.hello import hello_of
@@ -26,7 +25,7 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.phase import Phase
 from equipoise.rank.agent import Agent, Outbox
 from equipoise.rank.engine import used_and_staged
-from equipoise.rank.errors import DamagedSlotError, NotHeldError, TransferError
+from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.reporter import Reporter
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.stager import Stager
@@ -37,7 +36,6 @@ from equipoise.wire.messages import (
     Heartbeat,
     Hello,
     LayoutRejected,
-    Staged,
     Switched,
     Wait,
 )
@@ -314,7 +312,7 @@ class EngineLink:
             join_epoch,
             pool=self._settings.pool,
             held=seat.held,
-            read_checkpoint=_no_checkpoint,
+            read_checkpoint=no_checkpoint,
             checksums=seat.table,
             expert_bytes=seat.model.shape.expert_bytes,
             credentials=self._port.credentials,
@@ -326,7 +324,7 @@ class EngineLink:
             puller=puller,
             epoch=seat.epoch,
             send=self._outbox.send,
-            spans=_NoSpans(),
+            spans=NoSpans(),
         )
         reporter = Reporter(
             join_epoch,
@@ -366,18 +364,3 @@ class EngineLink:
 
 def _lost(rank: int, error: BaseException) -> str:
     return f"rank {rank} lost its link for good: {type(error).__name__}: {error}"
-
-
-class _NoSpans:
-    """In place of traces, which would need OpenTelemetry in the engine."""
-
-    @contextmanager
-    def staging(self, stage: Stage) -> Iterator[Callable[[Staged | LayoutRejected], None]]:
-        """Record nothing."""
-        del stage
-        yield lambda _answer: None
-
-
-async def _no_checkpoint(layer: int, expert: int) -> Tensor:
-    del layer, expert
-    raise TransferError("an engine's weights are not in the format of its checkpoint")
