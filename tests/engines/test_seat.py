@@ -11,6 +11,7 @@ from equipoise.engines.lockstep import ROW_WIDTH, LockstepError, MixedLayoutsErr
 from equipoise.engines.seat import ROUND_PASSES
 from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import settings_from
+from equipoise.engines.slots import EngineSlots
 from tests.engines.seats import MemoryLockstep, Ranks, Rendezvous
 
 FIRST = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 2, 0]]
@@ -175,6 +176,57 @@ def test_replicas_that_differ_stop_all_ranks_before_anything_moves():
     assert {reason for _, reason in ranks.stopped} == {ranks.seats[0].stopped}
     assert "replicas of expert 0 of layer 0 differ" in ranks.seats[0].stopped
     assert ranks.ready == []
+
+
+def test_an_update_while_the_slots_are_hashed_first_is_waited_for():
+    seeds = iter(range(100))
+    ranks = Ranks(FIRST, num_experts=4, seed_of=lambda layer, expert: next(seeds))
+    end_s = time.monotonic() + 20.0
+    while not ranks.seats[0]._baseline._attempts:
+        assert time.monotonic() < end_s
+        ranks.step()
+        time.sleep(0.001)
+    for tensors in ranks.tensors.values():
+        for first, _ in tensors:
+            first[:, 2] = 7  # The update is complete.
+    ranks.until_ready()
+    assert len(ranks.ready) == 2
+    assert not ranks.stopped
+
+
+def test_an_update_that_one_rank_has_hashed_before_the_first_comparison_is_waited_for(monkeypatch):
+    """No passes are taken during an update, and ranks hash at different speeds."""
+    ranks = Ranks(FIRST, num_experts=4)
+    baselines = [seat._baseline for seat in ranks.seats]
+    end_s = time.monotonic() + 20.0
+
+    def until(condition):
+        while not condition():
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+
+    ranks.step(2)
+    until(lambda: all(one._hashed for one in baselines))
+    ranks.step()  # Both say so.
+    may_read, read = threading.Event(), EngineSlots.read
+
+    def slowly(slots, slot):
+        if slots in baselines[1]._slots:
+            may_read.wait()
+        return read(slots, slot)
+
+    monkeypatch.setattr(EngineSlots, "read", slowly)
+    for rank, tensors in ranks.tensors.items():
+        for first, _ in tensors:
+            first[:, 2] += 1
+        ranks.seats[rank].note_update()
+    until(lambda: baselines[0]._hashed[0] == 2)
+    ranks.step(3)
+    assert not ranks.stopped
+    may_read.set()
+    ranks.until_ready()
+    assert len(ranks.ready) == 2
+    assert [one._attempts for one in baselines] == [0, 0]
 
 
 def test_a_rank_that_leaves_stops_all_after_the_same_pass(ranks):

@@ -20,7 +20,7 @@ from equipoise.rank.errors import GroupError, NotHeldError
 from equipoise.rank.held import Contents, HeldExperts
 
 MAX_ATTEMPTS = 7
-"""Baselines in succession that may fail after an update, because it is still in progress."""
+"""Baselines in succession that may fail, because an update of the weights is in progress."""
 
 FIRST_PAUSE_S = 1.0
 """Pause before the second attempt; twice as long before each further one."""
@@ -156,8 +156,8 @@ class Baseline:
         if self._comparing is None and is_hashed:
             with self._lock:
                 assert self._hashed is not None, "its row said so, and no switch came between"
-                contents = self._hashed[1]
-            pending = lockstep.gather(held_row(self._worker, contents.checksums))
+                version, contents = self._hashed
+            pending = lockstep.gather(held_row(self._worker, version, contents.checksums))
             is_announced = announced > self.taken
             self._comparing = _Comparing(
                 newest, is_announced, least_number(rows), contents, pending
@@ -173,12 +173,14 @@ class Baseline:
         if comparing is None:
             return None
         found = compare(comparing.rows.result(), comparing.contents.layout, self.table)
+        if found.versions != {comparing.version}:
+            return None  # Some have hashed newer weights since they said so: all compare those.
         fault = _fault(found, is_announced=comparing.is_announced)
         is_first = self.table is None
-        if fault and (is_first or self._attempts + 1 >= MAX_ATTEMPTS):
+        if fault and self._attempts + 1 >= MAX_ATTEMPTS:
             raise GroupError(fault)
         if fault:
-            _log.warning("the updated weights are hashed again: %s", fault)
+            _log.warning("the weights are hashed again: %s", fault)
             self._attempts += 1
             with self._lock:
                 self.version = max(self.version, comparing.version + 1)

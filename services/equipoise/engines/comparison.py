@@ -11,8 +11,11 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.rank.held import Contents
 
-NAME_BYTES = 256
+_NAME_BYTES = 256
 """Room for a worker's name."""
+
+HEAD_BYTES = _NAME_BYTES + 8
+"""Of a rank's row: its worker's name, and the number of the weights that it has hashed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,6 +24,9 @@ class Comparison:
 
     workers: tuple[str, ...]
     """The workers of all ranks."""
+
+    versions: frozenset[int]
+    """Numbers of the weights that the ranks have hashed."""
 
     table: Checksums
     """Checksums by expert, uint8 [layers, experts, 16]."""
@@ -35,10 +41,13 @@ class Comparison:
     """The first such slot, in words; empty if there is none."""
 
 
-def held_row(worker: str, checksums: Checksums) -> Tensor:
-    """Return a rank's row: its worker's name in ASCII, and the checksums of its own slots."""
-    row = worker.encode("ascii").ljust(NAME_BYTES) + checksums.tobytes()
-    return torch.frombuffer(bytearray(row), dtype=torch.uint8)
+def held_row(worker: str, version: int, checksums: Checksums) -> Tensor:
+    """Return a rank's row: its worker's name in ASCII, and what it has hashed of its own slots.
+
+    `version` is the number of the weights that the checksums are of.
+    """
+    head = worker.encode("ascii").ljust(_NAME_BYTES) + version.to_bytes(8, "little")
+    return torch.frombuffer(bytearray(head + checksums.tobytes()), dtype=torch.uint8)
 
 
 def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Comparison:
@@ -47,10 +56,11 @@ def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Compariso
     `before` is the table that they agreed on the last time; None the first time.
     """
     held = rows.numpy()
-    workers = tuple(row.tobytes().decode("ascii").rstrip() for row in held[:, :NAME_BYTES])
+    workers = tuple(row.tobytes().decode("ascii").rstrip() for row in held[:, :_NAME_BYTES])
+    versions = (int.from_bytes(row.tobytes(), "little") for row in held[:, _NAME_BYTES:HEAD_BYTES])
     experts = layout.expert_of_slot
     num_layers, num_slots = experts.shape
-    by_rank = held[:, NAME_BYTES:].reshape(layout.num_ranks, num_layers, -1, CHECKSUM_BYTES)
+    by_rank = held[:, HEAD_BYTES:].reshape(layout.num_ranks, num_layers, -1, CHECKSUM_BYTES)
     of_slot = by_rank.swapaxes(0, 1).reshape(num_layers, num_slots, CHECKSUM_BYTES)
     layers = np.arange(num_layers)[:, None]
     table = np.zeros((num_layers, layout.num_experts, CHECKSUM_BYTES), dtype=np.uint8)
@@ -77,6 +87,7 @@ def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Compariso
             changed = f"{place(slot)} of layer {layer}, expert {experts[layer, slot]}"
     return Comparison(
         workers=workers,
+        versions=frozenset(versions),
         table=table,
         conflict=conflict,
         share_changed=share,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from equipoise.engines.baseline import FIRST_PAUSE_S, Baseline, WeightsRow
-from equipoise.engines.comparison import NAME_BYTES
+from equipoise.engines.comparison import HEAD_BYTES
 from equipoise.engines.loads import SeatLoads
 from equipoise.engines.lockstep import (
     Lockstep,
@@ -54,7 +54,7 @@ any; a sum for each round would never catch up with that of a switch."""
 _MEDIAN_PASSES = 128
 
 _FIELDS = (*StepHeader._fields, *WeightsRow._fields)
-_FORM = RowForm(_FIELDS, NAME_BYTES, ROUND_PASSES, LOAD_ROUNDS)
+_FORM = RowForm(_FIELDS, HEAD_BYTES, ROUND_PASSES, LOAD_ROUNDS)
 
 
 class EngineSeat:
