@@ -47,6 +47,8 @@ class Options:
     """What rank 1 is to its peers, if not well: "damaged", "slow" or "unreachable"."""
     equal: bool = False
     """Compare each switch with the engine's own mover."""
+    mutant: str = ""
+    """A fault of the plugin itself, one of `MUTANTS`."""
 
     @property
     def stage_ranks(self) -> int:
@@ -153,7 +155,12 @@ def _run_rank(module, options: Options, rank: int) -> None:
         )
         if options.answer == "unreachable" and rank == _BAD_RANK:
             os.environ["EQUIPOISE_ADVERTISE_HOST"] = "127.0.0.2"  # Nothing listens there.
-        record = Passes(module.Rank(options, rank), options).take()
+        one = module.Rank(options, rank)
+        if options.mutant:
+            from tests.engines.mutants import MUTANTS
+
+            MUTANTS[options.mutant](one)
+        record = Passes(one, options).take()
         Path(options.folder, f"rank{rank}.json").write_text(json.dumps(vars(record)))
         dist.barrier()
         code = 0

@@ -262,9 +262,13 @@ class Rank:
                 return f"layer {layer}: {wrong}"
         return ""
 
+    def whole_tables(self):
+        """The tables that SGLang reads; first the experts of the slots, last the replica counts."""
+        return [getattr(self.metadata, name) for name in (*TABLES, COUNTS)]
+
     def tables(self):
-        """All tables that are the same on all ranks; first the experts of the slots."""
-        return [getattr(self.metadata, name)[self.layers] for name in (*TABLES, COUNTS)]
+        """What of them is in use, the same on all ranks."""
+        return [table[self.layers] for table in self.whole_tables()]
 
     def copies(self):
         return {layer: [tensor.clone() for tensor in self.weights[layer]] for layer in self.layers}

@@ -232,15 +232,20 @@ class Rank:
                 return f"layer {layer}: {wrong}"
         return ""
 
-    def tables(self):
-        """All tables; first the experts of the slots."""
-        most, state = self.options.experts + self.options.redundant, self.model_state
-        layers = slice(self.options.layers)
+    def whole_tables(self):
+        """The tables that vLLM reads; first the experts of the slots, last the replica counts."""
+        state = self.model_state
         return [
-            state.physical_to_logical_map[layers],
-            state.logical_to_physical_map[layers, :, :most],
-            state.logical_replica_count[layers],
+            state.physical_to_logical_map,
+            state.logical_to_physical_map,
+            state.logical_replica_count,
         ]
+
+    def tables(self):
+        """What of them is in use."""
+        layers, most = slice(self.options.layers), self.options.experts + self.options.redundant
+        experts, slots, counts = self.whole_tables()
+        return [experts[layers], slots[layers, :, :most], counts[layers]]
 
     def compare(self, before, after, copies):
         """Compare a switch with vLLM's own mover and maps."""
