@@ -98,6 +98,18 @@ def test_our_worker_is_not_mixed_with_an_engines_ranks(engine_bench, hello_of, w
     assert engine_bench.pool.roster.complete
 
 
+def test_a_second_engine_in_a_pool_is_told_to_have_one_of_its_own(engine_bench):
+    names = tuple(f"other-{rank}" for rank in range(4))
+    for worker, name in zip(engine_bench.ranks, names, strict=True):
+        hello = worker.reconnecting()
+        running = dataclasses.replace(hello.running, epoch=hello.running.epoch + 1, workers=names)
+        engine_bench.hello(dataclasses.replace(hello, worker=name, boot_id=name, running=running))
+    engine_bench.tick(1.0)
+    members = engine_bench.pool.roster.members
+    assert all("give its engine a pool of its own" in members[name].left_out for name in names)
+    assert engine_bench.pool.roster.complete
+
+
 def beat(harness, **changes):
     """All ranks send a heartbeat that says this."""
     for worker in harness.ranks:

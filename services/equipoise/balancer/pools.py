@@ -338,7 +338,10 @@ def pick(pools: Mapping[str, _View], name: str, *, unreadable: Mapping[str, str]
     if found is not None:
         return found
     if not names:
-        raise UnknownPoolError("there is no pool yet: start workers with this balancer's address")
+        raise UnknownPoolError(
+            "there is no pool yet: start workers, or an engine with the plugin, with this "
+            "balancer's address"
+        )
     known = ", ".join(names)
     if not name:
         raise UnknownPoolError(f"there are several pools, name one of them: {known}")

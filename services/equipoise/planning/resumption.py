@@ -34,6 +34,9 @@ class RunningClaim:
     is_rank: bool = False
     """Whether this balancer counts it as a rank already."""
 
+    engine: str = ""
+    """The engine of another project that it is part of; empty for our workers."""
+
     @property
     def group(self) -> tuple[int, tuple[str, ...]]:
         """What all claims of a group have in common."""
@@ -177,10 +180,12 @@ def _contradiction(claim: RunningClaim, ranks: Sequence[RunningClaim]) -> str:
             f"it runs in epoch {claim.epoch} with other ranks than {len(ranks)} workers report: "
             "restart it"
         )
-    when = "the next" if is_apart else "once its group has ended"
+    then = "it can join the next" if is_apart else "it can join once its group has ended"
+    if is_apart and claim.engine:
+        then = "give its engine a pool of its own"
     return (
         f"it runs in epoch {claim.epoch}, but {len(ranks)} of {len(one.workers)} ranks of epoch "
-        f"{one.epoch} are connected: it can join {when}"
+        f"{one.epoch} are connected: {then}"
     )
 
 

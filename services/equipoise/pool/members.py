@@ -203,6 +203,7 @@ class Roster:
                 generation=member.claim.generation,
                 digest=member.claim.layout.digest(),
                 is_rank=member.rank is not None,
+                engine=member.hello.engine,
             )
             for member in self._members.values()
             if member.claim is not None and member.claim.epoch > latest and member.connected
