@@ -9,14 +9,13 @@ from tests.engines.real import until
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
-SAME = {"weights": True, "tables": True, "counts": True}
 BROKEN = re.compile(r"rank \d failed|no longer balanced|hashed the updated weights")
 """In the log of ranks whose weights nobody updates; others may wait for one that has failed."""
 
 
 @pytest.mark.parametrize("mutant", ["", *MUTANTS], ids=["none", *MUTANTS])
 def test_faults_planted_in_the_plugin_are_noticed_and_nothing_else(real_balancer, run_of, mutant):
-    run = run_of(equal=True, mutant=mutant)
+    run = run_of(mutant=mutant)
     until(
         lambda: BROKEN.search(run.log) or real_balancer.status().rollouts_completed,
         lambda: run.log[-4000:],
@@ -33,10 +32,7 @@ def fault_of(run):
         run.until(lambda: BROKEN.search(run.log) or len(run.windows()) >= passed)
         if broken := BROKEN.search(run.log):
             return broken.group()
-        found = run.records()
+        run.records()
     except AssertionError as error:
         return f"{error!r}"[:200]
-    for one in found:
-        if one["equal"] != [SAME] * len(one["switches"]):
-            return f"{one['equal']}"
     return ""
