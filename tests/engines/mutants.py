@@ -71,7 +71,7 @@ def _dropped_while_advertised(one):
 
 
 def _payload_swapped(_one):
-    """Consistently, so that checksums of payloads agree."""
+    """After their checksums were verified."""
     stage = EngineSlots.stage
 
     def swapped(slots, payloads):

@@ -80,7 +80,8 @@ class NumberClaims:
     def skip(self, workers: Collection[str]) -> None:
         """Leave out numbers that only absent ranks may know, when `workers` are the first ranks.
 
-        Two balancers that know the same use other numbers, and so does one for other processes.
+        Balancers of different terms that know the same use different numbers, and so does one
+        balancer for different processes.
         """
         members = self._roster.members
         processes = sorted((name, members[name].hello.boot_id) for name in workers)
