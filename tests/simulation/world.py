@@ -209,12 +209,13 @@ class World(Faults):
     def _is_explained(self, reason: str) -> bool:
         """Whether a pool is degraded by a worker that lies, left or is damaged, or lacks ranks."""
         has_liar = self.liar is not None and self.liar.alive
-        names = {self.odd, *self.retired, *([liars.NAME] if has_liar else ())} - {""}
+        damaged = [name for name, disk in self.disks.items() if disk.damaged]
+        names = {self.odd, *self.retired, *damaged, *([liars.NAME] if has_liar else ())} - {""}
         if any(reason.startswith(f"{name} ") or f"({name})" in reason for name in names):
             return True
         if any(reason.startswith(f"{name} is quarantined") for name in self.rot.idle):
             return True
-        is_short = bool(self.retired) or any(disk.damaged for disk in self.disks.values())
+        is_short = bool(self.retired or damaged)
         return is_short and re.match(r"\d+ of \d+ ranks", reason) is not None
 
     def _apart(self, pool: Any) -> str:
