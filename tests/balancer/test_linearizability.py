@@ -25,7 +25,8 @@ from tests.support.linearizability import (
 from tests.support.links import IN_NAMESPACE, Proxies, namespace_fault
 from tests.support.redis_replica import promote, replicated, until_replicated
 from tests.support.redis_server import require_redis
-from tests.support.store_histories import TIMEOUT_S, Client, State, is_sound, step
+from tests.support.store_contract import State, step
+from tests.support.store_histories import TIMEOUT_S, Client, is_sound
 from tests.support.store_histories import history_of as history_with_promotions
 from tests.support.tcp_proxy import TcpProxy
 
@@ -116,6 +117,13 @@ async def test_two_balancers_at_a_server_that_fails_leave_a_linearizable_history
         ("PRELUDE", "tonumber(term) < tonumber(highest_term)", "false"),
         ("ADD_AUDIT", "if ARGV[6] ~= '' then", "if false then"),
         ("COMMITTED", "redis.call('HGET', pool, 'committed')", "false"),
+        ("ADOPT", "redis.call('HSET', pool, 'committed', generation)", ""),
+        ("PUT_MEMBERSHIP", "tonumber(latest) > tonumber(epoch)", "false"),
+        (
+            "RESTORE",
+            "tonumber(highest) > tonumber(redis.call('HGET', pool, 'highest') or '0')",
+            "true",
+        ),
     ],
 )
 async def test_a_store_that_breaks_its_contract_is_found(

@@ -18,7 +18,7 @@ from tests.simulation.campaign import (
 from tests.simulation.plants import PLANTS
 from tests.simulation.schedule import MAKERS, USUAL
 from tests.simulation.seams import Seams
-from tests.simulation.soak import soak
+from tests.simulation.soak import grown, soak
 
 STORIES = 40
 
@@ -180,11 +180,11 @@ def _report_schedule(played: Played, args: argparse.Namespace) -> None:
 
 
 def _soak(count: int) -> int:
-    """Run one fleet for long; show what is in memory."""
+    """Run one fleet for long; show what is in memory, and judge whether that grew."""
     print(
         f"{'epochs':>7} {'switches':>8} {'terms':>6} {'hours':>6} {'MiB':>7} {'objects':>8} tasks"
     )
-    violation = ""
+    samples = []
     steps = soak(
         Seams(), epochs=count, switches=count, terms=count // 10, every=max(1, count // 40)
     )
@@ -195,9 +195,10 @@ def _soak(count: int) -> int:
             f"{at.objects:8} {at.tasks}",
             flush=True,
         )
-        violation = at.violation
-    print(violation or "every invariant held")
-    return int(bool(violation))
+        samples.append(at)
+    fault = samples[-1].violation or grown(samples)
+    print(fault or "every invariant held, and nothing grew")
+    return int(bool(fault))
 
 
 def _search_plants(args: argparse.Namespace) -> int:

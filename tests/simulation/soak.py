@@ -7,7 +7,8 @@ of epochs, rollouts and terms.
 import asyncio
 import gc
 import resource
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ WORKER_DIES_EVERY, LEADER_DIES_EVERY = 2, 10
 
 KINDS = frozenset({"shift", "kill_worker", "kill_leader", "operator"})
 """Kinds of faults that happen."""
+
+_MAY_GROW_BY = {"resident_mib": 0.05, "objects": 0.1, "tasks": 0.1}
+"""Share by which the median may grow between the second and the last quarter of a soak."""
 
 _PAGE_BYTES = resource.getpagesize()
 
@@ -78,6 +82,23 @@ def soak(seams: Seams, *, epochs: int, switches: int, terms: int, every: int) ->
             )
         if enough or observer.violation is not None:
             return
+
+
+def grown(samples: Sequence[Soaked]) -> str:
+    """What grew although caches and histories were full after a quarter; empty if nothing did.
+
+    Fewer than 40 samples are too few to judge.
+    """
+    if len(samples) < 40:
+        return ""
+    quarter, found = len(samples) // 4, []
+    for figure, may_grow_by in _MAY_GROW_BY.items():
+        values = [getattr(one, figure) for one in samples]
+        before = statistics.median(values[quarter : 2 * quarter])
+        after = statistics.median(values[-quarter:])
+        if after > before * (1 + may_grow_by):
+            found.append(f"{figure} grew from {before:g} to {after:g}")
+    return "; ".join(found)
 
 
 def _counted() -> tuple[int, int]:

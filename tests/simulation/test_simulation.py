@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.plants import PLANTS
 from tests.simulation.schedule import MAKERS, USUAL, make_schedule
+from tests.simulation.soak import Soaked, grown
 from tests.simulation.world import World
 from tests.support.forked_commands import ForkedProcess
 
@@ -110,3 +111,24 @@ def test_a_schedule_is_a_function_of_its_seed():
 
 def test_every_kind_of_fault_can_happen():
     assert {f"do_{kind}" for kind in MAKERS} == {name for name in dir(World) if name[:3] == "do_"}
+
+
+def test_a_soak_reports_what_grows_all_the_time_and_no_warm_up():
+    def samples(objects):
+        return [
+            Soaked(
+                epochs=number,
+                switches=number,
+                terms=number,
+                virtual_s=float(number),
+                resident_mib=400.0,
+                objects=num_objects,
+                tasks=9,
+                violation="",
+            )
+            for number, num_objects in enumerate(objects)
+        ]
+
+    assert grown(samples(range(1000, 1400, 5))) == "objects grew from 1147.5 to 1347.5"
+    assert not grown(samples([*range(1000, 1020), *[1020] * 60]))
+    assert not grown(samples(range(10)))

@@ -1,10 +1,11 @@
 """Random histories of the store while replicas of its Redis are promoted and links part one way.
 
-Several balancers request pauses, pins and rebalances, propose, commit and roll back layouts, and
-read back what is committed and held, each with `RedisStore` over a link of its own. Every promotion
-makes a branch: the old primary may go on answering those who reach it. A promotion must continue
-from one moment of the branch before, no earlier than the last write that the replica acknowledged;
-within a branch, all must be linearizable.
+Several balancers request pauses, pins and rebalances, propose, commit, adopt and roll back layouts,
+record epochs, write back what they believe the store has lost, and read what is committed, held and
+recorded, each with `RedisStore` over a link of its own. Every promotion makes a branch: the old
+primary may go on answering those who reach it. A promotion must continue from one moment of the
+branch before, no earlier than the last write that the replica acknowledged; within a branch, all
+must be linearizable.
 
 `python -m tests.support.store_histories --histories 100` checks many and prints what they had.
 """
@@ -24,15 +25,15 @@ from redis import Redis
 
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.store import StoreConflictError, StoreError, TermOverError
-from equipoise.pool.records import Hold
+from equipoise.pool.records import EpochMembers, ForgottenRecords, Hold
 from tests.support.linearizability import UNKNOWN, Operation, UndecidedError, is_linearizable
 from tests.support.links import Namespace, Proxies
 from tests.support.redis_replica import is_synchronised, promote, replication_id, until
 from tests.support.redis_server import RedisServer
+from tests.support.store_contract import READS, State, step
 from tests.support.store_records import AN_ORDER, layout_of, same
 
 TIMEOUT_S = 0.5
-READS = frozenset({"committed", "hold"})
 NUM_CLIENTS = 3
 TERMS_OF_A_CLIENT = 1000
 """Distance between the terms of one client: those of different ones differ."""
@@ -41,68 +42,6 @@ MAX_OPERATIONS = 60
 
 IMPOSSIBLE = object()
 """The result of an operation on a branch that does not exist yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What a store holds of one pool, as its contract says."""
-
-    term: int = 0
-    is_fenced: bool = True
-    """Whether the server has the replication ID with which the term began."""
-    proposed: frozenset = frozenset()
-    highest: int = 0
-    committed: int | None = None
-    num_audit: int = 0
-    hold: str = ""
-
-
-def step(state, what):
-    """The contract of the store: the next state and the result of an operation."""
-    name, *arguments = what
-    if name in READS:
-        return state, getattr(state, name)
-    if name == "new server":
-        return replace(state, is_fenced=False), "ok"
-    *arguments, term = arguments
-    if term < state.term or (term == state.term and not state.is_fenced):
-        return state, "over"
-    return WRITES[name](replace(state, term=term, is_fenced=True), *arguments)
-
-
-def propose(state, generation):
-    if generation in state.proposed:
-        return state, "ok"
-    if generation <= state.highest:
-        return state, "conflict"
-    return replace(state, proposed=state.proposed | {generation}, highest=generation), "ok"
-
-
-def commit(state, generation, previous):
-    if state.committed == generation:
-        return state, "ok"
-    if state.committed != previous or generation not in state.proposed:
-        return state, "conflict"
-    return replace(state, committed=generation), "ok"
-
-
-def hold(state, text):
-    sequence = state.num_audit + 1
-    return replace(state, hold=text, num_audit=sequence), sequence
-
-
-def rebalance(state, _who):
-    return replace(state, num_audit=state.num_audit + 1), state.num_audit + 1
-
-
-WRITES = {
-    "fence": lambda state: (state, "ok"),
-    "propose": propose,
-    "commit": commit,
-    "pause": hold,
-    "pin": hold,
-    "rebalance": rebalance,
-}
 
 
 def step_of_branches(branches, what):
@@ -127,7 +66,7 @@ class Client:
 
     def __init__(self, address, history, *, term, branch=None) -> None:
         self.store = RedisStore(f"redis://{address}/0", timeout_s=TIMEOUT_S)
-        self.history, self.term = history, term
+        self.history, self.term, self.latest_audit = history, term, 1
         self._branch = () if branch is None else (branch,)
         self._calls = {
             "fence": lambda: self.store.fence(term=self.term),
@@ -135,6 +74,11 @@ class Client:
             "hold": lambda: self.store.hold("p"),
             "propose": lambda g: self.store.put_proposed("p", _layout(g), term=self.term),
             "commit": lambda g, old: self.store.commit("p", g, previous=old, term=self.term),
+            "highest": lambda: self.store.next_generation("p"),
+            "epoch": lambda: self.store.membership("p"),
+            "adopt": lambda g: self.store.adopt("p", _layout(g), term=self.term),
+            "member": lambda e: self.store.put_membership("p", _members(e), term=self.term),
+            "restore": self._restore,
             "pause": lambda who: self._request(who, Hold(paused=who)),
             "pin": lambda who: self._request(who, Hold(pinned=who, pin=_layout(1))),
             "rebalance": lambda who: self._request(who, None),
@@ -142,7 +86,18 @@ class Client:
 
     async def _request(self, who, held):
         record = replace(AN_ORDER, who=who)
-        return await self.store.add_audit("p", record, hold=held, term=self.term)
+        record = await self.store.add_audit("p", record, hold=held, term=self.term)
+        self.latest_audit = record.sequence
+        return record
+
+    async def _restore(self, who, sequence, epoch, highest):
+        lost = ForgottenRecords(
+            audit=(replace(AN_ORDER, who=who, sequence=sequence),),
+            hold=Hold(paused=who),
+            members=_members(epoch),
+            next_generation=highest + 1,
+        )
+        await self.store.restore("p", lost, term=self.term)
 
     async def do(self, name, *arguments):
         """Carry out an operation and record it; returns its result."""
@@ -166,13 +121,21 @@ class Client:
     async def act(self, chance, generations):
         """Do one thing that a leader does; the generations are used up by all."""
         who = f"{self.term}-{chance.randrange(1000)}"
-        match chance.randrange(6):
+        match chance.randrange(8):
             case 0:
-                await self.do("hold")
+                await self.do(chance.choice(["hold", "committed"]))
             case 1:
-                await self.do("committed")
-            case 2:
                 await self.do(chance.choice(["pause", "pin", "rebalance"]), who)
+            case 2:
+                await self.do("adopt", _maybe_used(chance, generations))
+            case 3:
+                await self.do("member", _maybe_used(chance, generations))
+                await self.do("epoch")
+            case 4:
+                sequence = self.latest_audit + chance.randrange(2)
+                number = _maybe_used(chance, generations)
+                await self.do("restore", who, sequence, number, number)
+                await self.do(chance.choice(["highest", "epoch"]))
             case _:
                 before = await self.do("committed")
                 generation = next(generations)
@@ -185,15 +148,31 @@ def _layout(generation):
     return layout_of(generation, shift=generation % 4)
 
 
+def _members(epoch):
+    return EpochMembers(epoch=epoch, workers=(f"first-of-{epoch}", f"second-of-{epoch}"))
+
+
+def _maybe_used(chance, generations):
+    """A new number, or a low one, which others have most likely passed."""
+    return chance.choice([next(generations), chance.randint(1, 9)])
+
+
 def _plain(name, result):
-    if name == "committed":
-        if result is None:
-            return None
-        is_whole = same(result, _layout(result.generation))
-        return result.generation if is_whole else ("damaged", result.generation)
-    if name == "hold":
-        return result.paused or result.pinned
-    return result.sequence if name in {"pause", "pin", "rebalance"} else "ok"
+    match name:
+        case "committed" if result is not None:
+            is_whole = same(result, _layout(result.generation))
+            return result.generation if is_whole else ("damaged", result.generation)
+        case "epoch":
+            epoch = 0 if result is None else result.epoch
+            return epoch if epoch == 0 or result == _members(epoch) else ("damaged", epoch)
+        case "highest":
+            return result - 1
+        case "hold":
+            return result.paused or result.pinned
+        case "pause" | "pin" | "rebalance":
+            return result.sequence
+        case _:
+            return result if name in READS else "ok"
 
 
 class Promotions:
