@@ -37,8 +37,11 @@ def test_settings_come_from_the_environment():
         ({"EQUIPOISE_MODE": "dry"}, "set it to balance or observe"),
         ({"EQUIPOISE_MOD": "observe"}, "EQUIPOISE_MOD has no effect: did you mean EQUIPOISE_MODE?"),
         ({"EQUIPOISE_INSECURE": "please"}, "set it to 1 or unset it"),
-        ({"EQUIPOISE_WORKER": "w\n"}, "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 printable"),
-        ({"EQUIPOISE_POOL": " "}, "EQUIPOISE_POOL is ' ': set it to 1 to 240 printable"),
+        (
+            {"EQUIPOISE_WORKER": "w\n"},
+            "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 bytes of printable",
+        ),
+        ({"EQUIPOISE_POOL": " "}, "EQUIPOISE_POOL is ' ': set it to 1 to 240 bytes of printable"),
         ({"EQUIPOISE_ADVERTISE_HOST": "vm:80"}, "set it to a host name or an IP address"),
         ({"EQUIPOISE_ADVERTISE_HOST": "fe80::1"}, "an IPv6 one in brackets"),
         ({"EQUIPOISE_BALANCER": "nowhere"}, "EQUIPOISE_BALANCER"),

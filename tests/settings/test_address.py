@@ -21,7 +21,11 @@ def test_an_address_is_split_at_its_last_colon_and_joined_again(text, host, port
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7070", ":7070", "host:", "host:x", "host:65536", "host:٣", "two words:1", "h:-1"]
+    "text",
+    [
+        *("", "7070", ":7070", "host:", "host:x", "host:65536", "host:٣", "two words:1", "h:-1"),
+        *("höst:1", "語:1"),
+    ],
 )
 def test_anything_else_is_an_error_that_shows_the_value(text):
     with pytest.raises(ValueError, match=r"must be host:port with a port from 0 to 65535, not '"):

@@ -8,8 +8,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+
+from equipoise.planning.layout import Layout
+from equipoise.planning.moves import CheckpointSource, Move, RankSource
+from equipoise.planning.shares import WHOLE as WHOLE_SHARE
+from equipoise.planning.topology import ModelShape
+from equipoise.wire.balancer_messages import JoinEpoch, Peer
+from equipoise.wire.checks import MAX_CELLS, MAX_COUNT, MAX_NAME_BYTES, MAX_TERM
+from tests.support.scripted_worker import make_hello
 
 WHOLE = (0, 1, 2**16, 2**16 + 1, 2**20, 2**20 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
 WIDE = (*WHOLE, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1)
@@ -61,6 +70,64 @@ def field_names(descriptor: Descriptor, *, prefix: str = "", depth: int = _DEPTH
         if field.message_type is not None and depth:
             names |= field_names(field.message_type, prefix=f"{name}.", depth=depth - 1)
     return names
+
+
+def long_name(mark, number):
+    """A name as long as a name may be."""
+    return f"{mark * (MAX_NAME_BYTES - 5)}{number:05}"
+
+
+def largest_join_epoch(*, num_ranks, num_layers):
+    """A Hello and the JoinEpoch of its rank, in a pool with as many slots as there may be.
+
+    All names are as long as they may be, and each own slot gets an expert that all ranks hold.
+    """
+    slots = MAX_CELLS // num_layers
+    own, last = slots // num_ranks, num_ranks - 1
+    table = np.tile(np.arange(slots, dtype=np.int32) % own, (num_layers, 1))
+    hello = make_hello(
+        long_name("w", last),
+        model=ModelShape(num_layers=num_layers, num_experts=own, num_groups=1, expert_bytes=1),
+        slots_per_rank=own,
+        num_ranks=num_ranks,
+    )
+    sources = (*(RankSource(rank=rank) for rank in range(num_ranks)), CheckpointSource())
+    message = JoinEpoch(
+        epoch=MAX_COUNT,
+        rank=last,
+        peers=tuple(
+            Peer(
+                rank=rank,
+                address=f"{long_name('a', rank)}:65535",
+                node=long_name("n", rank),
+                worker=long_name("w", rank),
+            )
+            for rank in range(num_ranks)
+        ),
+        rendezvous_address=f"{long_name('a', 0)}:65535",
+        layout=Layout(
+            generation=MAX_COUNT,
+            num_experts=own,
+            num_ranks=num_ranks,
+            expert_of_slot=table,
+            share_of_slot=np.full_like(table, WHOLE_SHARE // num_ranks),
+        ),
+        report_interval_s=1.0,
+        heartbeat_interval_s=1.0,
+        term=MAX_TERM,
+        moves=tuple(
+            Move(
+                layer=layer,
+                slot=slot,
+                expert=int(table[layer, slot]),
+                checksum=bytes(16),
+                sources=sources,
+            )
+            for layer in range(num_layers)
+            for slot in range(slots - own, slots)
+        ),
+    )
+    return hello, message
 
 
 def assert_one_line(text, name=""):

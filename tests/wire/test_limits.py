@@ -8,15 +8,16 @@ import pytest
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.topology import ModelShape
-from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS
+from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS, MAX_RANKS
 from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
+from equipoise.wire.encoder import Encoder
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import response_from_proto
 from equipoise.wire.inference_messages import GenerateRequest, Sampling
-from equipoise.wire.limits import MAX_HELLO_BYTES, max_message_bytes
+from equipoise.wire.limits import MAX_HELLO_BYTES, MAX_PUSH_BYTES, max_message_bytes
 from equipoise.wire.messages import Hello, RunningState
-from equipoise_api.v1 import worker_pb2
-from tests.support.limits import assert_bounded, assert_one_line, variants
+from equipoise_api.v1 import worker_link_pb2, worker_pb2
+from tests.support.limits import assert_bounded, assert_one_line, largest_join_epoch, variants
 
 
 def check(base, decode):
@@ -140,3 +141,23 @@ def test_what_exceeds_the_limits_is_rejected_before_its_tables_are_read(hello_wi
     message.hello.slots_per_rank += 1
     with pytest.raises(InvalidMessageError, match="at most 65536 slots over all layers"):
         from_worker(message, hello=None)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_layers"), [(MAX_RANKS, 64), (MAX_RANKS, 1), (4, 1)])
+def test_the_largest_join_epoch_fits_its_limit_and_can_be_read(num_ranks, num_layers):
+    hello, largest = largest_join_epoch(num_ranks=num_ranks, num_layers=num_layers)
+    sent = Encoder().encode(largest)
+    assert len(sent) <= MAX_PUSH_BYTES < 9 << 20
+    read = from_balancer(worker_link_pb2.ConnectResponse.FromString(sent), hello=hello)
+    assert read.peers == largest.peers
+    assert read.moves == largest.moves
+
+
+def test_a_name_is_bounded_in_bytes_and_one_of_kubernetes_is_never_too_long(hello_with):
+    hello = hello_with(num_layers=1, num_experts=8, num_ranks=4, slots_per_rank=8)
+    subdomain = ".".join(["n" * 63, "n" * 63, "n" * 63, "n" * 61])
+    for node in (subdomain, "語" * 84):
+        good = replace(hello, node=node, address=f"{subdomain}:65535")
+        assert from_worker(to_balancer(good), hello=None).node == node
+    with pytest.raises(InvalidMessageError, match="node must be 1 to 253 bytes of printable"):
+        from_worker(to_balancer(replace(hello, node="語" * 85)), hello=None)

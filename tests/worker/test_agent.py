@@ -12,6 +12,7 @@ from equipoise.planning.topology import ModelShape
 from equipoise.rank.agent import Outbox
 from equipoise.rank.waits import Waits
 from equipoise.wire.balancer_messages import Abort, Rejection
+from equipoise.wire.checks import MAX_RANKS
 from equipoise.wire.messages import (
     Heartbeat,
     Hello,
@@ -22,6 +23,7 @@ from equipoise.wire.messages import (
     Wait,
 )
 from tests.support.agent_ranks import RecordingHandler, agent_of
+from tests.support.limits import largest_join_epoch
 
 REJECTED = LayoutRejected(epoch=1, rank=0, generation=2, reason="no")
 REPORT = Report(
@@ -107,6 +109,16 @@ async def test_messages_flow_both_ways_while_heartbeats_continue(balancer):
             await link.until(LayoutRejected, lambda _: len(link.of(LayoutRejected)) == 100)
             == REJECTED
         )
+
+
+async def test_the_largest_join_epoch_arrives(balancer):
+    hello, largest = largest_join_epoch(num_ranks=MAX_RANKS, num_layers=1)
+    rig = Rig(balancer.address, ack_timeout_s=60.0)
+    rig.hello = lambda: hello
+    async with running(rig):
+        link = await balancer.link()
+        link.say(largest)
+        assert (await rig.next()).peers == largest.peers
 
 
 async def test_a_report_carries_the_heartbeat(balancer):

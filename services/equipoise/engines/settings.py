@@ -27,7 +27,7 @@ VARIABLES = frozenset(
 """The variables that the plugin reads, each after `EQUIPOISE_`."""
 
 _MAX_NAME = 240
-"""Length of a name that leaves room for a rank."""
+"""Bytes of a name that leave room for a rank."""
 
 _OPTION = re.compile(r"(?<![\w./-])(?:--|(?=tls_|signing_key|accepted_keys|insecure\b))([a-z_-]+)")
 """What other commands call a setting; not a part of a path."""
@@ -113,9 +113,11 @@ class EngineSettings:
                 "ASCII"
             )
         for variable, name in (("EQUIPOISE_POOL", self.pool), ("EQUIPOISE_NODE", self.node)):
-            if not (name.isprintable() and name.strip() and len(name) <= _MAX_NAME):
+            is_shown = name.isprintable() and name.strip()
+            if not is_shown or len(name.encode()) > _MAX_NAME:
                 raise InvalidSettingsError(
-                    f"{variable} is {name!r}: set it to 1 to {_MAX_NAME} printable characters"
+                    f"{variable} is {name!r}: set it to 1 to {_MAX_NAME} bytes of printable "
+                    "characters"
                 )
         self._check_host()
         for address in self.balancer.split(","):

@@ -30,6 +30,7 @@ from equipoise.wire.balancer_messages import (
 )
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
+from equipoise.wire.limits import MAX_PUSH_BYTES
 from equipoise.wire.messages import Heartbeat, Hello, Leaving, Report, Wait, WorkerMessage
 from equipoise_api.v1 import worker_link_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
@@ -49,6 +50,7 @@ next report is due at the same moment and carries the heartbeat."""
 _CHANNEL_OPTIONS = (
     # A subchannel shared with an earlier attempt would wait out that attempt's backoff.
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", MAX_PUSH_BYTES),
 )
 
 _log = logging.getLogger(__name__)

@@ -76,6 +76,9 @@ def _address_of(setting: str, text: str, *, min_port: int) -> Address:
 
 
 def _is_host(text: str) -> bool:
-    return 0 < len(text) <= _MAX_HOST_LENGTH and all(
-        character.isalnum() or character in "-_.:[]%" for character in text
+    """Whether it may be a name or an IP address. Names of other scripts are in DNS as ASCII."""
+    return (
+        0 < len(text) <= _MAX_HOST_LENGTH
+        and text.isascii()
+        and all(character.isalnum() or character in "-_.:[]%" for character in text)
     )

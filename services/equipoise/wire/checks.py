@@ -38,17 +38,22 @@ MAX_RANKS = 2**12
 MAX_DURATION_S = 3600.0
 """Longest valid interval or timeout, seconds."""
 
-_MAX_NAME_LENGTH = 253
+MAX_NAME_BYTES = 253
+"""Most bytes of a name in UTF-8: as many as a DNS name has (RFC 1035), which names of Kubernetes'
+nodes and pods are."""
+
 _MAX_REASON_LENGTH = 1000
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def name(kind: str, field: str, value: str) -> str:
-    """A name for display: printable, not empty, at most as long as a DNS name."""
-    if not value or len(value) > _MAX_NAME_LENGTH or not value.isprintable() or value.isspace():
+    """A name for display: printable, not blank, at most `MAX_NAME_BYTES` long."""
+    is_short = 0 < len(value) <= MAX_NAME_BYTES
+    is_shown = is_short and value.isprintable() and not value.isspace()
+    if not is_shown or len(value.encode()) > MAX_NAME_BYTES:
         raise InvalidMessageError(
             f"{kind}_name",
-            f"{kind}: {field} must be 1 to {_MAX_NAME_LENGTH} printable characters, "
+            f"{kind}: {field} must be 1 to {MAX_NAME_BYTES} bytes of printable characters, "
             f"not {shorten(value)}",
         )
     return value

@@ -5,7 +5,7 @@ a worker's own shape gives a lower limit.
 """
 
 from equipoise.planning.moves import CHECKSUM_BYTES
-from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS, MAX_RANKS
+from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS, MAX_NAME_BYTES, MAX_RANKS
 from equipoise.wire.messages import Hello
 
 _REST_BYTES = 64 * 1024
@@ -14,8 +14,17 @@ _REST_BYTES = 64 * 1024
 _CELL_BYTES = 4 + 2
 """Bytes of an expert and its share, per slot of a layout."""
 
-_NAME_BYTES = 256
-"""Bytes of a worker's name."""
+_NAME_BYTES = MAX_NAME_BYTES + 3
+"""Bytes of a name with its tag and length."""
+
+_PEER_BYTES = 3 * _NAME_BYTES + len(":65535") + 8
+"""Bytes of a rank among the peers of a JoinEpoch: worker, node, host and port, and its number."""
+
+_MOVE_BYTES = 4 + 3 * 4 + (2 + CHECKSUM_BYTES) + 4
+"""Bytes of a move: layer, slot and expert, checksum, and the checkpoint as its last source."""
+
+_SOURCE_BYTES = 2 + 3
+"""Bytes of a rank that is the source of a move."""
 
 MAX_HELLO_BYTES = (
     MAX_CELLS * _CELL_BYTES
@@ -25,6 +34,16 @@ MAX_HELLO_BYTES = (
 )
 """Limit of a Hello: the layout and the workers of all ranks, the checksums of the worker's slots
 and those of all experts. Less than 5 MiB."""
+
+MAX_PUSH_BYTES = (
+    MAX_RANKS * _PEER_BYTES
+    + MAX_CELLS * (_CELL_BYTES + _SOURCE_BYTES)
+    + MAX_EXPERT_CELLS * _MOVE_BYTES
+    + _REST_BYTES
+)
+"""Limit of a message to a worker, which a JoinEpoch may reach: all peers, the layout, and a move
+into each own slot. The sources of a rank's moves are at most as many as the layout has slots,
+because only ranks that hold an expert of the same layer are. Less than 9 MiB."""
 
 MAX_STATUS_BYTES = 3 * 8 * MAX_CELLS + _REST_BYTES
 """Limit of a response of the Status service: three tables of float64."""
