@@ -39,7 +39,7 @@ def test_settings_come_from_the_environment():
         ({"EQUIPOISE_INSECURE": "please"}, "set it to 1 or unset it"),
         (
             {"EQUIPOISE_WORKER": "w\n"},
-            "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 bytes of printable",
+            "EQUIPOISE_WORKER is 'w.n': set it to 1 to 240 printable",
         ),
         ({"EQUIPOISE_POOL": " "}, "EQUIPOISE_POOL is ' ': set it to 1 to 240 bytes of printable"),
         ({"EQUIPOISE_ADVERTISE_HOST": "vm:80"}, "set it to a host name or an IP address"),
