@@ -1,7 +1,9 @@
 """The balancer's metrics: their values, their number, and that the docs list each of them."""
 
 import time
+from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.store.sqlite_store import SqliteStore
+from equipoise.balancer.telemetry.metrics import BalancerCollector
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
@@ -69,6 +72,30 @@ def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, sk
     ]
     assert np.mean(ratios) == pytest.approx(1.0)
     assert max(ratios) > 1.01
+
+
+def test_a_pool_without_metrics_hides_no_other(serving_harness, caplog):
+    broken, whole = copy(serving_harness.pool), copy(serving_harness.pool)
+    broken.name, broken.counters, whole.name = "a-broken", None, "b-whole"
+    pools = {"a-broken": broken, "b-whole": whole}
+    seat = SimpleNamespace(
+        led=SimpleNamespace(
+            names=lambda: tuple(pools), find=lambda name: SimpleNamespace(pool=pools[name])
+        ),
+        pools=SimpleNamespace(unreadable={}),
+        policies=serving_harness.policies,
+        highest_term=1,
+        not_ready="",
+        store_fault="",
+        timeouts=(),
+    )
+    registry = CollectorRegistry()
+    registry.register(BalancerCollector(seat, clock=lambda: serving_harness.now))
+    for _ in range(3):
+        text = generate_latest(registry).decode()
+        assert 'equipoise_moves_total{pool="b-whole"} 0.0' in text
+    assert "the metrics of pool a-broken failed (2 so far)" in caplog.text
+    assert caplog.text.count("Traceback") == 2
 
 
 def test_a_measure_has_the_same_name_as_in_the_status(serving_harness, skewed):

@@ -101,7 +101,32 @@ async def test_a_failure_of_one_pools_status_leaves_the_others(caplog):
     with watching.joined(broken), watching.joined(whole) as audience:
         async with asyncio.timeout(WAIT_S):
             await audience.newer(-1)
-    assert "the status of pool decode failed" in caplog.text
+    assert "the watched status of pool decode failed (1 so far)" in caplog.text
+
+
+async def test_a_status_that_fails_is_tried_seldom_and_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(watchers, "LOOK_S", 0.001)
+    view, tries = View(), 0
+
+    def status(view):
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ValueError("Value out of range")
+        return status_pb2.PoolStatus(revision=1)
+
+    looks, sleep = 0, asyncio.sleep
+    watching = Watchers(status)
+    with watching.joined(view) as audience:
+        while looks < 100:
+            looks += 1
+            await sleep(0.001)
+        assert tries == 1
+        audience._not_before_s = 0.0  # As if the time had passed.
+        async with asyncio.timeout(WAIT_S):
+            await audience.newer(-1)
+    assert tries == 2
+    assert caplog.text.count("Traceback") == 1
 
 
 async def test_watchers_beyond_the_bound_are_rejected(channel, status, harness, monkeypatch):

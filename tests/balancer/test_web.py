@@ -88,6 +88,21 @@ def test_every_file_of_the_page_comes_with_the_headers_that_fence_it_in(busy):
     assert client.post("/").status_code == 405
 
 
+async def test_a_pool_that_cannot_be_shown_hides_no_other(busy, monkeypatch, caplog):
+    broken = named(busy, "a-broken")
+    broken.counters = None
+    state = state_of(broken, named(busy, "b-whole"))
+    events = await state.events("")
+    fleet = json.loads(events["fleet"])["pools"]
+    assert [one["pool"] for one in fleet] == ["a-broken", "b-whole"]
+    assert "the page of pool a-broken failed (1 so far)" in caplog.text
+    assert json.loads((await state.events("b-whole"))["pool"])["pool"] == "b-whole"
+    broken.roster = None
+    fleet = json.loads((await state.events(""))["fleet"])["pools"]
+    assert [bool(one["unreadable"]) for one in fleet] == [True, False]
+    assert "pool a-broken cannot be shown because of a bug" in fleet[0]["unreadable"]
+
+
 def test_the_page_is_small_and_brings_all_it_needs():
     folder = files("equipoise.balancer.web")
     page = {

@@ -1,11 +1,13 @@
 """Every field of a message at its limits, from the message's descriptor: new fields included.
 
 `variants` yields a version of a valid message for each field and value, with a name such as
-`load_report.stats.steps=1`; `field_names` lists what must be among them.
+`load_report.stats.steps=1`; `field_names` lists what must be among them. `extremes` are those with
+the highest number that is accepted, and `highest` has all of these at once, for what adds up.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from equipoise.planning.shares import WHOLE as WHOLE_SHARE
 from equipoise.planning.topology import ModelShape
 from equipoise.wire.balancer_messages import JoinEpoch, Peer
 from equipoise.wire.checks import MAX_CELLS, MAX_COUNT, MAX_NAME_BYTES, MAX_TERM
+from equipoise.wire.errors import InvalidMessageError
 from tests.support.scripted_worker import make_hello
 
 WHOLE = (0, 1, 2**16, 2**16 + 1, 2**20, 2**20 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
@@ -59,6 +62,50 @@ def variants(base: Message) -> Iterator[tuple[str, Message]]:
         changed.CopyFrom(base)
         _apply(changed, path, value)
         yield name, changed
+
+
+def extremes(base: Message, decode: Callable[[Message], object]) -> Iterator[Message]:
+    """Versions of `base`, each with one number at the highest value that `decode` accepts."""
+    for path, values in _numbers(base).items():
+        raised = _raised(base, path, values, decode)
+        if raised is not None:
+            yield raised
+
+
+def highest(
+    base: Message, decode: Callable[[Message], object], *, kept: Collection[str]
+) -> Message:
+    """`base` with all numbers at the highest values that are accepted, except the fields `kept`."""
+    found = base
+    for path, values in _numbers(base).items():
+        if path[-1] not in kept:
+            found = _raised(found, path, values, decode) or found
+    return found
+
+
+def _numbers(base: Message) -> dict[tuple[str, ...], list[float]]:
+    """Values of each number in `base`, by its path, the highest first."""
+    values: dict[tuple[str, ...], list[float]] = {}
+    for path, _, value in _changes(base, depth=_DEPTH):
+        if type(value) in {int, float} and not math.isnan(value):
+            values.setdefault(path, []).append(value)
+    return {path: sorted(known, reverse=True) for path, known in values.items()}
+
+
+def _raised(
+    base: Message,
+    path: tuple[str, ...],
+    values: Iterable[float],
+    decode: Callable[[Message], object],
+) -> Message | None:
+    for value in values:
+        changed = type(base)()
+        changed.CopyFrom(base)
+        _apply(changed, path, value)
+        with suppress(InvalidMessageError):
+            decode(changed)
+            return changed
+    return None
 
 
 def field_names(descriptor: Descriptor, *, prefix: str = "", depth: int = _DEPTH) -> set[str]:

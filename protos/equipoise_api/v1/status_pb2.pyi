@@ -1407,8 +1407,8 @@ class PoolSummary(_message.Message):
     phase: _builtins.str
     """As in PoolStatus."""
     unreadable: _builtins.str
-    """Why the balancer cannot read the pool's records, and the remedy; then it knows nothing else of
-    the pool, whose ranks may serve. Empty if it can.
+    """Why the balancer cannot read the pool's records, or show it, and the remedy; then nothing else
+    is known of the pool, whose ranks may serve. Empty if it can.
     """
     advised_ranks: _builtins.int
     """Ranks that the measured traffic calls for, as in AdviceStatus; 0 if unknown."""

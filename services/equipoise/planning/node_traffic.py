@@ -96,7 +96,8 @@ class NodeCounters:
         known = [counts for counts in grown if counts is not None]
         if len(known) < len(grown) or (steps <= 0).any():
             return None
-        rows = np.array([sum(counts.rows_by_nodes) for counts in known])
+        # As float64: the sum over ranks may exceed int64.
+        rows = np.array([sum(counts.rows_by_nodes) for counts in known], dtype=np.float64)
         if not rows.any():
             return None
         by_nodes = zip_longest(*(counts.rows_by_nodes for counts in known), fillvalue=0)

@@ -8,16 +8,19 @@ from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
 from equipoise.planning.rollout import State, Wave
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
+from equipoise.wire.checks import MAX_RANKS, total
 from equipoise.wire.messages import Report, Staged, Wait, WorkerTimeout
 
 WRITE_TIMEOUT_S = 10.0
 """Seconds a write to the store may take before it counts as failed."""
 
-MAX_WORKERS = 2**16
-"""Workers whose counts are kept; beyond it the oldest are forgotten."""
+MAX_WORKERS = MAX_RANKS
+"""Workers whose counts are kept: as many as may be connected; beyond it, those that have not
+reported for longest are forgotten."""
 
 MAX_GATEWAYS = 1024
-"""Gateway processes whose counts are kept; beyond it the oldest are forgotten."""
+"""Gateway processes whose counts are kept; beyond it, those that have not reported for longest are
+forgotten."""
 
 MAX_KINDS = 64
 """Kinds of rejections are constants of our own code; this limit guards against a mistake there."""
@@ -73,7 +76,8 @@ class Timeout:
 class Timeouts:
     """Counts how often each wait timed out; it measures nothing itself.
 
-    Workers count their own waits since they started; their reports are added up by name.
+    Workers count their own waits since they started; their reports are added up by name. A count
+    that falls takes nothing back, and adds nothing until it exceeds the highest one before.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -117,11 +121,12 @@ class Timeouts:
         """Add what a worker counted since its last report; returns the names that are unknown."""
         if not reported:
             return ()
-        known = self._of_worker.get(worker)
+        known = self._of_worker.pop(worker, None)
         if known is None or known.boot_id != boot_id:
-            while len(self._of_worker) >= MAX_WORKERS:
-                del self._of_worker[next(iter(self._of_worker))]
-            known = self._of_worker[worker] = _WorkerCounts(boot_id=boot_id)
+            known = _WorkerCounts(boot_id=boot_id)
+        while len(self._of_worker) >= MAX_WORKERS:
+            del self._of_worker[next(iter(self._of_worker))]
+        self._of_worker[worker] = known
         for timeout in reported:
             if timeout.name in _WAITS:
                 self._add(worker, timeout, before=known.reached.get(timeout.name, 0))
@@ -142,20 +147,20 @@ class Timeouts:
         self._by_name[reported.name] = Timeout(
             name=reported.name,
             timeout_s=reported.timeout_s,
-            reached=known.reached + grown,
+            reached=total(known.reached, grown),
             latest=f"{worker}: {reported.latest}" if grown else known.latest,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WorkerCounts:
-    """How often each wait timed out since a worker's boot."""
+    """How often each wait timed out since a worker's boot, at most."""
 
     boot_id: str
     reached: dict[str, int] = field(default_factory=dict)
 
     def note(self, timeout: WorkerTimeout) -> None:
-        self.reached[timeout.name] = timeout.reached
+        self.reached[timeout.name] = max(timeout.reached, self.reached.get(timeout.name, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +212,7 @@ class PoisonRequests:
         before = self._by_gateway.pop(boot_id, 0)
         while len(self._by_gateway) >= MAX_GATEWAYS:
             del self._by_gateway[next(iter(self._by_gateway))]
-        self.total += max(0, num_rejected - before)
+        self.total = total(self.total, max(0, num_rejected - before))
         self._by_gateway[boot_id] = max(num_rejected, before)
 
 

@@ -32,6 +32,9 @@ MAX_EXPERT_CELLS = 2**16
 layers x 2,048 experts, Qwen3.5-397B 60 x 512 and Kimi K2 60 x 384; a rank that is a pool by itself
 has a slot for each, and redundant ones."""
 
+MAX_EXPERT_BYTES = MAX_COUNT // MAX_CELLS
+"""Most bytes of an expert in one layer, 32 GiB: those of all slots of a layout are then a count."""
+
 MAX_RANKS = 2**12
 """Most ranks of a pool, and most of its workers that are connected."""
 
@@ -116,6 +119,15 @@ def rank(kind: str, value: int, *, num_ranks: int = MAX_RANKS) -> int:
             f"{kind}_rank", f"{kind}: rank must be from 0 to {num_ranks - 1}, not {value}"
         )
     return value
+
+
+def total(*reported: float) -> int:
+    """Add what others report, to a whole number of which `MAX_COUNT` is the highest.
+
+    Senders bound each number and not how often they send one, so a sum must not leave the range
+    that the contract, the store and float64 have.
+    """
+    return round(min(sum(reported), MAX_COUNT))
 
 
 def counts(kind: str, message: Any, *fields: str, least: int = 0) -> dict[str, Any]:

@@ -163,7 +163,11 @@ def model_from_proto(message: pb.ModelShape, *, kind: str = "model") -> ModelSha
     Raises:
         InvalidMessageError: "_model" if it is not valid.
     """
-    checks.count(kind, "expert_bytes", message.expert_bytes, least=1)
+    if not 1 <= message.expert_bytes <= checks.MAX_EXPERT_BYTES:
+        raise InvalidMessageError(
+            f"{kind}_range",
+            f"{kind}: expert_bytes must be from 1 to 2^35, not {message.expert_bytes}",
+        )
     if message.num_layers * message.num_experts > checks.MAX_EXPERT_CELLS:
         raise InvalidMessageError(
             f"{kind}_model",

@@ -111,6 +111,12 @@ def _timeouts_from_proto(message: pb.LoadReport) -> tuple[WorkerTimeout, ...]:
             "report_timeouts",
             f"report: timeouts must be at most {MAX_TIMEOUTS}, not {len(message.timeouts)}",
         )
+    names = [timeout.name for timeout in message.timeouts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidMessageError(
+            "report_timeouts", f"report: timeouts names {checks.shorten(twice)} twice"
+        )
     return tuple(
         WorkerTimeout(
             name=checks.name("report", "timeout", timeout.name),
@@ -129,10 +135,9 @@ def _nodes_from_proto(message: pb.NodeCounts) -> NodeCounts:
             f"report: rows_by_nodes must have at most {MAX_NODES_OF_ROW + 1} counts, not "
             f"{len(message.rows_by_nodes)}",
         )
+    checks.count("report", "the sum of rows_by_nodes", sum(message.rows_by_nodes))
     return NodeCounts(
-        rows_by_nodes=tuple(
-            checks.count("report", "rows_by_nodes", rows) for rows in message.rows_by_nodes
-        ),
+        rows_by_nodes=tuple(message.rows_by_nodes),
         **checks.counts("report", message, *_NODE_COUNTS),
     )
 

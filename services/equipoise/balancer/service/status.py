@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.balancer.failures import Failures
 from equipoise.balancer.pools import PoolViews
 from equipoise.planning.expected_gain import ExpectedGain, RealisedGain
 from equipoise.planning.layout import Layout
@@ -17,6 +18,7 @@ from equipoise.pool.loads import ClosedWindow
 from equipoise.pool.member import Member
 from equipoise.pool.pool import Pool
 from equipoise.pool.records import AuditRecord, DecisionRecord
+from equipoise.wire.checks import total
 from equipoise.wire.layouts import fields_of, layout_to_proto, model_to_proto
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -95,7 +97,7 @@ def pool_status(
     if window is not None:
         status.balancedness = measured(window.balancedness, window)
         status.balancedness_min_layer = measured(window.balancedness_min_layer, window)
-        status.window_assignments = round(window.assignments)
+        status.window_assignments = total(window.assignments)
         if window.shares is not None:
             status.shares.CopyFrom(pb.ShareStatus(**fields_of(window.shares)))
     imbalance = _imbalance_status(pool)
@@ -120,14 +122,21 @@ def measured(value: float, window: ClosedWindow) -> float:
     return value if window.assignments else math.nan
 
 
-def pool_summaries(pools: PoolViews) -> list[pb.PoolSummary]:
-    """A summary of every pool, sorted by name."""
-    found = [pool_summary(pools.find(name).pool) for name in pools.names()]
+def pool_summaries(pools: PoolViews, failures: Failures) -> list[pb.PoolSummary]:
+    """A summary of every pool, sorted by name; one that fails does not hide the others."""
+    found, unreadable = [], dict(pools.unreadable)
+    for name in pools.names():
+        unreadable[name] = (
+            f"pool {name} cannot be shown because of a bug in the balancer: see its log"
+        )
+        with failures.confined(name):
+            found.append(pool_summary(pools.find(name).pool))
+            del unreadable[name]
     found += [
         pb.PoolSummary(
             pool=name, health=pb.POOL_HEALTH_DEGRADED, balancedness=math.nan, unreadable=reason
         )
-        for name, reason in pools.unreadable.items()
+        for name, reason in unreadable.items()
     ]
     return sorted(found, key=lambda summary: summary.pool)
 
@@ -155,7 +164,7 @@ def pool_summary(pool: Pool) -> pb.PoolSummary:
 def _handovers(pool: Pool) -> pb.HandoverStatus:
     stats = [one.stats for one in pool.roster.seated() if one.stats is not None]
     return pb.HandoverStatus(
-        **{name: sum(getattr(one, name) for one in stats) for name in _HANDOVERS}
+        **{name: total(*(getattr(one, name) for one in stats)) for name in _HANDOVERS}
     )
 
 
@@ -317,7 +326,8 @@ def _imbalance_status(pool: Pool) -> pb.ImbalanceStatus | None:
 
 def _node_traffic_status(traffic: NodeTraffic) -> pb.NodeTrafficStatus:
     return pb.NodeTrafficStatus(
-        **fields_of(traffic),
+        **fields_of(traffic, but=("rows_by_nodes",)),
+        rows_by_nodes=map(total, traffic.rows_by_nodes),
         nodes=traffic.nodes,
         most_nodes=traffic.most_nodes,
         is_two_hop=traffic.is_two_hop,
@@ -387,7 +397,7 @@ def _window_status(window: ClosedWindow) -> pb.WindowStatus:
         closed_unix_s=window.closed_s,
         balancedness=measured(window.balancedness, window),
         max_over_mean=measured(window.max_over_mean, window),
-        assignments=round(window.assignments),
+        assignments=total(window.assignments),
         generation=window.generation,
         shift_detected=window.shift.detected,
     )

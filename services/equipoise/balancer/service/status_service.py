@@ -8,6 +8,7 @@ import grpc
 
 from equipoise.balancer.clock import Clock
 from equipoise.balancer.errors import UnknownPoolError
+from equipoise.balancer.failures import Failures
 from equipoise.balancer.pools import PoolView
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import (
@@ -54,6 +55,7 @@ class StatusService(pb_grpc.StatusServicer):
         self._store = store
         self._clock = clock
         self._watchers = Watchers(self._status)
+        self._failures = Failures("the summary")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service; responses of WatchStatus are bytes, encoded once for all."""
@@ -72,7 +74,7 @@ class StatusService(pb_grpc.StatusServicer):
         del request
         self._name_leader(context)
         return pb.ListPoolsResponse(
-            pools=pool_summaries(self._seat.pools), not_ready=self._seat.not_ready
+            pools=pool_summaries(self._seat.pools, self._failures), not_ready=self._seat.not_ready
         )
 
     async def GetStatus(  # noqa: N802

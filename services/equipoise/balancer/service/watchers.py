@@ -5,12 +5,12 @@ it, and watchers are woken in small batches, which take at most a share of the l
 """
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from equipoise.balancer.failures import Failures
 from equipoise.balancer.pools import PoolView
 from equipoise_api.v1 import status_pb2 as pb
 
@@ -23,10 +23,11 @@ LOOK_S = 0.05
 BATCH = 32
 """Watchers woken together."""
 
+FAILED_S = 5.0
+"""Interval at which a picture that could not be made is tried again."""
+
 _SHARE_OF_LOOP = 0.2
 """Largest share of the event loop's time that goes to watchers."""
-
-_log = logging.getLogger(__name__)
 
 
 class Audience:
@@ -57,6 +58,7 @@ class Audience:
         now_s, began_s = time.monotonic(), time.thread_time()
         if self.view.pool.revision == self.revision or now_s < self._not_before_s:
             return
+        self._not_before_s = now_s + FAILED_S  # Unless it succeeds.
         status = self._status(self.view)
         self.message = pb.WatchStatusResponse(status=status).SerializeToString()
         self.revision = status.revision
@@ -88,6 +90,7 @@ class Watchers:
 
     def __init__(self, status: Callable[[PoolView], pb.PoolStatus]) -> None:
         self._status = status
+        self._failures = Failures("the watched status")
         self._audiences: dict[PoolView, Audience] = {}
         self._pacing: asyncio.Task[None] | None = None
 
@@ -127,9 +130,7 @@ class Watchers:
         if audience.view.closed:
             audience.end()
             return 0
-        try:
+        with self._failures.confined(audience.view.pool.name):
             audience.refresh()
-        except Exception:  # noqa: BLE001 - a bug; other pools have watchers, too
-            _log.exception("the status of pool %s failed", audience.view.pool.name)
-            return 0
-        return audience.wake(most)
+            return audience.wake(most)
+        return 0

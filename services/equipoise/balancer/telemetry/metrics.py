@@ -6,6 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from equipoise.balancer.clock import Clock
+from equipoise.balancer.failures import Failures
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
 
@@ -16,6 +17,7 @@ class BalancerCollector(Collector):
     def __init__(self, seat: Seat, *, clock: Clock) -> None:
         self._seat = seat
         self._clock = clock
+        self._failures = Failures("the metrics")
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
@@ -43,7 +45,8 @@ class BalancerCollector(Collector):
         metrics = PoolMetrics(now=self._clock())
         if pools is not None:
             for name in pools.names():
-                metrics.add(pools.find(name).pool)
+                with self._failures.confined(name):
+                    metrics.add(pools.find(name).pool)
         for name in self._seat.pools.unreadable:
             metrics.add_unreadable(name)
         yield from metrics.families()

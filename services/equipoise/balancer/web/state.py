@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.balancer.clock import Clock
+from equipoise.balancer.failures import Failures
 from equipoise.balancer.pools import PoolView
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.status import decision_to_proto, pool_status, pool_summaries
@@ -86,6 +87,7 @@ class PageState:
         self._seat = seat
         self._store = store
         self._clock = clock
+        self._failures = Failures("the page")
         self._pages: dict[str, _PoolPage] = {}
 
     async def events(self, name: str) -> Events:
@@ -97,7 +99,8 @@ class PageState:
         if names:
             chosen = name if name in names else names[0]
             page = self._pages.setdefault(chosen, _PoolPage(self._store))
-            events |= await page.events(pools.find(chosen), now=self._clock())
+            with self._failures.confined(chosen):
+                events |= await page.events(pools.find(chosen), now=self._clock())
         return events
 
     def _fleet(self) -> str:
@@ -106,7 +109,7 @@ class PageState:
             "leads": leads,
             "words": "" if leads else self._seat.elsewhere,
             "leader": "" if leads else self._seat.leader_address or "",
-            "pools": [as_json(summary) for summary in pool_summaries(pools)],
+            "pools": [as_json(summary) for summary in pool_summaries(pools, self._failures)],
         }
         return _dumped(fleet)
 
