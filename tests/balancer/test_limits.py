@@ -15,6 +15,7 @@ import pytest
 
 from equipoise.balancer.service import worker_link
 from equipoise.wire.balancer_messages import HeartbeatAck
+from equipoise.wire.checks import MAX_COUNT
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.messages import GroupLost, LayoutRejected, Leaving, Staged
 from equipoise.wire.seal import seal
@@ -87,6 +88,23 @@ async def test_a_gateway_changes_only_its_count(fleet, caplog):
     after = [await fleet.state("a"), await fleet.state("b"), await fleet.shared_state()]
     assert int(after[0]["status"].pop("poisonRequests")) > 0
     assert after == before
+    assert no_errors(caplog)
+
+
+async def test_a_gateway_that_starts_without_end_leaves_all_pools_readable(fleet, caplog):
+    """Each process counts from zero; `pool/test_reported_sums.py` has what ranks add up."""
+    (method,) = [one for one in METHODS if one.containing_service.name == "GatewayLink"]
+    reports = [
+        method.input_type._concrete_class(
+            pool="b", boot_id=f"gateway-{number}", poison_requests=MAX_COUNT
+        )
+        for number in range(2**64 // MAX_COUNT + 2)
+    ]
+    codes = await at_once(fleet.call("gateway", method, report) for report in reports)
+    assert set(codes) == {grpc.StatusCode.OK}
+    assert int((await fleet.state("b"))["status"]["poisonRequests"]) == MAX_COUNT
+    assert (await fleet.state("a"))["status"]["pool"] == "a"
+    assert (await fleet.shared_state())["pools"] == ["a", "b"]
     assert no_errors(caplog)
 
 
