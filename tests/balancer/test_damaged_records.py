@@ -12,7 +12,6 @@ from unittest.mock import ANY
 import pytest
 from redis import Redis
 
-from equipoise.balancer.persistence import recall
 from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreFault, UnreadablePoolError
@@ -161,9 +160,9 @@ async def check_unreadable(place, *, names=""):
     store = place.open()
     await store.fence(term=TERM + 1)
     assert await store.pools() == ("bad", "good")
-    assert (await recall(store, "good")).hold.paused == "ann"
+    assert (await store.recall("good")).hold.paused == "ann"
     with pytest.raises(UnreadablePoolError, match="pool bad cannot be read") as caught:
-        await recall(store, "bad")
+        await store.recall("bad")
     assert caught.value.fault is StoreFault.DAMAGED
     assert names in str(caught.value)
     assert "to start from what its workers report" in str(caught.value)
@@ -178,15 +177,15 @@ async def test_a_pool_can_be_read_once_its_records_are_repaired_or_deleted(place
     await check_unreadable(place)
     place.load(before)
     store = place.open()
-    repaired = await recall(store, "bad")
+    repaired = await store.recall("bad")
     assert (repaired.committed.generation, repaired.proposed.generation) == (1, 2)
     assert (repaired.hold.paused, repaired.members.epoch) == ("ann", 4)
     assert repaired.last_decision == replace(A_DECISION, sequence=1)
     await store.close()
     place.load({name: [] for name in before} if isinstance(place, SqliteFile) else {})
     store = place.open()
-    assert await recall(store, "bad") == replace(PoolMemory(), hold=ANY)
-    assert (await recall(store, "good")).hold.paused == "ann"
+    assert await store.recall("bad") == replace(PoolMemory(), hold=ANY)
+    assert (await store.recall("good")).hold.paused == "ann"
     await store.close()
 
 
@@ -243,5 +242,5 @@ async def test_a_pools_name_that_is_not_utf_8_hides_no_other_pool(redis_url):
         client.sadd(f"{HASH_TAG}:pools", b"\xff")
         store = place.open()
         assert await store.pools() == (r"\xff", "bad", "good")
-        assert (await recall(store, "good")).hold.paused == "ann"
+        assert (await store.recall("good")).hold.paused == "ann"
         await store.close()

@@ -73,7 +73,7 @@ async def test_holds_and_audit_records_are_written_back_before_anything_is_plann
         before = await balancer.until(lambda pool: pool.hold.pinned)
         empty()
         async with stored(redis_url) as store, asyncio.timeout(WAIT_S):
-            while not (await store.hold("tiny")).reason:  # noqa: ASYNC110 - Redis sends no event
+            while not (await store.recall("tiny")).hold.reason:  # noqa: ASYNC110 - Redis sends no event
                 await asyncio.sleep(0.05)
         after = await balancer.until(lambda pool: pool.health == SERVING)
         assert after.hold.paused.endswith(": night")
@@ -87,5 +87,5 @@ async def test_holds_and_audit_records_are_written_back_before_anything_is_plann
         resumed = await balancer.admin.Resume(admin_pb2.ResumeRequest())
         assert resumed.outcome.sequence == 3
     async with stored(redis_url) as store:
-        hold = await store.hold("tiny")
+        hold = (await store.recall("tiny")).hold
         assert (hold.paused, hold.pinned.endswith(": a test")) == ("", True)

@@ -181,7 +181,7 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
         assert second > first, "a number is never used again"
         switch(ranks, step=90)
         await follower.until_committed(second)
-        committed = await store.committed("tiny")
+        committed = (await store.recall("tiny")).committed
         before = [len(rank.obeyed) for rank in ranks]
 
         leader.signal(signal.SIGCONT)
@@ -189,8 +189,8 @@ async def test_a_paused_leader_that_wakes_up_cannot_switch_anything(
         await leader.until_status(lambda pool: points in pool.health_reason)
         for rank, count in zip(ranks, before, strict=True):
             assert all(message.term == term for message in rank.obeyed[count:])
-        assert (await store.committed("tiny")).same_placement(committed)
-        assert (await store.committed("tiny")).generation == second
+        assert (await store.recall("tiny")).committed.same_placement(committed)
+        assert (await store.recall("tiny")).committed.generation == second
         assert await store.highest_term() == term
 
 

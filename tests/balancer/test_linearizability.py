@@ -116,7 +116,7 @@ async def test_two_balancers_at_a_server_that_fails_leave_a_linearizable_history
     [
         ("PRELUDE", "tonumber(term) < tonumber(highest_term)", "false"),
         ("ADD_AUDIT", "if ARGV[6] ~= '' then", "if false then"),
-        ("COMMITTED", "redis.call('HGET', pool, 'committed')", "false"),
+        ("RECALL", "layout(committed), proposed", "layout(proposed), proposed"),
         ("ADOPT", "redis.call('HSET', pool, 'committed', generation)", ""),
         ("PUT_MEMBERSHIP", "tonumber(latest) > tonumber(epoch)", "false"),
         (
@@ -158,7 +158,7 @@ async def test_a_failover_loses_what_the_replica_lacked_and_nothing_else(tmp_pat
                 if is_replicated:
                     await until_replicated(client)
             promote(replica)
-            for what in (("fence",), ("committed",), ("hold",), ("pause", "eve")):
+            for what in (("fence",), ("recall",), ("pause", "eve")):
                 assert await second.do(*what) is not UNKNOWN
     assert is_linearizable(history, step, State()) == is_replicated
 

@@ -123,7 +123,7 @@ async def test_without_required_replicas_two_lead_until_the_old_primary_follows_
         await until(lambda: not old.leads() and "read-only" in old.elector.state.reason)
         assert new.leads()
         # What was written on the wrong side is gone; ranks report what they run.
-        assert (await old.store.committed("p")).generation == 1
+        assert (await old.store.recall("p")).committed.generation == 1
         with pytest.raises(StoreError, match=f"a balancer of term {term} has taken over"):
             await old.store.fence(term=1)
 
@@ -179,7 +179,7 @@ async def test_a_promoted_replica_rejects_writes_of_a_term_that_began_before(tmp
             ) as over:
                 await write()
             assert over.value.highest_term == 4
-        assert (await new.committed("p")).generation == 1
+        assert (await new.recall("p")).committed.generation == 1
         await new.fence(term=5)
         await new.put_proposed("p", layout_of(2), term=5)
         await new.close()
@@ -192,7 +192,7 @@ async def test_an_account_that_may_not_see_replication_keeps_its_term(tmp_path):
         store = RedisStore(server.url)
         await store.fence(term=4)
         await store.adopt("p", layout_of(1), term=4)
-        assert (await store.committed("p")).generation == 1
+        assert (await store.recall("p")).committed.generation == 1
         await store.close()
         client.execute_command("ACL SETUSER default +info")
 

@@ -69,7 +69,7 @@ async def test_work_continues_after_the_server_was_killed_and_restarted(redis_se
     with pytest.raises(TermOverError, match="the store failed over"):
         await store.commit("p", 1, previous=None, term=1)
     await store.commit("p", 1, previous=None, term=2)
-    assert (await store.committed("p")).generation == 1
+    assert (await store.recall("p")).committed.generation == 1
 
 
 async def test_a_write_that_a_slow_server_may_have_made_can_be_retried(redis_server, open_at):
@@ -84,7 +84,7 @@ async def test_a_write_that_a_slow_server_may_have_made_can_be_retried(redis_ser
     patient = open_at(redis_server.url)
     await patient.commit("p", 1, previous=None, term=1)
     await patient.put_proposed("p", layout_of(2), term=1)
-    assert await patient.next_generation("p") == 3
+    assert (await patient.recall("p")).next_generation == 3
 
 
 async def test_a_server_that_came_back_empty_is_noticed_by_the_next_read_and_write(
@@ -92,9 +92,9 @@ async def test_a_server_that_came_back_empty_is_noticed_by_the_next_read_and_wri
 ):
     writer, reader = open_at(redis_server.url), open_at(redis_server.url)
     await writer.adopt("p", layout_of(7), term=3)
-    assert (await reader.committed("p")).generation == 7
+    assert (await reader.recall("p")).committed.generation == 7
     redis_server.restart_empty()
-    calls = (lambda: writer.put_proposed("p", layout_of(8), term=3), lambda: reader.committed("p"))
+    calls = (lambda: writer.put_proposed("p", layout_of(8), term=3), lambda: reader.recall("p"))
     for call in calls:
         error = await fault_of(call())
         if error.fault is StoreFault.UNREACHABLE:  # The old connection had not been missed yet.
@@ -102,9 +102,9 @@ async def test_a_server_that_came_back_empty_is_noticed_by_the_next_read_and_wri
         assert error.fault is StoreFault.LOST
         assert "was emptied or replaced" in str(error)
     # From here on it is a new store, which first gets what workers report.
-    assert await writer.next_generation("p") == 1
+    assert (await writer.recall("p")).next_generation == 1
     await writer.adopt("p", layout_of(7), term=4)
-    assert await reader.next_generation("p") == 8
+    assert (await reader.recall("p")).next_generation == 8
 
 
 async def test_a_full_server_takes_no_write_and_still_reads(redis_server, open_at):
@@ -123,8 +123,8 @@ async def test_a_full_server_takes_no_write_and_still_reads(redis_server, open_a
             error = await fault_of(write)
             assert error.fault is StoreFault.FULL
             assert "raise its maxmemory" in str(error)
-        assert await store.committed("p") is None
-        assert (await store.proposed("p")).generation == 1
+        assert (await store.recall("p")).committed is None
+        assert (await store.recall("p")).proposed.generation == 1
         assert await store.highest_term() == 1
         operator.config_set("maxmemory", 0)
     await store.commit("p", 1, previous=None, term=1)
@@ -141,7 +141,7 @@ async def test_a_server_that_lost_its_replicas_takes_no_write_and_still_reads(
             error = await fault_of(write)
             assert error.fault is StoreFault.FULL
             assert "accepts no writes without its replicas" in str(error)
-        assert (await store.proposed("p")).generation == 1
+        assert (await store.recall("p")).proposed.generation == 1
         operator.config_set("min-replicas-to-write", 0)
     await store.commit("p", 1, previous=None, term=1)
 
@@ -163,8 +163,8 @@ async def test_a_server_that_went_back_in_time_gets_what_ranks_run(redis_server,
         error = await fault_of(write())
         assert isinstance(error, StoreConflictError)
     await later.adopt("p", layout_of(4), term=2)
-    assert (await later.committed("p")).generation == 4
-    assert await later.next_generation("p") == 5
+    assert (await later.recall("p")).committed.generation == 4
+    assert (await later.recall("p")).next_generation == 5
 
 
 async def test_a_wrong_password_is_denied_and_never_shown(tmp_path, open_at):
@@ -223,7 +223,7 @@ async def test_records_of_the_first_version_are_read_and_marked(redis_url, open_
     await open_at(redis_url).adopt("p", layout_of(1), term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:meta", "schema", 1)
-        committed = await open_at(redis_url).committed("p")
+        committed = (await open_at(redis_url).recall("p")).committed
         assert committed.same_placement(layout_of(1))
         assert operator.hget(f"{HASH_TAG}:meta", "schema") == b"3"
 
@@ -264,7 +264,7 @@ async def test_a_senseless_layout_is_never_given_out(redis_url, open_at, key, fi
     await store.adopt("p", layout_of(1), term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:{key}", field, damage)
-    error = await fault_of(store.committed("p"))
+    error = await fault_of(store.recall("p"))
     assert error.fault is StoreFault.DAMAGED
     assert "pool p cannot be read" in str(error)
 
@@ -290,7 +290,7 @@ async def test_a_senseless_average_is_never_given_out(redis_url, open_at, damage
     await store.put_average("p", "slow", ones, term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:pool:p:averages", "slow", damage)
-    assert (await fault_of(store.average("p", "slow"))).fault is StoreFault.DAMAGED
+    assert (await fault_of(store.recall("p"))).fault is StoreFault.DAMAGED
 
 
 async def test_senseless_membership_and_decisions_are_never_given_out(redis_url, open_at):
@@ -299,7 +299,7 @@ async def test_senseless_membership_and_decisions_are_never_given_out(redis_url,
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:pool:p", mapping={"epoch": 3, "workers": "{"})
         operator.xadd(f"{HASH_TAG}:pool:p:decisions", {"record": '{"accepted": true}'})
-    assert (await fault_of(store.membership("p"))).fault is StoreFault.DAMAGED
+    assert (await fault_of(store.recall("p"))).fault is StoreFault.DAMAGED
     assert (await fault_of(store.decisions("p", limit=1))).fault is StoreFault.DAMAGED
 
 
@@ -345,7 +345,7 @@ async def test_a_pool_named_like_a_key_of_another_shares_nothing_with_it(redis_u
         )
     await store.forget(f"a:{end}", term=1)
     assert await store.pools() == ("a",)
-    assert (await store.committed("a")).generation == 1
+    assert (await store.recall("a")).committed.generation == 1
     assert [one.reason for one in await store.decisions("a", limit=9)] == ["a"]
 
 
@@ -367,7 +367,7 @@ async def test_a_cancelled_step_does_not_mix_up_the_next_answers(redis_server, o
     store = open_at(redis_server.url)
     await store.adopt("p", layout_of(1), term=1)
     redis_server.pause()
-    waiting = [asyncio.create_task(store.committed("p")) for _ in range(4)]
+    waiting = [asyncio.create_task(store.recall("p")) for _ in range(4)]
     await asyncio.wait(waiting, timeout=0.1)
     for task in waiting:
         task.cancel()
@@ -375,7 +375,7 @@ async def test_a_cancelled_step_does_not_mix_up_the_next_answers(redis_server, o
     redis_server.resume()
     assert await store.highest_term() == 1
     assert await store.pools() == ("p",)
-    assert (await store.committed("p")).generation == 1
+    assert (await store.recall("p")).committed.generation == 1
 
 
 async def test_a_step_that_is_cancelled_ends_at_once_wherever_it_is(redis_server, open_at):
@@ -402,7 +402,7 @@ async def test_what_was_written_outlives_a_kill_of_the_server(redis_server, open
     redis_server.kill()
     redis_server.start()
     again = open_at(redis_server.url)
-    assert (await again.committed("p")).generation == 4
+    assert (await again.recall("p")).committed.generation == 4
     assert await again.highest_term() == 2
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 import pytest
 from opentelemetry.trace import NoOpTracer
@@ -13,7 +12,6 @@ from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import SoleRegister
-from equipoise.balancer.persistence import restore
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.store.sqlite_store import SqliteStore
@@ -304,27 +302,6 @@ async def test_an_archive_keeps_what_was_requested_of_a_pool_that_began_after_a_
     for _ in range(2):
         await archive.refresh(elsewhere="ask a:7070")
     assert archive.journals()["p"].hold == hold
-
-
-async def test_a_hold_that_is_recorded_while_a_follower_reads_is_not_lost():
-    server = StoreServer()
-    store, leader = SimStore(server), SimStore(server)
-    hold = Hold(paused="ann: night")
-    reads = {name: getattr(store, name) for name in ("hold", "audit")}
-
-    async def read(name, *args, **limits):
-        found = await reads[name](*args, **limits)
-        if await leader.hold("p") != hold:  # Between the reads of both.
-            await leader.add_audit("p", AN_ORDER, hold=hold, term=1)
-        return found
-
-    for name in reads:
-        setattr(store, name, partial(read, name))
-    await leader.adopt("p", layout_of(1), term=1)
-    archive = Archive(store=store, policies=PolicyBook(Policy()), unreadable=UnreadablePools())
-    await archive.refresh(elsewhere="ask a:7070")
-    memory = await restore(store, "p", known=archive.journals()["p"], term=2)
-    assert memory.hold == await leader.hold("p") == hold
 
 
 async def test_an_archive_drops_a_pool_that_the_leader_forgot_and_no_other(store):

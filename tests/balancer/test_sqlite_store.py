@@ -47,14 +47,14 @@ async def test_a_full_disk_takes_no_half_of_a_write_and_is_written_to_again_with
     with pytest.raises(StoreError, match=r"full.*has free space") as caught:
         await propose_many(store)
     assert caught.value.fault is StoreFault.FULL
-    assert (await store.committed("p")).generation == 1
-    written = (await store.proposed("p")).generation
-    assert await store.next_generation("p") == written + 1
+    assert (await store.recall("p")).committed.generation == 1
+    written = (await store.recall("p")).proposed.generation
+    assert (await store.recall("p")).next_generation == written + 1
     store._db.execute("PRAGMA max_page_count = 100000")
     await store.put_proposed("p", layout_of(written + 1), term=TERM)
     await store.close()
     reopened = SqliteStore(tmp_path / "state")
-    assert (await reopened.proposed("p")).generation == written + 1
+    assert (await reopened.recall("p")).proposed.generation == written + 1
     await reopened.close()
 
 
@@ -97,13 +97,13 @@ async def test_a_file_of_the_first_version_is_upgraded_and_used(tmp_path):
     ):
         poke(path, statement)
     second = SqliteStore(path)
-    assert same(await second.committed("p"), layout_of(1))
+    assert same((await second.recall("p")).committed, layout_of(1))
     assert await second.commits("p") == (1,)
     await second.add_audit("p", AN_ORDER, hold=Hold(paused="ann"), term=TERM)
     await second.adopt("p", weighted(layout_of(2)), term=TERM)
     await second.close()
     third = SqliteStore(path)
-    assert same(await third.committed("p"), weighted(layout_of(2)))
+    assert same((await third.recall("p")).committed, weighted(layout_of(2)))
     await third.close()
 
 
@@ -140,7 +140,7 @@ async def test_a_senseless_layout_is_never_given_out(tmp_path, damage):
     poke(tmp_path / "state", damage)
     store = SqliteStore(tmp_path / "state")
     with pytest.raises(StoreError, match="pool p cannot be read"):
-        await store.committed("p")
+        await store.recall("p")
     await store.close()
 
 
@@ -161,7 +161,7 @@ async def test_a_senseless_average_is_never_given_out(tmp_path, damage):
     poke(tmp_path / "state", damage)
     store = SqliteStore(tmp_path / "state")
     with pytest.raises(StoreError, match="pool p cannot be read"):
-        await store.average("p", "slow")
+        (await store.recall("p")).averages.get("slow")
     await store.close()
 
 

@@ -50,13 +50,13 @@ async def store(open_store):
 
 async def test_a_new_store_knows_nothing_and_starts_at_generation_1(store):
     assert await store.pools() == ()
-    assert await store.committed("p") is None
-    assert await store.proposed("p") is None
+    assert (await store.recall("p")).committed is None
+    assert (await store.recall("p")).proposed is None
     assert await store.layout("p", 1) is None
-    assert await store.membership("p") is None
-    assert await store.average("p", "slow") is None
+    assert (await store.recall("p")).members is None
+    assert (await store.recall("p")).averages.get("slow") is None
     assert await store.decisions("p", limit=9) == ()
-    assert await store.next_generation("p") == 1
+    assert (await store.recall("p")).next_generation == 1
 
 
 async def test_everything_put_is_there_after_a_restart(open_store):
@@ -78,15 +78,15 @@ async def test_everything_put_is_there_after_a_restart(open_store):
 
     second = open_store()
     assert await second.pools() == ("p",)
-    assert same(await second.committed("p"), layout)
-    assert same(await second.proposed("p"), layout_of(2))
-    assert await second.membership("p") == EpochMembers(epoch=4, workers=("w-1", "w-0"))
-    average = await second.average("p", "slow")
+    assert same((await second.recall("p")).committed, layout)
+    assert same((await second.recall("p")).proposed, layout_of(2))
+    assert (await second.recall("p")).members == EpochMembers(epoch=4, workers=("w-1", "w-0"))
+    average = (await second.recall("p")).averages.get("slow")
     assert (average.half_life_s, average.time_unix_s, average.weight_s) == (60.0, 1.5e9, 3.25)
     np.testing.assert_array_equal(average.decayed_load, record.decayed_load)
     assert average.decayed_load.dtype == np.float64
     assert await second.decisions("p", limit=9) == (replace(A_DECISION, sequence=1),)
-    assert await second.next_generation("p") == 3
+    assert (await second.recall("p")).next_generation == 3
     await second.close()
 
 
@@ -100,9 +100,9 @@ async def test_shares_are_kept_to_the_last_unit(open_store):
         await first.put_proposed("p", layout_of(3), term=TERM)
     await first.close()
     second = open_store()
-    assert same(await second.committed("p"), weighted(layout_of(1)))
+    assert same((await second.recall("p")).committed, weighted(layout_of(1)))
     assert same(await second.layout("p", 2), layout_of(2))
-    assert same(await second.proposed("p"), weighted(layout_of(3)))
+    assert same((await second.recall("p")).proposed, weighted(layout_of(3)))
     await second.close()
 
 
@@ -120,13 +120,13 @@ async def test_saying_the_same_proposal_or_commit_again_is_no_conflict(store):
         await store.put_proposed("p", layout_of(1), term=TERM)
     for _ in range(2):
         await store.commit("p", 1, previous=None, term=TERM)
-    assert same(await store.committed("p"), layout_of(1))
+    assert same((await store.recall("p")).committed, layout_of(1))
 
 
 async def test_audit_records_and_holds_survive_a_restart(open_store):
     first = open_store()
     assert await first.audit("p", limit=9) == ()
-    assert (await first.hold("p")).reason == ""
+    assert (await first.recall("p")).hold.reason == ""
     pin = Hold(paused="ann", pinned="bob: a test", pin=layout_of(4, shift=1), pinned_generation=4)
     entry = await first.add_audit("p", AN_ORDER, hold=pin, term=TERM)
     assert entry == replace(AN_ORDER, sequence=1)
@@ -139,14 +139,14 @@ async def test_audit_records_and_holds_survive_a_restart(open_store):
         (2, "look"),
         (1, "pause (for the night)"),
     ]
-    hold = await second.hold("p")
+    hold = (await second.recall("p")).hold
     assert (hold.paused, hold.pinned, hold.pinned_generation) == ("ann", "bob: a test", 4)
     assert hold.pin.same_placement(pin.pin)
     await second.add_audit("p", AN_ORDER, hold=Hold(), term=TERM)
-    assert not (await second.hold("p")).reason
+    assert not (await second.recall("p")).hold.reason
     with pytest.raises(TermOverError):
         await second.add_audit("p", AN_ORDER, hold=pin, term=TERM - 1)
-    assert not (await second.hold("p")).reason
+    assert not (await second.recall("p")).hold.reason
     await second.close()
 
 
@@ -166,7 +166,7 @@ async def test_what_it_lost_is_written_back_under_the_same_numbers(open_store):
     assert await store.audit("p", limit=9) == (lost[2], lost[1], *reversed(kept))
     assert await store.audit("new", limit=9) == tuple(reversed(lost))
     assert await store.decisions("p", limit=9) == (decision,)
-    assert (await store.hold("p")).paused == "ann"
+    assert (await store.recall("p")).hold.paused == "ann"
     assert (await store.add_audit("p", AN_ORDER, hold=None, term=TERM)).sequence == 5
     assert (await store.add_decision("p", A_DECISION, term=TERM)).sequence == 8
     with pytest.raises(TermOverError):
@@ -181,9 +181,9 @@ async def test_numbers_that_it_lost_are_written_back_and_never_fall(open_store):
     for _ in range(2):
         await store.restore("p", lost, term=TERM)
     assert await store.pools() == ("p",)
-    assert await store.membership("p") == members
-    assert await store.next_generation("p") == 10
-    assert await store.committed("p") is await store.proposed("p") is None
+    assert (await store.recall("p")).members == members
+    assert (await store.recall("p")).next_generation == 10
+    assert (await store.recall("p")).committed is (await store.recall("p")).proposed is None
     with pytest.raises(StoreConflictError, match="generation 9 was used before, the next is 10"):
         await store.put_proposed("p", layout_of(9), term=TERM)
     with pytest.raises(StoreConflictError, match="the latest is 57"):
@@ -192,8 +192,8 @@ async def test_numbers_that_it_lost_are_written_back_and_never_fall(open_store):
     older = EpochMembers(epoch=56, workers=("c",))
     await store.restore("p", ForgottenRecords(members=older, next_generation=3), term=TERM)
     await store.restore("p", ForgottenRecords(hold=Hold(paused="ann")), term=TERM)
-    assert await store.membership("p") == members
-    assert await store.next_generation("p") == 12
+    assert (await store.recall("p")).members == members
+    assert (await store.recall("p")).next_generation == 12
     await store.close()
 
 
@@ -230,8 +230,8 @@ async def test_a_commit_happens_only_if_the_previous_one_still_stands(store):
     await store.commit("p", 2, previous=1, term=TERM)
     with pytest.raises(StoreConflictError, match="must follow 1, but 2 is committed"):
         await store.commit("p", 3, previous=1, term=TERM)
-    assert (await store.committed("p")).generation == 2
-    assert (await store.proposed("p")).generation == 3
+    assert (await store.recall("p")).committed.generation == 2
+    assert (await store.recall("p")).proposed.generation == 3
 
 
 async def test_a_layout_that_was_never_proposed_cannot_be_committed(store):
@@ -256,10 +256,10 @@ async def test_of_many_that_commit_at_once_exactly_one_wins(store):
 async def test_what_all_ranks_run_is_adopted_whatever_the_store_thought(store):
     await store.put_proposed("p", layout_of(8), term=TERM)
     await store.adopt("p", layout_of(6, shift=3), term=TERM)
-    assert same(await store.committed("p"), layout_of(6, shift=3))
-    assert await store.next_generation("p") == 9
+    assert same((await store.recall("p")).committed, layout_of(6, shift=3))
+    assert (await store.recall("p")).next_generation == 9
     await store.adopt("p", layout_of(20), term=TERM)
-    assert await store.next_generation("p") == 21
+    assert (await store.recall("p")).next_generation == 21
 
 
 async def test_a_balancer_that_was_succeeded_can_write_nothing_that_matters(store):
@@ -296,11 +296,11 @@ async def check_fenced(store):
         with pytest.raises(TermOverError, match="term 1 is over, a balancer of term 2") as caught:
             await write()
         assert (caught.value.highest_term, caught.value.fault) == (2, StoreFault.CONFLICT)
-    assert await store.average("p", "slow") is None
+    assert (await store.recall("p")).averages.get("slow") is None
     assert await store.decisions("p", limit=1) == ()
-    assert await store.committed("p") is None
-    assert await store.next_generation("p") == 2
-    assert (await store.membership("p")).epoch == 1
+    assert (await store.recall("p")).committed is None
+    assert (await store.recall("p")).next_generation == 2
+    assert (await store.recall("p")).members.epoch == 1
     await store.commit("p", 1, previous=None, term=3)
 
 
@@ -331,7 +331,7 @@ async def test_neighbouring_generations_and_epochs_differ_up_to_2_to_the_53(stor
     with pytest.raises(StoreConflictError, match="was used before"):
         await store.put_proposed("p", layout_of(last - 1, shift=1), term=TERM)
     await store.put_proposed("p", layout_of(last), term=TERM)
-    assert (await store.proposed("p")).generation == last
+    assert (await store.recall("p")).proposed.generation == last
     await store.commit("p", last, previous=last - 1, term=TERM)
     assert await store.commits("p") == (last - 1, last)
     await store.put_membership("p", EpochMembers(epoch=last, workers=("w",)), term=TERM)
@@ -344,14 +344,14 @@ async def test_an_epoch_does_not_go_back(store):
     await store.put_membership("p", EpochMembers(epoch=3, workers=("b",)), term=TERM)
     with pytest.raises(StoreConflictError, match="epoch 2 is over, the latest is 3"):
         await store.put_membership("p", EpochMembers(epoch=2, workers=("a",)), term=TERM)
-    assert (await store.membership("p")).workers == ("b",)
+    assert (await store.recall("p")).members.workers == ("b",)
 
 
 async def test_pools_do_not_see_each_other(store):
     await store.put_proposed("b", layout_of(7), term=TERM)
     await store.add_decision("a", A_DECISION, term=TERM)
     assert await store.pools() == ("a", "b")
-    assert await store.next_generation("a") == 1
+    assert (await store.recall("a")).next_generation == 1
     assert await store.decisions("b", limit=1) == ()
 
 
@@ -368,16 +368,16 @@ async def test_a_pool_is_forgotten_whole_and_alone_and_starts_anew(store):
     await store.forget("gone", term=TERM)
     await store.forget("never there", term=TERM)
     assert await store.pools() == ("kept",)
-    assert await store.committed("gone") is None
-    assert await store.membership("gone") is None
-    assert await store.average("gone", "slow") is None
+    assert (await store.recall("gone")).committed is None
+    assert (await store.recall("gone")).members is None
+    assert (await store.recall("gone")).averages.get("slow") is None
     assert await store.decisions("gone", limit=9) == await store.audit("gone", limit=9) == ()
-    assert not (await store.hold("gone")).paused
-    assert await store.next_generation("gone") == 1
+    assert not (await store.recall("gone")).hold.paused
+    assert (await store.recall("gone")).next_generation == 1
     assert await store.commits("gone") == ()
     assert (await store.add_decision("gone", A_DECISION, term=TERM)).sequence == 1
-    assert await store.next_generation("kept") == 8
-    assert (await store.membership("kept")).epoch == 3
+    assert (await store.recall("kept")).next_generation == 8
+    assert (await store.recall("kept")).members.epoch == 3
     assert len(await store.audit("kept", limit=9)) == 1
 
 
@@ -400,7 +400,7 @@ async def test_old_layouts_are_dropped_but_never_the_committed_one(store):
         await store.put_proposed("p", layout_of(generation), term=TERM)
     kept = [g for g in range(1, MAX_LAYOUTS + 4) if await store.layout("p", g) is not None]
     assert kept == [1, *range(4, MAX_LAYOUTS + 4)]
-    assert (await store.committed("p")).generation == 1
+    assert (await store.recall("p")).committed.generation == 1
 
 
 async def test_a_layout_is_adopted_that_is_older_than_all_that_are_kept(store):
@@ -408,15 +408,15 @@ async def test_a_layout_is_adopted_that_is_older_than_all_that_are_kept(store):
     for generation in range(2, MAX_LAYOUTS + 4):
         await store.adopt("p", layout_of(generation), term=TERM)
     await store.adopt("p", layout_of(1), term=TERM)
-    assert same(await store.committed("p"), layout_of(1))
+    assert same((await store.recall("p")).committed, layout_of(1))
     assert 1 in await store.commits("p")
 
 
 async def test_a_proposal_is_over_when_it_is_committed(store):
     await store.put_proposed("p", layout_of(1), term=TERM)
-    assert (await store.proposed("p")).generation == 1
+    assert (await store.recall("p")).proposed.generation == 1
     await store.commit("p", 1, previous=None, term=TERM)
-    assert await store.proposed("p") is None
+    assert (await store.recall("p")).proposed is None
 
 
 # The SQLite file ----------------------------------------------------------------------------------

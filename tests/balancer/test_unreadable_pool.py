@@ -282,8 +282,8 @@ async def test_what_the_balancer_still_knows_is_written_back_once_the_damaged_ro
             while led.unreadable:  # noqa: ASYNC110 - no event for tests
                 await asyncio.sleep(0.01)
         assert led.find("").pool.journal.hold.paused == "ann"
-        assert (await store.hold("bad")).paused == "ann"
-        assert await store.next_generation("bad") == 8
+        assert (await store.recall("bad")).hold.paused == "ann"
+        assert (await store.recall("bad")).next_generation == 8
 
 
 async def test_a_pool_that_an_error_of_ours_keeps_from_being_read_ends_no_term(

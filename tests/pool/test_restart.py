@@ -2,7 +2,6 @@
 
 import pytest
 
-from equipoise.balancer.persistence import recall
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.pool.effects import (
     WriteAdopted,
@@ -43,7 +42,7 @@ def restart(tmp_path, make_harness):
                 await put(store, write)
         await store.close()
         reopened = SqliteStore(tmp_path / "state.sqlite")
-        memory = await recall(reopened, "tiny")
+        memory = await reopened.recall("tiny")
         await reopened.close()
         successor = make_harness(memory=memory)
         successor.now = harness.now + 5.0

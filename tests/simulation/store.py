@@ -22,12 +22,14 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import (
+    MAX_AUDIT,
     AuditRecord,
     AverageRecord,
     DecisionRecord,
     EpochMembers,
     ForgottenRecords,
     Hold,
+    PoolMemory,
 )
 
 TIMEOUT_S = 2.0
@@ -256,24 +258,30 @@ class SimStore(Client):
 
         await self._write(change, term=term)
 
-    async def committed(self, pool: str) -> Layout | None:
-        return await self._read(
-            lambda data: data.get(("layout", pool, data.get(("committed", pool))))
-        )
-
-    async def proposed(self, pool: str) -> Layout | None:
-        def read(data: Data) -> Layout | None:
+    async def recall(self, pool: str) -> PoolMemory:
+        def read(data: Data) -> PoolMemory:
+            committed = data.get(("committed", pool))
             newest = max(_generations(data, pool), default=0)
-            is_newer = newest > (data.get(("committed", pool)) or 0)
-            return data["layout", pool, newest] if is_newer else None
+            is_newer = newest > (committed or 0)
+            return PoolMemory(
+                committed=data.get(("layout", pool, committed)),
+                proposed=data["layout", pool, newest] if is_newer else None,
+                next_generation=data.get(("highest", pool), 0) + 1,
+                members=data.get(("members", pool)),
+                averages={
+                    key[2]: value
+                    for key, value in data.items()
+                    if key[0] == "average" and key[1] == pool
+                },
+                last_decision=next(iter(_newest(data, "decisions", pool, 1)), None),
+                hold=data.get(("hold", pool), Hold()),
+                audit=_newest(data, "audit", pool, MAX_AUDIT),
+            )
 
         return await self._read(read)
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
         return await self._read(lambda data: data.get(("layout", pool, generation)))
-
-    async def next_generation(self, pool: str) -> int:
-        return await self._read(lambda data: data.get(("highest", pool), 0) + 1)
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         def change(data: Data) -> None:
@@ -287,18 +295,12 @@ class SimStore(Client):
 
         await self._write(change, term=term)
 
-    async def membership(self, pool: str) -> EpochMembers | None:
-        return await self._read(lambda data: data.get(("members", pool)))
-
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         def change(data: Data) -> None:
             data["average", pool, name] = record
             _know(data, pool)
 
         await self._write(change, term=term)
-
-    async def average(self, pool: str, name: str) -> AverageRecord | None:
-        return await self._read(lambda data: data.get(("average", pool, name)))
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -348,9 +350,6 @@ class SimStore(Client):
             data["highest", pool] = max(lost.next_generation - 1, highest)
 
         await self._write(change, term=term)
-
-    async def hold(self, pool: str) -> Hold:
-        return await self._read(lambda data: data.get(("hold", pool), Hold()))
 
     async def close(self) -> None:
         pass

@@ -160,7 +160,7 @@ class LimitFleet:
             "layout": MessageToDict(layout),
             "decisions": await self._store.decisions(pool, limit=100),
             "audit": await self._store.audit(pool, limit=100),
-            "next generation": await self._store.next_generation(pool),
+            "next generation": (await self._store.recall(pool)).next_generation,
         }
 
     async def shared_state(self):

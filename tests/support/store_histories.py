@@ -30,7 +30,7 @@ from tests.support.linearizability import UNKNOWN, Operation, UndecidedError, is
 from tests.support.links import Namespace, Proxies
 from tests.support.redis_replica import is_synchronised, promote, replication_id, until
 from tests.support.redis_server import RedisServer
-from tests.support.store_contract import READS, State, step
+from tests.support.store_contract import State, step
 from tests.support.store_records import AN_ORDER, layout_of, same
 
 TIMEOUT_S = 0.5
@@ -70,12 +70,9 @@ class Client:
         self._branch = () if branch is None else (branch,)
         self._calls = {
             "fence": lambda: self.store.fence(term=self.term),
-            "committed": lambda: self.store.committed("p"),
-            "hold": lambda: self.store.hold("p"),
+            "recall": lambda: self.store.recall("p"),
             "propose": lambda g: self.store.put_proposed("p", _layout(g), term=self.term),
             "commit": lambda g, old: self.store.commit("p", g, previous=old, term=self.term),
-            "highest": lambda: self.store.next_generation("p"),
-            "epoch": lambda: self.store.membership("p"),
             "adopt": lambda g: self.store.adopt("p", _layout(g), term=self.term),
             "member": lambda e: self.store.put_membership("p", _members(e), term=self.term),
             "restore": self._restore,
@@ -112,9 +109,9 @@ class Client:
             result = "conflict"
         except StoreError:
             pass
-        what = (*self._branch, name, *arguments, *(() if name in READS else (term,)))
+        what = (*self._branch, name, *arguments, *(() if name == "recall" else (term,)))
         times = {} if result is UNKNOWN else {"returned_s": loop.time()}
-        if result is not UNKNOWN or name not in READS:
+        if result is not UNKNOWN or name != "recall":
             self.history.append(Operation(what=what, called_s=called_s, result=result, **times))
         return result
 
@@ -123,24 +120,22 @@ class Client:
         who = f"{self.term}-{chance.randrange(1000)}"
         match chance.randrange(8):
             case 0:
-                await self.do(chance.choice(["hold", "committed"]))
+                await self.do("recall")
             case 1:
                 await self.do(chance.choice(["pause", "pin", "rebalance"]), who)
             case 2:
                 await self.do("adopt", _maybe_used(chance, generations))
             case 3:
                 await self.do("member", _maybe_used(chance, generations))
-                await self.do("epoch")
             case 4:
                 sequence = self.latest_audit + chance.randrange(2)
                 number = _maybe_used(chance, generations)
                 await self.do("restore", who, sequence, number, number)
-                await self.do(chance.choice(["highest", "epoch"]))
             case _:
-                before = await self.do("committed")
+                known = await self.do("recall")
                 generation = next(generations)
-                if before is not UNKNOWN and await self.do("propose", generation) == "ok":
-                    await self.do("commit", generation, before)
+                if isinstance(known, tuple) and await self.do("propose", generation) == "ok":
+                    await self.do("commit", generation, known[0])
 
 
 def _layout(generation):
@@ -158,21 +153,23 @@ def _maybe_used(chance, generations):
 
 
 def _plain(name, result):
-    match name:
-        case "committed" if result is not None:
-            is_whole = same(result, _layout(result.generation))
-            return result.generation if is_whole else ("damaged", result.generation)
-        case "epoch":
-            epoch = 0 if result is None else result.epoch
-            return epoch if epoch == 0 or result == _members(epoch) else ("damaged", epoch)
-        case "highest":
-            return result - 1
-        case "hold":
-            return result.paused or result.pinned
-        case "pause" | "pin" | "rebalance":
-            return result.sequence
-        case _:
-            return result if name in READS else "ok"
+    """The result of an operation, as `step` gives it."""
+    if name in {"pause", "pin", "rebalance"}:
+        return result.sequence
+    if name != "recall":
+        return "ok"
+    layout, members = result.committed, result.members
+    if layout is not None and not same(layout, _layout(layout.generation)):
+        return "another layout"
+    if members is not None and members != _members(members.epoch):
+        return "other members"
+    return (
+        layout and layout.generation,
+        result.hold.paused or result.hold.pinned,
+        result.audit[0].sequence if result.audit else 0,
+        result.next_generation - 1,
+        members.epoch if members else 0,
+    )
 
 
 class Promotions:

@@ -6,7 +6,7 @@ It answers reads; it has no ranks and no loads, and decides nothing.
 from collections.abc import Mapping
 
 from equipoise.balancer.changed import Changed
-from equipoise.balancer.persistence import recall, warn_of_dropped
+from equipoise.balancer.persistence import warn_of_dropped
 from equipoise.balancer.pools import MAX_POOLS, pick
 from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.balancer.unreadable import UnreadablePools
@@ -82,7 +82,7 @@ class Archive:
         self._unreadable.retain(stored)
         for name in sorted(stored):
             with self._unreadable.noting(name):
-                self._take(name, await recall(self._store, name), elsewhere, has_new_policy)
+                self._take(name, await self._store.recall(name), elsewhere, has_new_policy)
             if name in self._unreadable.reasons and name in self._pools:
                 self._pools[name].close()
         self._policy_revision = self._policies.revision

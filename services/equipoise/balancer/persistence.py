@@ -16,34 +16,10 @@ from equipoise.pool.effects import (
     WriteProposed,
 )
 from equipoise.pool.journal import Journal
-from equipoise.pool.records import FAST, MAX_AUDIT, SLOW, SLOW_SQUARES, PoolMemory
+from equipoise.pool.records import PoolMemory
 from equipoise.telemetry.logs import about
 
 _log = logging.getLogger(__name__)
-
-
-async def recall(store: Store, pool: str) -> PoolMemory:
-    """Read a pool; one that the store does not know gives an empty memory.
-
-    The leader may write meanwhile. The hold is read after the audit records: an older hold with a
-    newer record would look as if the store had lost the hold.
-
-    Raises:
-        StoreError: the store cannot be used.
-    """
-    audit = await store.audit(pool, limit=MAX_AUDIT)
-    averages = {name: await store.average(pool, name) for name in (FAST, SLOW, SLOW_SQUARES)}
-    decisions = await store.decisions(pool, limit=1)
-    return PoolMemory(
-        committed=await store.committed(pool),
-        proposed=await store.proposed(pool),
-        next_generation=await store.next_generation(pool),
-        members=await store.membership(pool),
-        averages={name: record for name, record in averages.items() if record is not None},
-        last_decision=decisions[0] if decisions else None,
-        hold=await store.hold(pool),
-        audit=audit,
-    )
 
 
 async def restore(store: Store, pool: str, *, known: Journal | None, term: int) -> PoolMemory:
@@ -52,7 +28,7 @@ async def restore(store: Store, pool: str, *, known: Journal | None, term: int) 
     Raises:
         StoreError: the store cannot be used.
     """
-    memory = await recall(store, pool)
+    memory = await store.recall(pool)
     if known is None:
         return memory
     warn_of_dropped(pool, known, memory)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from equipoise.balancer import archive, persistence, pools
+from equipoise.balancer import pools
 from equipoise.balancer.leadership import leader_state
 from equipoise.balancer.leadership.leader_state import LeaderState, Outranked
 from equipoise.balancer.service.worker_link import WorkerLinkService
@@ -55,12 +55,12 @@ async def _unconfirmed(self: Any, _hello: Any, _mailbox: Any) -> Any:
 
 
 def _hold_not_read() -> list[tuple[Any, str, Any]]:
-    recall = persistence.recall
+    recall = SimStore.recall
 
     async def without_hold(store: Any, pool: str) -> Any:
         return replace(await recall(store, pool), hold=Hold())
 
-    return [(module, "recall", without_hold) for module in (persistence, archive)]
+    return [(SimStore, "recall", without_hold)]
 
 
 def _hold_not_restored() -> list[tuple[Any, str, Any]]:

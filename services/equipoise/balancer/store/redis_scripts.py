@@ -114,25 +114,23 @@ end
 return {'ok', kept}
 """
 
-COMMITTED = """
-local generation = redis.call('HGET', pool, 'committed')
-if not generation then return {'ok', false, false} end
-return {'ok', generation, redis.call('HGET', layouts, generation)}
-"""
-
-PROPOSED = """
-local newest = redis.call('HGET', pool, 'committed') or '0'
-local committed = newest
-for _, generation in ipairs(redis.call('HKEYS', layouts)) do
-  if tonumber(generation) > tonumber(newest) then newest = generation end
+RECALL = """
+local function layout(generation)
+  return generation and redis.call('HGET', layouts, generation)
 end
-if newest == committed then return {'ok', false, false} end
-return {'ok', newest, redis.call('HGET', layouts, newest)}
+local committed, highest, hold, epoch, workers =
+  unpack(redis.call('HMGET', pool, 'committed', 'highest', 'hold', 'epoch', 'workers'))
+local proposed, newest = false, tonumber(committed) or 0
+for _, generation in ipairs(redis.call('HKEYS', layouts)) do
+  if tonumber(generation) > newest then proposed, newest = generation, tonumber(generation) end
+end
+return {'ok', committed, layout(committed), proposed, layout(proposed), highest or '0', hold,
+  epoch, workers, redis.call('HGETALL', averages),
+  redis.call('XREVRANGE', decisions, '+', '-', 'COUNT', 1),
+  redis.call('XREVRANGE', audit, '+', '-', 'COUNT', ARGV[4])}
 """
 
 LAYOUT = "return {'ok', ARGV[4], redis.call('HGET', layouts, ARGV[4])}"
-
-HIGHEST_GENERATION = "return {'ok', redis.call('HGET', pool, 'highest') or '0'}"
 
 PUT_MEMBERSHIP = """
 local epoch, workers = ARGV[4], ARGV[5]
@@ -143,18 +141,11 @@ redis.call('SADD', pools, name)
 return {'ok'}
 """
 
-MEMBERSHIP = """
-local epoch, workers = unpack(redis.call('HMGET', pool, 'epoch', 'workers'))
-return {'ok', epoch, workers}
-"""
-
 PUT_AVERAGE = """
 redis.call('HSET', averages, ARGV[4], ARGV[5])
 redis.call('SADD', pools, name)
 return {'ok'}
 """
-
-AVERAGE = "return {'ok', redis.call('HGET', averages, ARGV[4])}"
 
 ADD_DECISION = """
 local sequence = redis.call('HINCRBY', pool, 'num_decisions', 1)
@@ -174,8 +165,6 @@ return {'ok', sequence}
 """
 
 AUDIT = "return {'ok', redis.call('XREVRANGE', audit, '+', '-', 'COUNT', ARGV[4])}"
-
-HOLD = "return {'ok', redis.call('HGET', pool, 'hold')}"
 
 RESTORE = """
 local hold, num_audit = ARGV[4], tonumber(ARGV[5])

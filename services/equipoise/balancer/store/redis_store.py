@@ -9,9 +9,10 @@ name, the incarnation, which every step checks.
 import json
 import secrets
 from asyncio import Lock
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from equipoise.balancer.store import redis_scripts as scripts
@@ -44,12 +45,14 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import (
+    MAX_AUDIT,
     AuditRecord,
     AverageRecord,
     DecisionRecord,
     EpochMembers,
     ForgottenRecords,
     Hold,
+    PoolMemory,
 )
 
 SCHEMA_VERSION = 3
@@ -67,8 +70,6 @@ REQUEST_TIMEOUT_S = 2.0
 
 _OF_RECORDS = {StoreFault.DAMAGED, StoreFault.FOREIGN}
 """Faults of a script on the keys of a pool, which are due to them."""
-
-_Value = TypeVar("_Value")
 
 
 class RedisStore:
@@ -139,26 +140,38 @@ class RedisStore:
         packed = pack_layout(layout)
         await self._write(pool, scripts.ADOPT, layout.generation, packed, MAX_LAYOUTS, term=term)
 
-    async def committed(self, pool: str) -> Layout | None:
+    async def recall(self, pool: str) -> PoolMemory:
         """See `Store`."""
-        generation, packed = await self._read(pool, scripts.COMMITTED)
-        if generation is not None and packed is None:
-            missing = generation.decode(errors="backslashreplace")
+        found = await self._read(pool, scripts.RECALL, MAX_AUDIT)
+        committed, its_layout, proposed, newest, highest, hold, epoch, workers, *records = found
+        averages, decisions, audit = records
+        if committed is not None and its_layout is None:
+            missing = committed.decode(errors="backslashreplace")
             raise self._unreadable(pool, f"layouts has no committed layout {missing}")
-        return self._layout(pool, generation, packed)
-
-    async def proposed(self, pool: str) -> Layout | None:
-        """See `Store`."""
-        return self._layout(pool, *await self._read(pool, scripts.PROPOSED))
+        with self._sensing(pool, "decisions"):
+            latest = unpack_stream(DecisionRecord, decisions)
+        with self._sensing(pool, "audit"):
+            requests = unpack_stream(AuditRecord, audit)
+        with self._sensing(pool, "highest"):
+            next_generation = whole("it", highest) + 1
+        with self._sensing(pool, "epoch or workers"):
+            members = None if epoch is None else unpack_members(epoch, workers)
+        with self._sensing(pool, "hold"):
+            held = Hold() if hold is None else unpack_hold(hold)
+        return PoolMemory(
+            committed=self._layout(pool, committed, its_layout),
+            proposed=self._layout(pool, proposed, newest),
+            next_generation=next_generation,
+            members=members,
+            averages=dict(self._averages(pool, averages)),
+            last_decision=latest[0] if latest else None,
+            hold=held,
+            audit=requests,
+        )
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
         """See `Store`."""
         return self._layout(pool, *await self._read(pool, scripts.LAYOUT, generation))
-
-    async def next_generation(self, pool: str) -> int:
-        """See `Store`."""
-        (highest,) = await self._read(pool, scripts.HIGHEST_GENERATION)
-        return self._sense(pool, "highest", lambda: whole("it", highest)) + 1
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """See `Store`."""
@@ -171,23 +184,9 @@ class RedisStore:
                 f"pool {pool}: epoch {members.epoch} is over, the latest is {int(rest[0])}"
             )
 
-    async def membership(self, pool: str) -> EpochMembers | None:
-        """See `Store`."""
-        epoch, workers = await self._read(pool, scripts.MEMBERSHIP)
-        if epoch is None:
-            return None
-        return self._sense(pool, "epoch or workers", lambda: unpack_members(epoch, workers))
-
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """See `Store`."""
         await self._write(pool, scripts.PUT_AVERAGE, name, pack_average(record), term=term)
-
-    async def average(self, pool: str, name: str) -> AverageRecord | None:
-        """See `Store`."""
-        (packed,) = await self._read(pool, scripts.AVERAGE, name)
-        if packed is None:
-            return None
-        return self._sense(pool, f"averages {name}", lambda: unpack_average(packed))
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -201,14 +200,14 @@ class RedisStore:
     async def decisions(self, pool: str, *, limit: int) -> tuple[DecisionRecord, ...]:
         """See `Store`."""
         (entries,) = await self._read(pool, scripts.DECISIONS, max(0, limit))
-        return self._sense(pool, "decisions", lambda: unpack_stream(DecisionRecord, entries or ()))
+        with self._sensing(pool, "decisions"):
+            return unpack_stream(DecisionRecord, entries or ())
 
     async def commits(self, pool: str) -> tuple[int, ...]:
         """See `Store`."""
         (generations,) = await self._read(pool, scripts.COMMITS)
-        return self._sense(
-            pool, "commits", lambda: tuple(sorted(whole("one", one) for one in generations))
-        )
+        with self._sensing(pool, "commits"):
+            return tuple(sorted(whole("one", one) for one in generations))
 
     async def add_audit(
         self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
@@ -227,7 +226,8 @@ class RedisStore:
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
         """See `Store`."""
         (entries,) = await self._read(pool, scripts.AUDIT, max(0, limit))
-        return self._sense(pool, "audit", lambda: unpack_stream(AuditRecord, entries or ()))
+        with self._sensing(pool, "audit"):
+            return unpack_stream(AuditRecord, entries or ())
 
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """See `Store`."""
@@ -246,13 +246,6 @@ class RedisStore:
             *(part for one in entries for part in (one.sequence, pack_entry(one))),
             term=term,
         )
-
-    async def hold(self, pool: str) -> Hold:
-        """See `Store`."""
-        (packed,) = await self._read(pool, scripts.HOLD)
-        if packed is None:
-            return Hold()
-        return self._sense(pool, "hold", lambda: unpack_hold(packed))
 
     async def close(self) -> None:
         """See `Store`."""
@@ -325,8 +318,14 @@ class RedisStore:
     def _layout(self, pool: str, generation: bytes | None, packed: bytes | None) -> Layout | None:
         if generation is None or packed is None:
             return None
-        what = f"layouts {generation.decode(errors='backslashreplace')}"
-        return self._sense(pool, what, lambda: unpack_layout(generation, packed))
+        with self._sensing(pool, f"layouts {generation.decode(errors='backslashreplace')}"):
+            return unpack_layout(generation, packed)
+
+    def _averages(self, pool: str, found: Sequence[bytes]) -> Iterator[tuple[str, AverageRecord]]:
+        for key, packed in zip(found[::2], found[1::2], strict=True):
+            name = key.decode(errors="backslashreplace")
+            with self._sensing(pool, f"averages {name}"):
+                yield name, unpack_average(packed)
 
     def _term(self, found: bytes) -> int:
         """Return a stored term; raise StoreError if no leader can have written it."""
@@ -339,10 +338,11 @@ class RedisStore:
                 fault=StoreFault.DAMAGED,
             ) from error
 
-    def _sense(self, pool: str, what: str, unpack: Callable[[], _Value]) -> _Value:
-        """Return what `unpack` returns; raise UnreadablePoolError if the record is invalid."""
+    @contextmanager
+    def _sensing(self, pool: str, what: str) -> Iterator[None]:
+        """Raise UnreadablePoolError if the record that is unpacked meanwhile is invalid."""
         try:
-            return unpack()
+            yield
         except INVALID_RECORD as error:
             raise self._unreadable(pool, f"{what}: {error}") from error
 

@@ -1,6 +1,7 @@
 """`SqliteStore`: the store in one local file, the default of a single balancer."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from equipoise.balancer.store.store import (
 )
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import (
+    MAX_AUDIT,
     AuditRecord,
     AverageRecord,
     DecisionRecord,
     EpochMembers,
     ForgottenRecords,
     Hold,
+    PoolMemory,
 )
 
 
@@ -115,45 +118,36 @@ class SqliteStore:
 
         await self._file.write(write, term=term, pool=pool)
 
-    async def committed(self, pool: str) -> Layout | None:
+    async def recall(self, pool: str) -> PoolMemory:
         """See `Store`."""
 
-        def read() -> Layout | None:
-            generation = self._pool_value(pool, "committed")
-            if generation is None:
-                return None
-            layout = self._layout(pool, generation)
-            if layout is None:
-                raise LookupError(f"layouts has no committed layout {generation}")
-            return layout
-
-        return await self._file.read(read, pool=pool)
-
-    async def proposed(self, pool: str) -> Layout | None:
-        """See `Store`."""
-
-        def read() -> Layout | None:
-            row = self._db.execute(
-                "SELECT max(generation) FROM layouts WHERE pool = ? AND generation >"
-                " (SELECT coalesce(committed, 0) FROM pools WHERE pool = ?)",
-                (pool, pool),
-            ).fetchone()
-            return None if row[0] is None else self._layout(pool, row[0])
+        def read() -> PoolMemory:
+            values = self._pool_values(pool)
+            decisions = self._latest("decisions", DecisionRecord, pool, limit=1)
+            with naming("highest"):
+                next_generation = whole("it", values.get("highest") or 0) + 1
+            with naming("epoch or workers"):
+                epoch = values.get("epoch")
+                members = None if epoch is None else unpack_members(epoch, values["workers"])
+            with naming("hold"):
+                hold = values.get("hold")
+                held = Hold() if hold is None else unpack_hold(hold)
+            return PoolMemory(
+                committed=self._committed(pool, values.get("committed")),
+                proposed=self._proposed(pool),
+                next_generation=next_generation,
+                members=members,
+                averages=dict(self._averages(pool)),
+                last_decision=decisions[0] if decisions else None,
+                hold=held,
+                audit=self._latest("audit", AuditRecord, pool, limit=MAX_AUDIT),
+            )
 
         return await self._file.read(read, pool=pool)
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
         """See `Store`."""
         return await self._file.read(lambda: self._layout(pool, generation), pool=pool)
-
-    async def next_generation(self, pool: str) -> int:
-        """See `Store`."""
-
-        def read() -> int:
-            with naming("highest"):
-                return whole("it", self._pool_value(pool, "highest") or 0) + 1
-
-        return await self._file.read(read, pool=pool)
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """See `Store`."""
@@ -167,18 +161,6 @@ class SqliteStore:
             self._set_pool(pool, epoch=members.epoch, workers=json.dumps(members.workers))
 
         await self._file.write(write, term=term, pool=pool)
-
-    async def membership(self, pool: str) -> EpochMembers | None:
-        """See `Store`."""
-
-        def read() -> EpochMembers | None:
-            epoch = self._pool_value(pool, "epoch")
-            if epoch is None:
-                return None
-            with naming("epoch or workers"):
-                return unpack_members(epoch, self._pool_value(pool, "workers"))
-
-        return await self._file.read(read, pool=pool)
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """See `Store`."""
@@ -194,20 +176,6 @@ class SqliteStore:
             )
 
         await self._file.write(write, term=term, pool=pool)
-
-    async def average(self, pool: str, name: str) -> AverageRecord | None:
-        """See `Store`."""
-
-        def read() -> AverageRecord | None:
-            row = self._db.execute(
-                "SELECT half_life_s, time_unix_s, weight_s, num_layers, num_experts, decayed_load"
-                " FROM averages WHERE pool = ? AND name = ?",
-                (pool, name),
-            ).fetchone()
-            with naming(f"averages {name}"):
-                return None if row is None else unpack_average(row)
-
-        return await self._file.read(read, pool=pool)
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -282,16 +250,6 @@ class SqliteStore:
 
         await self._file.write(write, term=term, pool=pool)
 
-    async def hold(self, pool: str) -> Hold:
-        """See `Store`."""
-
-        def read() -> Hold:
-            packed = self._pool_value(pool, "hold")
-            with naming("hold"):
-                return Hold() if packed is None else unpack_hold(packed)
-
-        return await self._file.read(read, pool=pool)
-
     async def close(self) -> None:
         """See `Store`."""
         await self._file.close()
@@ -338,6 +296,12 @@ class SqliteStore:
         ).fetchone()
         return None if row is None else row[0]
 
+    def _pool_values(self, pool: str) -> dict[str, Any]:
+        """The columns of a pool; none if it is unknown."""
+        found = self._db.execute("SELECT * FROM pools WHERE pool = ?", (pool,))
+        row, columns = found.fetchone(), [column[0] for column in found.description]
+        return {} if row is None else dict(zip(columns, row, strict=True))
+
     def _set_pool(self, pool: str, **columns: int | str) -> None:
         self._know(pool)
         assignments = ", ".join(f"{column} = ?" for column in columns)
@@ -380,6 +344,32 @@ class SqliteStore:
             " AND generation IS NOT (SELECT committed FROM pools WHERE pool = :pool)",
             {"pool": pool, "kept": MAX_LAYOUTS},
         )
+
+    def _committed(self, pool: str, generation: int | None) -> Layout | None:
+        if generation is None:
+            return None
+        layout = self._layout(pool, generation)
+        if layout is None:
+            raise LookupError(f"layouts has no committed layout {generation}")
+        return layout
+
+    def _proposed(self, pool: str) -> Layout | None:
+        row = self._db.execute(
+            "SELECT max(generation) FROM layouts WHERE pool = ? AND generation >"
+            " (SELECT coalesce(committed, 0) FROM pools WHERE pool = ?)",
+            (pool, pool),
+        ).fetchone()
+        return None if row[0] is None else self._layout(pool, row[0])
+
+    def _averages(self, pool: str) -> Iterator[tuple[str, AverageRecord]]:
+        rows = self._db.execute(
+            "SELECT name, half_life_s, time_unix_s, weight_s, num_layers, num_experts,"
+            " decayed_load FROM averages WHERE pool = ?",
+            (pool,),
+        )
+        for name, *row in rows:
+            with naming(f"averages {name}"):
+                yield name, unpack_average(tuple(row))
 
     def _layout(self, pool: str, generation: int) -> Layout | None:
         row = self._db.execute(

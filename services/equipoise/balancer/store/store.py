@@ -18,6 +18,7 @@ from equipoise.pool.records import (
     EpochMembers,
     ForgottenRecords,
     Hold,
+    PoolMemory,
 )
 from equipoise.wire.checks import MAX_TERM
 
@@ -148,17 +149,11 @@ class Store(Protocol):
     async def adopt(self, pool: str, layout: Layout, *, term: int) -> None:
         """Commit the layout that all ranks report to run, whatever was proposed or committed."""
 
-    async def committed(self, pool: str) -> Layout | None:
-        """The committed layout."""
-
-    async def proposed(self, pool: str) -> Layout | None:
-        """The newest layout above the committed one: a rollout that did not finish."""
+    async def recall(self, pool: str) -> PoolMemory:
+        """What is known of a pool, all of one moment; an empty memory if nothing is."""
 
     async def layout(self, pool: str, generation: int) -> Layout | None:
         """A layout that was proposed or adopted and is still kept."""
-
-    async def next_generation(self, pool: str) -> int:
-        """The number after the highest ever used; 1 for a new pool. Reserves nothing."""
 
     async def put_membership(self, pool: str, members: EpochMembers, *, term: int) -> None:
         """Record the members of an epoch, which must not be below the latest.
@@ -167,14 +162,8 @@ class Store(Protocol):
             StoreConflictError: the store has a later epoch.
         """
 
-    async def membership(self, pool: str) -> EpochMembers | None:
-        """The latest epoch."""
-
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
         """Record a moving average by name, for example "slow"."""
-
-    async def average(self, pool: str, name: str) -> AverageRecord | None:
-        """The latest record of a moving average."""
 
     async def add_decision(
         self, pool: str, decision: DecisionRecord, *, term: int
@@ -204,9 +193,6 @@ class Store(Protocol):
         A record is skipped if the store has one of the same or a higher number; so are the epoch
         and the highest generation.
         """
-
-    async def hold(self, pool: str) -> Hold:
-        """What an operator holds the pool to; nothing for a new pool."""
 
     async def close(self) -> None:
         """Close the store; no method may be called after this."""
