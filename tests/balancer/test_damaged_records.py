@@ -32,6 +32,14 @@ POOL_VALUES = {
     "a pin of a negative generation": ("hold", json.dumps({**HOLD, "pinned_generation": -1})),
     "JSON without an end": ("hold", "[" * 100_000),
     "text that is not UTF-8": ("hold", b"\xff\xfe"),
+    "a pin of a generation that is a truth": (
+        "hold",
+        json.dumps({**HOLD, "pinned_generation": True}),
+    ),
+    "a pin of a generation without an end": (
+        "hold",
+        json.dumps({**HOLD, "pinned_generation": float("inf")}),
+    ),
     "an epoch out of range": ("epoch", 2**60),
     "an epoch below 1": ("epoch", -3),
     "an epoch that is a word": ("epoch", "four"),
@@ -51,6 +59,9 @@ ENTRIES = {
     "a record that lacks a field": json.dumps({k: v for k, v in ENTRY.items() if k != "who"}),
     "a verdict that is a word": json.dumps({**ENTRY, "accepted": "yes"}),
     "half a character": json.dumps({**ENTRY, "who": "\ud800"}),
+    "a time that is no number": json.dumps({**ENTRY, "time_unix_s": float("nan")}),
+    "a time of very many digits": '{"time_unix_s": ' + "9" * 4000 + "}",
+    "a time that is a truth": json.dumps({**ENTRY, "time_unix_s": True}),
     "a time without an end": json.dumps({**ENTRY, "time_unix_s": float("inf")}),
 }
 

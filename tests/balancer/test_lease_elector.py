@@ -114,6 +114,18 @@ async def test_a_register_that_stops_answering_ends_the_term_within_the_deadline
         assert not tenure.holds()
 
 
+async def test_rounds_that_fail_do_not_flood_the_log(caplog):
+    register = HangingRegister()
+    register.fault = ZeroDivisionError()
+    register.answering.clear()
+    elector = elector_of(register)
+    async with elector.running():
+        async with asyncio.timeout(BOUND_S):
+            while "failed (8 so far)" not in caplog.text:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(QUICK.retry_s)
+    assert caplog.text.count("Traceback") in {4, 5}
+
+
 async def test_a_term_that_was_outranked_is_followed_by_a_higher_one():
     elector = elector_of(SoleRegister(term=0))
     async with elector.running():

@@ -1,7 +1,8 @@
 """One promise for every place that may keep the lease: a record is replaced by one at a time."""
 
 import asyncio
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 from aiohttp import web
@@ -12,7 +13,12 @@ from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.kubernetes_register import KubernetesRegister
 from equipoise.balancer.leadership.lease import Candidate, LeaseRecord, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
-from equipoise.balancer.leadership.register import RegisterError, SoleRegister, record_to_text
+from equipoise.balancer.leadership.register import (
+    RegisterError,
+    SoleRegister,
+    record_from_text,
+    record_to_text,
+)
 from equipoise.balancer.store.redis_store import HASH_TAG
 from equipoise.wire.checks import MAX_TERM
 from tests.support.redis_replica import promote, replicated, until_replicated
@@ -195,7 +201,29 @@ async def test_a_redis_that_is_down_is_named_with_the_remedy():
     await register.close()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "\xff", '{"holder": "a"}'])
+def lease_text(**changes):
+    """A lease with other JSON in some fields."""
+    values = {name: json.dumps(value) for name, value in asdict(RECORD).items()} | changes
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in values.items()) + "}"
+
+
+SENSELESS = [
+    *("", "{}", "[]", "null", "\xff", '{"holder": "a"}', "[" * 100_000, "1" * 5000),
+    *(lease_text(term=value) for value in ("1e999", "NaN", "1.5", "true", '"7"', "9" * 5000, "{}")),
+    *(lease_text(renewals=value) for value in ("1e999", "-1", "false", "null", str(2**53 + 1))),
+    *(lease_text(duration_s=value) for value in ("1e999", "NaN", "true", '"3"', "0", "-0.0", "[]")),
+    *(lease_text(holder=value) for value in ("7", "null", '"\\ud800"')),
+    *(lease_text(address=value) for value in ("7", "[]", '"\\udfff"')),
+]
+
+
+@pytest.mark.parametrize("text", SENSELESS, ids=lambda text: text[:60])
+def test_a_senseless_lease_is_named_with_the_remedy(text):
+    with pytest.raises(RegisterError, match=r"key a .*: remove it if no balancer is running"):
+        record_from_text(text, where="key a")
+
+
+@pytest.mark.parametrize("text", ["\xff", lease_text(term="1e999")])
 async def test_a_senseless_lease_in_redis_is_nobodys(redis_url, open_redis, text):
     with Redis.from_url(redis_url) as operator:
         operator.set(f"{HASH_TAG}:lease", text)
@@ -267,6 +295,16 @@ async def test_an_api_server_that_hangs_times_out(open_kubernetes, lease_server)
     with pytest.raises(RegisterError, match="cannot be reached"):
         await open_kubernetes(timeout_s=0.2).read()
     lease_server.answering.set()
+
+
+@pytest.mark.parametrize("renewals", ["9" * 5000, "1e999", "-1", "", "NaN"])
+async def test_a_kubernetes_lease_with_a_senseless_annotation_is_read(
+    open_kubernetes, lease_server, renewals
+):
+    register = open_kubernetes()
+    await register.write(RECORD, replacing=None)
+    lease_server.lease["metadata"]["annotations"]["equipoise/renewals"] = renewals
+    assert (await register.read()).record == RECORD
 
 
 async def test_people_can_read_the_lease_and_a_foreign_one_is_free(open_kubernetes, lease_server):

@@ -165,15 +165,13 @@ async def test_a_senseless_average_is_never_given_out(tmp_path, damage):
     await store.close()
 
 
-@pytest.mark.parametrize("term", [2**31, 2**53 + 4, -1])
+@pytest.mark.parametrize("term", [2**31, 2**53 + 4, -1, 1.5, "9e999", "'two'"])
 async def test_a_fence_that_no_leader_can_have_set_is_named_and_never_lowered(tmp_path, term):
     await SqliteStore(tmp_path / "state").close()
     poke(tmp_path / "state", f"UPDATE fence SET term = {term}")
     store = SqliteStore(tmp_path / "state")
     for call in (store.fence(term=2), store.highest_term()):
-        with pytest.raises(
-            StoreError, match=f"is damaged .term {term} is not .* move it away"
-        ) as it:
+        with pytest.raises(StoreError, match=r"is damaged .term .* is not .* move it away") as it:
             await call
         assert it.value.fault is StoreFault.DAMAGED
     await store.close()

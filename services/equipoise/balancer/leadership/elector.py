@@ -30,6 +30,7 @@ from equipoise.balancer.leadership.leader_state import (
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.register import ALONE, LeaseRegister, RegisterError
 from equipoise.pool.counters import Timeout
+from equipoise.telemetry.logs import Causes
 
 _MAX_REQUESTS = 4
 """Requests per round: a renewal that was overtaken, a read, and another renewal."""
@@ -85,6 +86,7 @@ class Elector:
         self._changed = Changed()
         self._pending: Action = None
         self._looked = asyncio.Event()
+        self._failures = Causes()
         self._lease = Timeout(name="lease", timeout_s=timing.renew_deadline_s)
         self._request = Timeout(name="register", timeout_s=timing.request_timeout_s)
 
@@ -155,8 +157,9 @@ class Elector:
             began_s = self._clock()
             try:
                 await self._round()
-            except Exception:  # noqa: BLE001 - a bug must not end elections for good
-                _log.exception("an election round failed")
+            except Exception as error:  # noqa: BLE001 - a bug must not end elections for good
+                if number := self._failures.count(repr(error)):
+                    _log.exception("an election round failed (%d so far)", number)
             self._looked.set()
             await asyncio.sleep(max(0.0, min(retry_s, began_s + retry_s - self._clock())))
 

@@ -133,7 +133,7 @@ class KubernetesRegister:
             holder=(spec.holder_identity if spec else None) or "",
             address=annotations.get(_ADDRESS, ""),
             term=max(0, (spec.lease_transitions if spec else None) or 0),
-            renewals=int(renewals) if renewals.isdecimal() else 0,
+            renewals=int(renewals) if renewals.isdecimal() and len(renewals) <= 16 else 0,
             duration_s=float(max(1, (spec.lease_duration_seconds if spec else None) or 1)),
         )
         return Sighting(record=record, version=metadata.resource_version)

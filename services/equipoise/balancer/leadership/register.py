@@ -2,13 +2,17 @@
 
 import json
 from dataclasses import fields
-from typing import Protocol
+from typing import Protocol, get_type_hints
 
 from equipoise.balancer.leadership.lease import LeaseRecord, LeaseTiming, Sighting
-from equipoise.wire.checks import MAX_TERM
+from equipoise.balancer.store.records import INVALID_RECORD, check_type
+from equipoise.balancer.store.store import checked_term
 
 ALONE = LeaseTiming(duration_s=2e9, renew_deadline_s=1e9, retry_s=1.0, request_timeout_s=1.0)
 """Timing of a register that no other candidate can reach: its lease never expires."""
+
+
+_TYPES = get_type_hints(LeaseRecord)
 
 
 class RegisterError(RuntimeError):
@@ -69,18 +73,15 @@ def record_from_text(text: str, *, where: str) -> LeaseRecord:
         RegisterError: the text is not a valid lease; `where` names the register.
     """
     try:
-        values = json.loads(text)
-        record = LeaseRecord(
-            holder=str(values["holder"]),
-            address=str(values["address"]),
-            term=int(values["term"]),
-            renewals=int(values["renewals"]),
-            duration_s=float(values["duration_s"]),
-        )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        found = json.loads(text)
+        values = {name: found[name] for name in _TYPES}
+        for name, expected in _TYPES.items():
+            check_type(name, values[name], expected)
+        checked_term(values["term"])
+        if not 0 < values["duration_s"] < ALONE.duration_s:
+            raise ValueError(f"duration_s cannot be {values['duration_s']}")
+    except INVALID_RECORD as error:
         raise RegisterError(
-            f"{where} does not hold a lease ({error!r}): remove it if no balancer is running"
+            f"{where} holds an invalid lease ({error!r}): remove it if no balancer is running"
         ) from error
-    if not 0 < record.duration_s < ALONE.duration_s or not 0 <= record.term <= MAX_TERM:
-        raise RegisterError(f"{where} holds an invalid lease: remove it if no balancer is running")
-    return record
+    return LeaseRecord(**values)

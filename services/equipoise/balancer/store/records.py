@@ -46,7 +46,7 @@ def whole(what: str, found: Any, *, least: int = 0) -> int:
     """
     if isinstance(found, bytes):
         found = int(found)
-    if not isinstance(found, int) or not least <= found <= checks.MAX_COUNT:
+    if type(found) is not int or not least <= found <= checks.MAX_COUNT:
         raise ValueError(f"{what} must be from {least} to 2^53, not {checks.shorten(str(found))}")
     return found
 
@@ -66,7 +66,7 @@ def unpack_entry(kind: type[Numbered], sequence: int | bytes, packed: str | byte
     for name in found:
         if name not in types:
             raise ValueError(f"this release knows no field {checks.shorten(name)}")
-        _check_type(name, found[name], types[name])
+        check_type(name, found[name], types[name])
     missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in found]
     if missing:
         raise ValueError(f"it has no {missing[0]}")
@@ -96,7 +96,7 @@ def unpack_hold(packed: str | bytes) -> Hold:
     """
     record = json.loads(packed)
     for name in ("paused", "pinned"):
-        _check_type(name, record[name], str)
+        check_type(name, record[name], str)
     if bool(record["pinned"]) != (record["pin"] is not None):
         raise ValueError("a pin must have a layout and a reason")
     pin = None
@@ -161,7 +161,7 @@ def checked_average(record: AverageRecord) -> AverageRecord:
     """
     numbers = (record.half_life_s, record.time_unix_s, record.weight_s)
     for number in numbers:
-        _check_type("a number", number, float)
+        check_type("a number", number, float)
     if not (np.isfinite(record.decayed_load).all() and all(map(math.isfinite, numbers))):
         raise ValueError("it is not finite")
     if record.half_life_s <= 0 or record.weight_s < 0 or record.decayed_load.min(initial=0.0) < 0:
@@ -169,13 +169,14 @@ def checked_average(record: AverageRecord) -> AverageRecord:
     return record
 
 
-def _check_type(name: str, value: Any, expected: type) -> None:
-    """Raise TypeError or ValueError if a value of JSON is not one of a field's type."""
+def check_type(name: str, value: Any, expected: type) -> None:
+    """Raise one of INVALID_RECORD if a value of JSON is not one of a field's type."""
     if type(value) not in _JSON_TYPES.get(expected, (str,)):
         raise TypeError(f"{name} cannot be {checks.shorten(str(value))}")
     if isinstance(value, str):
         value.encode()  # Half a surrogate pair fits into no message.
     elif expected is int:
         whole(name, value)
-    elif math.isinf(value):  # Balancedness without traffic is not a number.
+    elif math.isinf(value) or (math.isnan(value) and name.endswith("unix_s")):
+        # Others, such as balancedness without traffic, may be not a number.
         raise ValueError(f"{name} is not finite")

@@ -118,9 +118,10 @@ class RedisStore:
             term=term,
         )
         if answer == b"used":
+            highest = self._sense(pool, "highest", lambda: whole("it", rest[0]))
             raise StoreConflictError(
                 f"pool {pool}: generation {layout.generation} was used before, the next is "
-                f"{int(rest[0]) + 1}"
+                f"{highest + 1}"
             )
 
     async def commit(self, pool: str, generation: int, *, previous: int | None, term: int) -> None:
@@ -180,8 +181,9 @@ class RedisStore:
             pool, scripts.PUT_MEMBERSHIP, members.epoch, workers, term=term
         )
         if answer == b"later":
+            latest = self._sense(pool, "epoch", lambda: whole("it", rest[0]))
             raise StoreConflictError(
-                f"pool {pool}: epoch {members.epoch} is over, the latest is {int(rest[0])}"
+                f"pool {pool}: epoch {members.epoch} is over, the latest is {latest}"
             )
 
     async def put_average(self, pool: str, name: str, record: AverageRecord, *, term: int) -> None:
@@ -330,8 +332,8 @@ class RedisStore:
     def _term(self, found: bytes) -> int:
         """Return a stored term; raise StoreError if no leader can have written it."""
         try:
-            return checked_term(int(found))
-        except (TypeError, ValueError) as error:
+            return checked_term(found)
+        except ValueError as error:
             raise StoreError(
                 f"{self._link.name} is damaged (highest term: {error}): empty its database, or "
                 "use another, to start from what the workers report",

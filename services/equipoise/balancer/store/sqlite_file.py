@@ -162,7 +162,7 @@ class SqliteFile:
     def highest_term(self) -> int:
         """Return the highest term that ever wrote; only for work of `read` and `write`."""
         (highest,) = self.db.execute("SELECT term FROM fence").fetchone()
-        return checked_term(int(highest))
+        return checked_term(highest)
 
     async def close(self) -> None:
         """Close the file and end its thread."""

@@ -8,7 +8,7 @@ that lost the leadership cannot undo its successor's writes.
 """
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import (
@@ -98,13 +98,15 @@ class TermOverError(StoreConflictError):
         self.highest_term = highest_term
 
 
-def checked_term(found: int) -> int:
-    """Return a stored term.
+def checked_term(found: Any) -> int:
+    """Return a stored term, which may be written as digits.
 
     Raises:
         ValueError: no leader can have written it.
     """
-    if not 0 <= found <= MAX_TERM:
+    if isinstance(found, bytes):
+        found = int(found)
+    if type(found) is not int or not 0 <= found <= MAX_TERM:
         raise ValueError(f"term {found} is not from 0 to {MAX_TERM}")
     return found
 
