@@ -118,7 +118,8 @@ class RedisStore:
             term=term,
         )
         if answer == b"used":
-            highest = self._sense(pool, "highest", lambda: whole("it", rest[0]))
+            with self._sensing(pool, "highest"):
+                highest = whole("it", rest[0])
             raise StoreConflictError(
                 f"pool {pool}: generation {layout.generation} was used before, the next is "
                 f"{highest + 1}"
@@ -181,7 +182,8 @@ class RedisStore:
             pool, scripts.PUT_MEMBERSHIP, members.epoch, workers, term=term
         )
         if answer == b"later":
-            latest = self._sense(pool, "epoch", lambda: whole("it", rest[0]))
+            with self._sensing(pool, "epoch"):
+                latest = whole("it", rest[0])
             raise StoreConflictError(
                 f"pool {pool}: epoch {members.epoch} is over, the latest is {latest}"
             )
