@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from equipoise.balancer import runner
+from equipoise.balancer.service import loop_share, worker_link
 from equipoise.pool import demand
 from equipoise.rank import held, stager
-from equipoise.worker import engine, epochs, joining, rank, reach
+from equipoise.worker import engine, epochs, joining, rank, reach, spans
 from equipoise.worker.reading import CheckpointReader
 from tests.simulation import group
 from tests.simulation.engine import SimEngine
@@ -26,6 +27,7 @@ _world: list[Any] = []
 
 _TIME = SimpleNamespace(
     time_ns=lambda: int(_world[0].loop.time() * 1e9),
+    thread_time=lambda: 0.0,
     sleep=lambda _s: None,
 )
 """In place of the module `time`; `Seams.open` adds the clocks of the current world."""
@@ -103,6 +105,9 @@ class _no_progress:  # noqa: N801 - used as a function
 
 _REPLACED: list[tuple[Any, str, Any]] = [
     (runner, "time", _TIME),
+    (spans, "time", _TIME),
+    (loop_share, "time", _TIME),
+    (worker_link, "time", _TIME),
     (engine, "time", _TIME),
     (stager, "time", _TIME),
     (joining, "placement_of", SimPlacement),

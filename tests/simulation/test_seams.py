@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,9 @@ EVENTFUL = Schedule(
         Action(15.0, "unreachable_rank", ("w0", 0.5)),
     ),
 )
+
+
+CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time", "time", "time_ns")
 
 
 def place_of(target, name):
@@ -51,20 +55,39 @@ def test_a_short_schedule_reaches_every_replaced_name():
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path)))},
     )
     assert done.returncode == 0, done.stderr
-    violation, reached = json.loads(done.stdout)
+    violation, reached, clocks = json.loads(done.stdout)
     assert violation == ""
     assert reached == sorted(PLACES)
+    assert clocks == [], "the machine's clocks are not those of the schedule"
 
 
 def reach():
-    """Play a schedule; returns what it violated, and the replaced names that were used."""
-    reached = set()
+    """Play a schedule.
+
+    Returns what it violated, the replaced names that were used, and which of the machine's clocks
+    the product read.
+    """
+    reached, clocks = set(), set()
+    for name in CLOCKS:
+        setattr(time, name, noting_clock(getattr(time, name), clocks))
     seams._REPLACED[:] = [
         (target, name, noting(value, place_of(target, name), reached))
         for target, name, value in seams._REPLACED
     ]
     world = seams.Seams().play(EVENTFUL)
-    return str(world.observer.violation or ""), sorted(reached)
+    return str(world.observer.violation or ""), sorted(reached), sorted(clocks)
+
+
+def noting_clock(clock, clocks):
+    """A clock of the machine that notes which modules of the product read it."""
+
+    def read():
+        module = sys._getframe(1).f_globals.get("__name__", "")
+        if module.startswith("equipoise"):
+            clocks.add(f"{module}: {clock.__name__}")
+        return clock()
+
+    return read
 
 
 def noting(value, place, reached):
