@@ -9,6 +9,9 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
 from equipoise.pool import room
 from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.wire import checks
+from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.convert import from_balancer, to_worker
 from equipoise.wire.messages import GroupLost, RunningState
 
 
@@ -75,6 +78,30 @@ def test_a_pool_has_a_limited_number_of_workers(restarted, monkeypatch):
     with pytest.raises(RejectedWorkerError, match="has 2 workers, the most that a pool may have"):
         harness.hello(workers[2].hello)
     harness.hello(workers[1].hello)
+
+
+def test_a_pool_grows_up_to_the_largest_layout_that_its_ranks_accept(
+    serving_harness, worker_of, hello_of, monkeypatch
+):
+    harness, most = serving_harness, 6 * 3 * 10
+    for module in (room, checks):
+        monkeypatch.setattr(module, "MAX_CELLS", most)
+    workers = [worker_of(hello_of(f"worker-{number}")) for number in range(4, 7)]
+    harness.workers |= {worker.hello.worker: worker for worker in workers}
+    *some, last = workers
+    for worker in some:
+        harness.hello(worker.hello)
+    with pytest.raises(RejectedWorkerError, match=r"3 layers x 10 slots.*than the 180 slots") as no:
+        harness.hello(last.hello)
+    assert no.value.kind == room.POOL_FULL
+    harness.tick(1.0)
+    del harness.workers[last.hello.worker]
+    for worker in harness.ranks:
+        (*_, join) = harness.sent_to(worker.hello.worker, JoinEpoch)
+        assert from_balancer(to_worker(join), hello=worker.hello).layout.num_ranks == 6
+    harness.lose(some[0])
+    harness.workers[last.hello.worker] = last
+    harness.hello(last.hello)  # There is room, although the rank that is gone has its seat still.
 
 
 @pytest.fixture

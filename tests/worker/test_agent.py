@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -119,6 +120,20 @@ async def test_the_largest_join_epoch_arrives(balancer):
         link = await balancer.link()
         link.say(largest)
         assert (await rig.next()).peers == largest.peers
+
+
+async def test_an_epoch_that_is_dropped_as_invalid_is_rejected_with_the_reason(balancer):
+    hello, epoch = largest_join_epoch(num_ranks=4, num_layers=64)
+    rig = Rig(balancer.address)
+    rig.hello = lambda: replace(hello, worker="another")
+    async with running(rig):
+        link = await balancer.link()
+        link.say(epoch)
+        rejected = await link.until(LayoutRejected, lambda _: True)
+        assert rejected.epoch == epoch.epoch
+        assert (rejected.rank, rejected.generation) == (epoch.rank, epoch.layout.generation)
+        assert "but the receiver is another" in rejected.reason
+        assert await rig.dropped.get() == rejected.reason
 
 
 async def test_a_report_carries_the_heartbeat(balancer):

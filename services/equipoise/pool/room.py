@@ -10,7 +10,7 @@ from dataclasses import replace
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.member import Member
-from equipoise.wire.checks import MAX_RANKS
+from equipoise.wire.checks import MAX_CELLS, MAX_RANKS
 from equipoise.wire.messages import Hello, RunningState
 
 MAX_BYTES = 64 * 2**20
@@ -42,14 +42,10 @@ def check_room(hello: Hello, others: Collection[Member], *, pool: str) -> None:
     """Check that there is room for one more worker beside `others`.
 
     Raises:
-        RejectedWorkerError: the pool has too many workers, or their tables take too much memory.
+        RejectedWorkerError: the pool has as many workers as it may have, or what they report takes
+            too much memory.
     """
-    if len(others) >= MAX_RANKS:
-        raise RejectedWorkerError(
-            POOL_FULL,
-            f"worker {hello.worker}: pool {pool} has {len(others)} workers, the most that a pool "
-            "may have: start it in another pool; retrying",
-        )
+    _check_number(hello, [one.hello for one in others if one.connected], pool=pool)
     claims = [one.claim for one in others if one.claim is not None]
     if hello.running is not None:
         claims.append(hello.running)
@@ -67,6 +63,33 @@ def check_room(hello: Hello, others: Collection[Member], *, pool: str) -> None:
             f"worker {hello.worker}: what it and {len(others)} other workers of pool {pool} report "
             f"would take {num_bytes / 2**20:.0f} MiB, and a pool may take "
             f"{MAX_BYTES // 2**20} MiB: stop those that run another layout; retrying",
+        )
+
+
+def _check_number(hello: Hello, connected: Collection[Hello], *, pool: str) -> None:
+    """Check that an epoch may have one more worker: it has all that are alike."""
+    if len(connected) >= MAX_RANKS:
+        raise RejectedWorkerError(
+            POOL_FULL,
+            f"worker {hello.worker}: pool {pool} has {len(connected)} workers, the most that a "
+            "pool may have: start it in another pool; retrying",
+        )
+    num_layers, slots_per_rank = hello.model.num_layers, hello.slots_per_rank
+    most = MAX_CELLS // (num_layers * slots_per_rank)
+    if len(connected) < most:
+        return
+    alike = [
+        one
+        for one in connected
+        if one.slots_per_rank == slots_per_rank and one.model == hello.model
+    ]
+    if len(alike) >= most:
+        raise RejectedWorkerError(
+            POOL_FULL,
+            f"worker {hello.worker}: pool {pool} has {len(alike)} workers with {num_layers} layers "
+            f"x {slots_per_rank} slots, and with one more a layout would have more than the "
+            f"{MAX_CELLS} slots that it may have: start it in another pool, or all workers with "
+            "fewer slots; retrying",
         )
 
 

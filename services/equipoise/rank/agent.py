@@ -31,7 +31,15 @@ from equipoise.wire.balancer_messages import (
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.limits import MAX_PUSH_BYTES
-from equipoise.wire.messages import Heartbeat, Hello, Leaving, Report, Wait, WorkerMessage
+from equipoise.wire.messages import (
+    Heartbeat,
+    Hello,
+    LayoutRejected,
+    Leaving,
+    Report,
+    Wait,
+    WorkerMessage,
+)
 from equipoise_api.v1 import worker_link_pb2 as pb
 from equipoise_api.v1 import worker_link_pb2_grpc as pb_grpc
 
@@ -237,6 +245,7 @@ class Agent:
                 value = from_balancer(message, hello=hello, running=self._handler.running())
             except InvalidMessageError as error:
                 _log.warning("dropped an invalid message (%s): %s", error.kind, error)
+                self._reject_epoch(message, str(error))
                 self._handler.message_dropped(message, str(error))
                 continue
             if isinstance(value, Rejection) and value.not_leading:
@@ -255,6 +264,19 @@ class Agent:
             if not isinstance(value, HeartbeatAck):
                 self._handler.receive(value)
         raise LinkLostError("the balancer closed the stream")
+
+    def _reject_epoch(self, message: pb.ConnectResponse, reason: str) -> None:
+        """Reject a dropped JoinEpoch: else the pool would wait for this rank and not know why."""
+        if message.HasField("join_epoch"):
+            join = message.join_epoch
+            self._outbox.send(
+                LayoutRejected(
+                    epoch=join.epoch,
+                    rank=join.rank,
+                    generation=join.layout.generation,
+                    reason=reason,
+                )
+            )
 
     async def _write(self, call: Call, queue: asyncio.Queue[WorkerMessage]) -> None:
         """Send queued messages, and a heartbeat at every interval: in a report if one is sent."""
