@@ -1,5 +1,6 @@
 """What a pool keeps of Hellos, and how much of it."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,10 @@ from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
 from equipoise.pool import room
 from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.member import bytes_of
 from equipoise.wire import checks
 from equipoise.wire.balancer_messages import JoinEpoch
+from equipoise.wire.checks import MAX_RANKS
 from equipoise.wire.convert import from_balancer, to_worker
 from equipoise.wire.messages import GroupLost, RunningState
 
@@ -59,7 +62,7 @@ def test_a_pool_is_full_when_its_workers_report_too_much_and_has_room_when_they_
     harness, workers = restarted
     first, second, *_ = workers
     harness.hello(claiming(first))
-    monkeypatch.setattr(room, "MAX_BYTES", 5500)
+    monkeypatch.setattr(room, "MAX_BYTES", 14_000)
     with pytest.raises(RejectedWorkerError, match=r"pool tiny.*worker-\d|report would") as caught:
         harness.hello(claiming(second, swapped=1))
     assert caught.value.kind == room.POOL_FULL
@@ -68,6 +71,27 @@ def test_a_pool_is_full_when_its_workers_report_too_much_and_has_room_when_they_
     harness.hello(claiming(first))  # It replaces itself.
     harness.lose(first)
     harness.hello(claiming(second, swapped=1))
+
+
+def test_names_count_with_the_width_of_their_characters(make_harness, hello_of, monkeypatch):
+    monkeypatch.setattr(room, "MAX_BYTES", 1 << 20)
+    harness = make_harness()
+    wide = tuple(f"{number:02}={'a' * 246}😀" for number in range(64))
+    most = room.MAX_BYTES // sum(map(sys.getsizeof, wide))
+    assert 10 < most < 20
+    for number in range(most - 1):  # Their other names take a little, too.
+        harness.hello(hello_of(f"worker-{number}", num_ranks=MAX_RANKS, backends=wide))
+    with pytest.raises(RejectedWorkerError, match="report would take 1 MiB") as full:
+        harness.hello(hello_of("one-more", num_ranks=MAX_RANKS, backends=wide))
+    assert full.value.kind == room.POOL_FULL
+
+
+def test_as_many_workers_as_a_pool_may_have_fit_with_the_names_of_a_large_fleet(hello_of):
+    name = ".".join(["worker-0", "n" * 63, "n" * 63, "n" * 63, "n" * 50])
+    texts = ("host", "zone", "device", "kernels", "latent_form", "rendezvous_address", "address")
+    backends = tuple(f"operation_{number}=triton|reference|torch" for number in range(10))
+    hello = hello_of(name, node=name, backends=backends, **dict.fromkeys(texts, name))
+    assert MAX_RANKS * bytes_of(hello) < room.MAX_BYTES
 
 
 def test_a_pool_has_a_limited_number_of_workers(restarted, monkeypatch):

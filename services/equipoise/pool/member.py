@@ -1,10 +1,23 @@
 """`Member`: one worker of a pool."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field, fields, replace
 
 from equipoise.planning.arrays import ExpertTable
 from equipoise.planning.layout import Layout
+from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.wire.messages import GroupLost, Heartbeat, Hello, RankStats, RunningState, Serving
+
+_OWN_CELL_BYTES = 4 + CHECKSUM_BYTES
+"""An own slot: its expert and its checksum, in whichever message they come."""
+
+
+def bytes_of(hello: Hello) -> int:
+    """Bytes that a worker's names take, and the tables of its own slots."""
+    values = [getattr(hello, one.name) for one in fields(hello)]
+    texts = [*(value for value in values if isinstance(value, str)), *hello.backends]
+    cells = hello.model.num_layers * hello.slots_per_rank
+    return cells * _OWN_CELL_BYTES + sum(map(sys.getsizeof, texts))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -13,6 +26,9 @@ class Member:
 
     hello: Hello
     """What it reported when it connected, without `running` and `group_lost`."""
+
+    hello_bytes: int = field(init=False)
+    """`bytes_of` that."""
 
     last_heard_s: float
     """When it connected or its latest message arrived. After a message was rejected, only a valid
@@ -70,10 +86,13 @@ class Member:
     """Why its stream ended; None while it is open."""
 
     stats: RankStats | None = None
-    """Its latest statistics."""
+    """Its latest statistics, without timeouts."""
 
     steps: str = ""
     """How its steps run, as reported."""
+
+    def __post_init__(self) -> None:
+        self.hello_bytes = bytes_of(self.hello)
 
     @property
     def name(self) -> str:
@@ -126,8 +145,8 @@ class Member:
         self.staged_generation = heartbeat.staged_generation
 
     def note_stats(self, stats: RankStats) -> None:
-        """Take over its statistics."""
-        self.stats = stats
+        """Take over its statistics; `Timeouts` counts its timeouts."""
+        self.stats = replace(stats, timeouts=())
 
     def note_joined(self, *, heartbeat_s: float) -> None:
         """It was sent its rank."""

@@ -1,4 +1,4 @@
-"""`check_room`: how much memory the Hellos of a pool's workers may take.
+"""`check_room`: how many workers a pool may have, and how much memory their Hellos may take.
 
 Of a Hello only its names and numbers stay, and what the worker reports to run until the pool has
 decided about it. Workers of one group report the same layout, of which one copy is kept.
@@ -7,23 +7,21 @@ decided about it. Workers of one group report the same layout, of which one copy
 from collections.abc import Collection
 from dataclasses import replace
 
-from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.pool.hello_checks import RejectedWorkerError
-from equipoise.pool.member import Member
+from equipoise.pool.member import Member, bytes_of
 from equipoise.wire.checks import MAX_CELLS, MAX_RANKS
 from equipoise.wire.messages import Hello, RunningState
 
 MAX_BYTES = 64 * 2**20
-"""Bytes of tables that the Hellos of one pool's workers may take. 320 ranks of DeepSeek-V3 with 59
-layers x 1 slot each take 1 MiB, and a pool with as many slots as the wire allows 9 MiB."""
+"""Bytes that the Hellos of one pool's workers may take. Tables of 320 ranks of DeepSeek-V3 with 59
+layers x 1 slot each take 1 MiB, and those of a pool with as many slots as the wire allows 9 MiB;
+names of 4,096 workers take about as much."""
 
 POOL_FULL = "hello_pool_full"
 """Kind of a rejection that ends by itself, when other workers of the pool leave."""
 
-_OWN_CELL_BYTES = 4 + CHECKSUM_BYTES
-"""An own slot: its expert and its checksum, in whichever message they come."""
-
-_NAME_BYTES = 256
+_NAME_BYTES = 1080
+"""Bytes of memory that a name takes at most: one wide character makes all others as wide."""
 
 
 def shared(running: RunningState, members: Collection[Member]) -> RunningState:
@@ -49,7 +47,7 @@ def check_room(hello: Hello, others: Collection[Member], *, pool: str) -> None:
     claims = [one.claim for one in others if one.claim is not None]
     if hello.running is not None:
         claims.append(hello.running)
-    num_bytes = sum(map(_own_bytes, [hello, *(one.hello for one in others)]))
+    num_bytes = bytes_of(hello) + sum(one.hello_bytes for one in others)
     num_bytes += sum(_layout_bytes(one) for one in {id(one.layout): one for one in claims}.values())
     num_bytes += sum(
         len(workers) * _NAME_BYTES
@@ -91,10 +89,6 @@ def _check_number(hello: Hello, connected: Collection[Hello], *, pool: str) -> N
             f"{MAX_CELLS} slots that it may have: start it in another pool, or all workers with "
             "fewer slots; retrying",
         )
-
-
-def _own_bytes(hello: Hello) -> int:
-    return hello.model.num_layers * hello.slots_per_rank * _OWN_CELL_BYTES
 
 
 def _layout_bytes(running: RunningState) -> int:
