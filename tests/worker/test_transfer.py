@@ -3,7 +3,8 @@
 import asyncio
 import math
 import threading
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -13,6 +14,8 @@ from equipoise.planning.moves import CheckpointSource, Move, RankSource
 from equipoise.rank.errors import NotHeldError, TransferError
 from equipoise.rank.transfer import CHUNK_BYTES, ExpertTransferService
 from equipoise.rank.waits import Waits
+from equipoise.trust.guard import anonymous
+from equipoise.trust.identity import Caller, Identity, Role
 from equipoise.wire.messages import Wait
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
@@ -296,17 +299,26 @@ class Large:
         return torch.full((64 * CHUNK_BYTES,), layer * 10 + expert, dtype=torch.uint8)
 
 
-async def fetch_all(address, expert):
+def by_name(context):
+    """The caller whose certificate or token names the worker that metadata has here."""
+    worker = dict(context.invocation_metadata())["worker"]
+    identity = Identity(role=Role.WORKER, pool="tiny", worker=worker)
+    return Caller(peer=context.peer(), identities=(identity,))
+
+
+async def fetch_all(address, expert, *, worker="new"):
     async with grpc.aio.insecure_channel(address) as channel:
         call = worker_pb2_grpc.ExpertTransferStub(channel).Fetch(
-            pb.FetchRequest(epoch=1, layer=0, expert=expert), timeout=20
+            pb.FetchRequest(epoch=1, layer=0, expert=expert),
+            timeout=20,
+            metadata=(("worker", worker),),
         )
         return b"".join([response.data async for response in call])
 
 
 @pytest.mark.parametrize("num_channels", [1, 8], ids=["one peer", "eight peers"])
 async def test_peers_that_do_not_read_do_not_stop_transfers(num_channels):
-    service = ExpertTransferService(write_timeout_s=1.0)
+    service = ExpertTransferService(write_timeout_s=1.0, caller=by_name)
     service.open(Large(), epoch=1)
     options = (("grpc.use_local_subchannel_pool", 1),)
     async with served(service) as address:
@@ -314,7 +326,12 @@ async def test_peers_that_do_not_read_do_not_stop_transfers(num_channels):
             grpc.aio.insecure_channel(address, options=options) for _ in range(num_channels)
         ]
         stubs = [worker_pb2_grpc.ExpertTransferStub(channel) for channel in channels]
-        hung = [stubs[n % num_channels].Fetch(pb.FetchRequest(epoch=1)) for n in range(16)]
+        hung = [
+            stubs[n % num_channels].Fetch(
+                pb.FetchRequest(epoch=1), metadata=(("worker", f"hung-{n % num_channels}"),)
+            )
+            for n in range(16)
+        ]
         for call in hung[:4]:
             await call.read()
         async with asyncio.timeout(60):
@@ -326,6 +343,47 @@ async def test_peers_that_do_not_read_do_not_stop_transfers(num_channels):
         for channel in channels:
             await channel.close()
     assert num_channels == 1 or service.num_stalled >= 8, "all streams were taken"
+
+
+@pytest.mark.parametrize("others", [by_name, anonymous], ids=["names", "machines"])
+async def test_no_peer_takes_more_than_half_of_the_streams_by_more_connections(others):
+    """Half is left for others: of another name, or on another machine if they have none."""
+
+    def caller(context):
+        is_other = dict(context.invocation_metadata())["worker"] == "other"
+        found = others(context)
+        return replace(found, peer="ipv4:192.0.2.7:40000") if is_other else found
+
+    service = ExpertTransferService(write_timeout_s=600.0, stream_timeout_s=600.0, caller=caller)
+    service.open(Large(), epoch=1)
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with served(service) as address, AsyncExitStack() as opened:
+        for _ in range(4):
+            channel = grpc.aio.insecure_channel(address, options=options)
+            opened.push_async_callback(channel.close)
+            stub = worker_pb2_grpc.ExpertTransferStub(channel)
+            for _ in range(4):
+                call = stub.Fetch(pb.FetchRequest(epoch=1), metadata=(("worker", "hung"),))
+                opened.callback(call.cancel)
+        await asyncio.sleep(0.2)  # They would be served first; that they are takes no event.
+        async with asyncio.timeout(60):
+            data = await fetch_all(address, 3, worker="other")
+        assert data == bytes([3]) * 64 * CHUNK_BYTES
+    assert service.num_stalled == 0
+
+
+async def test_a_peer_that_reads_a_little_before_each_timeout_is_cut_off():
+    service = ExpertTransferService(write_timeout_s=600.0, stream_timeout_s=0.5)
+    service.open(Large(), epoch=1)
+    async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.ExpertTransferStub(channel).Fetch(pb.FetchRequest(epoch=1))
+        num_read = 0
+        async with asyncio.timeout(60):
+            async for _ in call:
+                num_read += 1
+                await asyncio.sleep(0.2)
+    assert num_read < 64
+    assert service.num_stalled == 1
 
 
 def test_reading_during_switches_returns_consistent_experts(

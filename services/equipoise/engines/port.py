@@ -16,7 +16,7 @@ _RIGHTS: Rights = {"equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER})}
 
 
 class PeerPort:
-    """A rank's gRPC server; `transfer` says which experts it gives."""
+    """A rank's gRPC server; once it is open, `transfer` says which experts it gives."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Nothing is opened before `open`.
@@ -25,8 +25,6 @@ class PeerPort:
             UnsupportedEngineError: a certificate or key is unusable; names the variable.
         """
         self._settings = settings
-        self.transfer = ExpertTransferService()
-        """The service that gives experts."""
         self.address = ""
         """host:port for peers; empty until the port is open."""
         try:
@@ -58,6 +56,8 @@ class PeerPort:
             )
         except TrustError as error:
             raise UnsupportedEngineError(with_variables(str(error))) from error
+        self.transfer = ExpertTransferService(caller=guard.caller)
+        """The service that gives experts."""
         options = (("grpc.so_reuseport", 0), *KEEPALIVE_OPTIONS, *ACCEPTED_PINGS)
         self._server = grpc.aio.server(options=options, interceptors=[guard])
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self.transfer, self._server)

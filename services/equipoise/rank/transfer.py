@@ -24,6 +24,8 @@ from equipoise.rank.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
 from equipoise.trust.errors import TrustError
+from equipoise.trust.guard import anonymous
+from equipoise.trust.identity import Caller
 from equipoise.trust.tokens import worker_audience
 from equipoise.wire.balancer_messages import JoinEpoch
 from equipoise.wire.messages import Wait
@@ -43,10 +45,15 @@ _MAX_PULLS = 4
 _WRITE_TIMEOUT_S = 2.0
 """Time within which a peer must take a message; far slower than any usable peer."""
 
+_STREAM_TIMEOUT_S = SOURCE_TIMEOUT_S
+"""Time within which a peer must take an expert: it does not wait for longer."""
+
 _EPOCH_WAIT_S = 2.0
 
 _MISMATCH_TIMEOUT_S = 1.0
 """Time within which a peer must take notice of wrong bytes."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 Suspect = Callable[[int, int], None]
 """Takes the layer and the expert of which a peer got wrong bytes."""
@@ -62,11 +69,20 @@ _log = logging.getLogger(__name__)
 class ExpertTransferService(pb_grpc.ExpertTransferServicer):
     """Streams experts from this rank's slots.
 
-    A peer that does not read is cut off, and no peer gets more than half of the streams.
+    A peer that reads too slowly is cut off, and no peer gets more than half of the streams.
     """
 
-    def __init__(self, *, write_timeout_s: float = _WRITE_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        *,
+        caller: Callable[[_Context], Caller] = anonymous,
+        write_timeout_s: float = _WRITE_TIMEOUT_S,
+        stream_timeout_s: float = _STREAM_TIMEOUT_S,
+    ) -> None:
+        """`caller` authenticates a call, where the port requires credentials."""
+        self._caller = caller
         self._write_timeout_s = write_timeout_s
+        self._stream_timeout_s = stream_timeout_s
         self._held: HeldExperts[Any] | None = None
         self._epoch = 0
         self._suspect: Suspect = _suspect_nothing
@@ -75,7 +91,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         # Kept while a call of the peer refers to it.
         self._of_peer: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.num_stalled = 0
-        """Streams ended because the peer did not read."""
+        """Streams ended because the peer read too slowly."""
 
     def open(self, held: HeldExperts[Any], *, epoch: int, suspect: Suspect | None = None) -> None:
         """Start serving the peers of an epoch; callers in another epoch are rejected.
@@ -89,11 +105,10 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
 
     # A coroutine that writes, not a generator: its cleanup runs as soon as the peer disconnects.
     async def Fetch(  # type: ignore[override]  # noqa: N802 - named by the proto
-        self,
-        request: pb.FetchRequest,
-        context: grpc.aio.ServicerContext[pb.FetchRequest, pb.FetchResponse],
+        self, request: pb.FetchRequest, context: _Context
     ) -> None:
         """Send a consistent copy of one expert's payload, in chunks."""
+        sender = self._caller(context).sender
         await self._until_epoch(request.epoch)
         if self._held is None or request.epoch != self._epoch:
             await context.abort(
@@ -104,7 +119,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
             self._suspect(request.layer, request.expert)
             return
         assert self._held is not None
-        of_peer = self._of_peer.setdefault(context.peer(), asyncio.Semaphore(_MAX_PULLS))
+        of_peer = self._of_peer.setdefault(sender, asyncio.Semaphore(_MAX_PULLS))
         async with of_peer, self._streams:
             try:
                 payload = await asyncio.to_thread(
@@ -112,26 +127,27 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
                 )
             except NotHeldError as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-            for chunk in payload.split(CHUNK_BYTES):
-                response = pb.FetchResponse(data=chunk.numpy().tobytes())
-                try:
-                    async with asyncio.timeout(self._write_timeout_s):
-                        await context.write(response)
-                except TimeoutError:
-                    self._note_stalled(request, context.peer())
-                    return
+            try:
+                async with asyncio.timeout(self._stream_timeout_s):
+                    for chunk in payload.split(CHUNK_BYTES):
+                        response = pb.FetchResponse(data=chunk.numpy().tobytes())
+                        async with asyncio.timeout(self._write_timeout_s):
+                            await context.write(response)
+            except TimeoutError:
+                self._note_stalled(request, context.peer())
 
     def _note_stalled(self, request: pb.FetchRequest, peer: str) -> None:
         """Count a stream that ends short: the peer finds too few bytes, if it ever reads them."""
         self.num_stalled += 1
         if is_worth_logging(self.num_stalled):
             _log.warning(
-                "stopped sending expert %d of layer %d to %s, which read nothing for %g s (%d "
-                "streams so far)",
+                "stopped sending expert %d of layer %d to %s, which read nothing for %g s, or not "
+                "all of it in %g s (%d streams so far)",
                 request.expert,
                 request.layer,
                 peer,
                 self._write_timeout_s,
+                self._stream_timeout_s,
                 self.num_stalled,
             )
 

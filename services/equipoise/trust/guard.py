@@ -29,6 +29,11 @@ _SCHEME = "bearer "
 _log = logging.getLogger(__name__)
 
 
+def anonymous(context: _Context) -> Caller:
+    """The caller of a port that requires no credentials."""
+    return Caller(peer=context.peer())
+
+
 class RejectedCallerError(Exception):
     """The caller may not do this; `code` is UNAUTHENTICATED or PERMISSION_DENIED."""
 

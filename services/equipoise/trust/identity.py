@@ -93,6 +93,18 @@ class Caller:
         pools = (one.pool for one in self.identities if one.role is Role.WORKER)
         return next((pool for pool in pools if pool != ANY), "")
 
+    @property
+    def sender(self) -> str:
+        """What tells callers apart: the worker that a credential names, else the machine.
+
+        Connections do not: a caller may have many. Workers that share an identity, or have none,
+        are told apart by their machines.
+        """
+        for one in self.identities:
+            if one.role is Role.WORKER and ANY not in {one.pool, one.worker}:
+                return str(one)
+        return self.peer.rpartition(":")[0]
+
     def is_worker(self, *, pool: str, worker: str) -> bool:
         """Whether a credential names exactly this worker, not any worker of its pool."""
         return any(

@@ -173,7 +173,7 @@ class Worker:
             latents=LatentTransferService(store, visit=inference.visit),
             latent_puller=puller,
             reader=CheckpointReader(core.checkpoint.read_expert, waits=waits),
-            transfer=ExpertTransferService(),
+            transfer=ExpertTransferService(caller=self._guard.caller),
             health=WorkerHealth(),
             credentials=credentials,
             send=self._outbox.send,
