@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from equipoise.planning.layout import Layout, contiguous_layout
 from equipoise.planning.moves import (
     CHECKSUM_BYTES,
+    MAX_RANK_SOURCES,
     CheckpointSource,
     RankSource,
     moves_into,
@@ -80,7 +81,8 @@ def test_moves_applied_to_the_current_layout_give_the_target(change):
             assert move.checksum == bytes(checksums[move.layer, move.expert])
             assert move.sources[-1] == CheckpointSource()
             holders = ranks_of_expert(current, layer=move.layer, expert=move.expert)
-            assert sorted(ranks_of(move)) == list(holders)
+            assert len(ranks_of(move)) == min(len(holders), MAX_RANK_SOURCES)
+            assert set(ranks_of(move)) <= set(holders)
             assert table[move.layer, move.slot] != move.expert
             table[move.layer, move.slot] = move.expert
     np.testing.assert_array_equal(table, target.expert_of_slot)
@@ -110,6 +112,55 @@ def test_first_sources_are_spread_over_holders():
     )
     first_choice = Counter(ranks_of(move)[0] for of_rank in moves.values() for move in of_rank)
     assert first_choice == {0: 3, 1: 3}
+
+
+def halves(num_ranks, *, nodes=None):
+    """Moves of ranks of which half hold experts 0-3 and half 4-7, each of them twice."""
+    low = np.repeat(np.arange(4, dtype=np.int32), 2)
+    held = np.concatenate([low + 4 * (rank % 2) for rank in range(num_ranks)])[None]
+    every = np.tile(np.arange(8, dtype=np.int32), num_ranks)
+    target = one_layer(*every.tolist(), num_ranks=num_ranks, generation=2)
+    topology = Topology(
+        node_of_rank=nodes or tuple(f"node-{rank // 4}" for rank in range(num_ranks)),
+        slots_per_rank=8,
+    )
+    moves = moves_into(held, target, topology=topology, checksums=checksums_of(1, 8))
+    return held, topology, [move for of_rank in moves.values() for move in of_rank]
+
+
+def test_of_many_holders_a_few_are_sources_the_nearest_first_and_all_in_turn():
+    held, topology, moves = halves(64)
+    assert len(moves) == np.count_nonzero(held != np.arange(512) % 8)
+    first_choice = Counter()
+    for move in moves:
+        rank, ranks = move.slot // 8, ranks_of(move)
+        assert len(set(ranks)) == len(ranks) == MAX_RANK_SOURCES
+        assert move.sources[-1] == CheckpointSource()
+        assert all(move.expert in held[0, 8 * one : 8 * one + 8] for one in ranks)
+        nodes = [topology.node_of_rank[one] for one in ranks]
+        first_choice[ranks[0]] += 1
+        if move.expert in held[0, 8 * rank : 8 * rank + 8]:
+            assert ranks[0] == rank
+        assert nodes[:2] == [topology.node_of_rank[rank]] * 2, "both of its node that hold it"
+    assert max(first_choice.values()) <= min(first_choice.values()) + 4, "as if all were compared"
+    assert len(first_choice) == 64
+
+
+def test_twice_as_many_ranks_that_hold_the_same_cost_twice_as_much_not_four_times():
+    class Nodes(tuple):
+        looked_at = 0
+        __slots__ = ()
+
+        def __getitem__(self, place):
+            Nodes.looked_at += 1
+            return super().__getitem__(place)
+
+    counted = []
+    for num_ranks in (64, 128):
+        Nodes.looked_at = 0
+        halves(num_ranks, nodes=Nodes(f"node-{rank // 4}" for rank in range(num_ranks)))
+        counted.append(Nodes.looked_at)
+    assert counted[1] <= 2.1 * counted[0]
 
 
 @given(changes(), st.integers(1, 6), st.booleans())

@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.planning import recovery
+from equipoise.planning.arrays import EMPTY
 from equipoise.planning.errors import InvalidLayoutError
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.moves import CheckpointSource, RankSource
+from equipoise.planning.placing import cover
+from equipoise.planning.placing.cover import fill
 from equipoise.planning.recovery import recover, recovery_moves
 from equipoise.planning.topology import ModelShape, Topology
 
@@ -160,3 +164,70 @@ def test_a_rank_that_reports_an_expert_twice_gets_another_one_instead():
     )
     assert layout.expert_of_slot[0, 5] == held[1][0, 0]
     assert len(set(layout.expert_of_slot[0, 5:])) == 5
+
+
+def emptiest_first(slots, load, slots_per_rank):
+    """What `fill` promises, one look at everything after the other."""
+    slots = slots.copy()
+    while (slots == EMPTY).any():
+        ranks = slots.reshape(-1, slots_per_rank)
+        rank = int((ranks == EMPTY).sum(axis=1).argmax())
+        replicas = np.bincount(slots[slots != EMPTY], minlength=len(load))
+        of_one = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
+        expert = min(
+            range(len(load)),
+            key=lambda one: ((ranks[rank] == one).sum(), -of_one[one], -load[one], replicas[one]),
+        )
+        ranks[rank, int((ranks[rank] == EMPTY).argmax())] = expert
+    return slots
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.data())
+def test_empty_slots_are_filled_one_by_one_on_the_emptiest_rank(num_ranks, slots_per_rank, data):
+    num_experts = data.draw(st.integers(1, num_ranks * slots_per_rank))
+    size = num_ranks * slots_per_rank
+    of_slot = st.lists(st.integers(EMPTY, num_experts - 1), min_size=size, max_size=size)
+    slots = np.array(data.draw(of_slot), dtype=np.int32)
+    of_expert = st.lists(st.integers(0, 3), min_size=num_experts, max_size=num_experts)
+    load = np.array(data.draw(of_expert), dtype=np.float64)
+    wanted = emptiest_first(slots, load, slots_per_rank)
+    fill(slots, load, topology(num_ranks, slots_per_rank))
+    np.testing.assert_array_equal(slots, wanted)
+
+
+def test_an_empty_slot_passes_over_no_more_experts_than_its_rank_holds(monkeypatch):
+    taken = []
+    pop = cover.heappop
+    monkeypatch.setattr(cover, "heappop", lambda queue: taken.append(1) or pop(queue))
+    for num_ranks in (16, 64):
+        taken.clear()
+        slots = np.full(num_ranks * 8, EMPTY, dtype=np.int32)
+        fill(slots, np.ones(64), topology(num_ranks, 8))
+        assert 0 < len(taken) <= len(slots) * 8 + num_ranks, "however many ranks there are"
+
+
+@pytest.mark.parametrize("num_ranks", [4, 5], ids=["the same ranks", "one more"])
+def test_ranks_that_hold_hardly_anything_of_use_start_over_instead_of_being_mended(
+    monkeypatch, num_ranks
+):
+    before = contiguous_layout(num_layers=2, num_experts=32, num_ranks=4, slots_per_rank=12)
+    held = [np.zeros((2, 12), dtype=np.int32)] * num_ranks
+    about = {"load": np.ones((2, 32)), "model": shape(2, 32), "topology": topology(num_ranks, 12)}
+    mended = recover(held, committed=before, generation=2, **about)
+    assert (mended.expert_of_slot.reshape(2, num_ranks, 12) == 0).any(axis=2).all(), "it stays"
+    monkeypatch.setattr(recovery, "MAX_REPAIR_WORK", 100)
+    fresh = recover(held, committed=before, generation=2, **about)
+    assert fresh.replica_counts().min() >= 1
+    assert (fresh is before) == (num_ranks == 4)
+    assert not (fresh.expert_of_slot.reshape(2, num_ranks, 12) == 0).any(axis=2).all()
+
+
+def test_moves_without_number_are_left_to_the_checkpoint(monkeypatch):
+    before = contiguous_layout(num_layers=2, num_experts=32, num_ranks=4, slots_per_rank=12)
+    about = {"topology": topology(4, 12), "checksums": checksums(shape(2, 32))}
+    held = [None, *parts(before)[1:]]
+    monkeypatch.setattr(recovery, "MAX_MOVES", 24)
+    assert sum(map(len, recovery_moves(held, target=before, **about).values())) == 24
+    monkeypatch.setattr(recovery, "MAX_MOVES", 23)
+    assert recovery_moves(held, target=before, **about) == {}

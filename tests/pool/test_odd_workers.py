@@ -7,7 +7,8 @@ import pytest
 from equipoise.planning.phase import Phase
 from equipoise.planning.topology import ModelShape
 from equipoise.pool.health import Health
-from equipoise.pool.hello_checks import RejectedWorkerError
+from equipoise.pool.hello_checks import RejectedWorkerError, SharedBackends
+from equipoise.pool.odd_workers import MAX_KINDS, odd_workers
 from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.messages import GroupLost
 from tests.support.deaths import lost, with_spare_slots
@@ -195,3 +196,48 @@ def test_the_worker_that_expects_another_number_of_ranks_is_named(harness):
     assert (diagnosis.health, named in diagnosis.reason) == (Health.DEGRADED, True)
     harness.lose(odd)
     assert "workers (" not in harness.pool.diagnosis().reason
+
+
+def many_kinds(harness, hello_of, number):
+    """As many workers as `number`, each with other kernels, that all share a backend."""
+    for place in range(number):
+        name = f"of-{place:04d}"
+        backends = (f"gemm=common|own-{place}", "permute=triton")
+        harness.hello(hello_of(name, num_ranks=number + 1, slots_per_rank=12, backends=backends))
+
+
+def test_workers_whose_kernels_all_differ_are_compared_once_each_and_no_further_than_a_few(
+    make_harness, hello_of, monkeypatch
+):
+    joined = []
+    join = SharedBackends.join
+    monkeypatch.setattr(
+        SharedBackends, "join", lambda shared, one: joined.append(one) or join(shared, one)
+    )
+    for number in (MAX_KINDS, 3 * MAX_KINDS):
+        harness = make_harness()
+        many_kinds(harness, hello_of, number)
+        joined.clear()
+        odd = odd_workers(harness.pool.roster)
+        assert len(joined) == MAX_KINDS
+        assert len(odd) == number - MAX_KINDS
+    assert "16 other sets of kernels are as common" in odd[f"of-{number - 1:04d}"].reason
+
+
+@pytest.mark.parametrize(
+    ("backends", "operation"),
+    [
+        ((), None),
+        (("gemm=a|b",), None),
+        (("gemm=a|b", "gemm=b|c", "gemm=b"), None),
+        (("gemm=a|b", "gemm=b|c", "gemm=a|c"), "gemm"),
+        (("gemm=a", "permute=a"), "gemm"),
+        (("gemm=a permute=b", "gemm=a permute=c"), "permute"),
+        (("gemm=a permute=b", "gemm=c permute=c"), "gemm"),
+    ],
+)
+def test_workers_share_their_kernels_if_one_backend_of_each_operation_is_left(backends, operation):
+    shared = SharedBackends()
+    found = [shared.join(tuple(one.split())) for one in backends]
+    assert (found[-1] if found else None) == operation
+    assert not any(found[:-1])

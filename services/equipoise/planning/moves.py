@@ -1,8 +1,8 @@
 """`Move`: one expert copied into one slot; its sources, and the waves of a change."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,13 @@ from equipoise.planning.wave_places import waves_in_places
 
 CHECKSUM_BYTES = 16
 """BLAKE2b-128 over an expert's bytes in the order gate, up, down (weights, then scales)."""
+
+MAX_RANK_SOURCES = 4
+"""Ranks among the sources of a move, in front of the checkpoint. A rank that hangs costs a puller 5
+s once; after four, ten of the 30 s that a wave has by default are left for the checkpoint."""
+
+_MOST_COMPARED = 2 * MAX_RANK_SOURCES
+"""Holders of an expert that are all compared for each of its moves; of more, a few in turn are."""
 
 
 def checksums_digest(checksums: Checksums) -> bytes:
@@ -55,19 +62,18 @@ def moves_into(
     """Compute the moves from `held`, int32 [layers, slots] or EMPTY, to `target`, by rank.
 
     `checksums` is uint8 [layers, experts, 16]. The sources of a move are the rank itself if it
-    holds the expert in another slot, then ranks of its node, then other ranks, then the checkpoint.
-    Among equally near holders, the one that is first choice of the fewest moves so far comes first,
-    so that the copies do not all come from one holder.
+    holds the expert in another slot, then ranks of its node, then other ranks, then the checkpoint:
+    `MAX_RANK_SOURCES` ranks at most. Among equally near holders, the one that is first choice of
+    the fewest moves so far comes first, so that the copies do not all come from one holder.
     """
     assert target.num_ranks == topology.num_ranks, "ranks of one epoch"
     assert held.shape == target.expert_of_slot.shape, "slots of one epoch"
     num_layers, num_experts = target.num_layers, target.num_experts
     assert checksums.shape == (num_layers, num_experts, CHECKSUM_BYTES), "a checksum per expert"
     moves: dict[int, list[Move]] = {rank: [] for rank in range(topology.num_ranks)}
-    times_first: Counter[int] = Counter()
+    times_first = [0] * topology.num_ranks
     rank_of_slot = np.repeat(np.arange(target.num_ranks), target.slots_of_rank).tolist()
-    from_rank = [RankSource(rank=rank) for rank in range(target.num_ranks)]
-    from_checkpoint = CheckpointSource()
+    sources_of: dict[tuple[int, ...], tuple[Source, ...]] = {}
     changed = is_moved(held, target.expert_of_slot)
     digests = checksums.tobytes()
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
@@ -75,11 +81,13 @@ def moves_into(
         experts = target.expert_of_slot[layer].tolist()
         for slot in np.flatnonzero(changed[layer]).tolist():
             expert, rank = experts[slot], rank_of_slot[slot]
-            ranks = holders[expert]
-            if len(ranks) > 1:  # Most experts have only one holder.
-                ranks = _nearest_first(ranks, rank, topology, times_first)
+            ranks = holders[expert].nearest(rank, topology, times_first)
             if ranks:
                 times_first[ranks[0]] += 1
+            sources = sources_of.get(ranks)
+            if sources is None:
+                sources = (*(RankSource(rank=one) for one in ranks), CheckpointSource())
+                sources_of[ranks] = sources
             cell = (layer * num_experts + expert) * CHECKSUM_BYTES
             moves[rank].append(
                 Move(
@@ -87,7 +95,7 @@ def moves_into(
                     slot=slot,
                     expert=expert,
                     checksum=digests[cell : cell + CHECKSUM_BYTES],
-                    sources=(*(from_rank[near] for near in ranks), from_checkpoint),
+                    sources=sources,
                 )
             )
     return {rank: tuple(of_rank) for rank, of_rank in moves.items()}
@@ -123,28 +131,66 @@ def waves(
     return changes_by_layers(current, target, batches=batches, first_generation=target.generation)
 
 
-def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[list[int]]:
-    """List the ranks that hold each expert of a layer."""
-    holders: list[list[int]] = [[] for _ in range(layout.num_experts)]
+class _Holders:
+    """The ranks that hold an expert of a layer."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        """In order."""
+        self._of_node: dict[str, list[int]] = {}
+        self._num_moves = 0
+
+    def nearest(self, rank: int, topology: Topology, times_first: list[int]) -> tuple[int, ...]:
+        """Return the sources of a move into a slot of `rank`, the nearest and least used one first.
+
+        If there are many holders, only a few are compared, others at the next move.
+        """
+        if len(self.ranks) < 2:  # Most experts have only one holder.
+            return tuple(self.ranks)
+        node_of_rank, num_ranks = topology.node_of_rank, topology.num_ranks
+        if len(self.ranks) <= _MOST_COMPARED:
+            in_order = sorted(
+                self.ranks,
+                key=lambda holder: (
+                    holder != rank,
+                    node_of_rank[holder] != node_of_rank[rank],
+                    times_first[holder],
+                    (holder - rank) % num_ranks,  # Breaks ties so that first choices differ.
+                ),
+            )
+            return tuple(in_order[:MAX_RANK_SOURCES])
+        found: list[int] = []
+        for few in self._from_near(rank, node_of_rank):
+            others = [holder for holder in few if holder not in found]
+            others.sort(key=lambda holder: (times_first[holder], (holder - rank) % num_ranks))
+            found += others
+            if len(found) >= MAX_RANK_SOURCES:
+                break
+        return tuple(found[:MAX_RANK_SOURCES])
+
+    def _from_near(self, rank: int, node_of_rank: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the rank itself if it holds the expert, a few of its node, and a few of all."""
+        if not self._of_node:
+            for holder in self.ranks:
+                self._of_node.setdefault(node_of_rank[holder], []).append(holder)
+        self._num_moves += 1
+        at = bisect_left(self.ranks, rank)
+        yield [one for one in self.ranks[at : at + 1] if one == rank]
+        for some in (self._of_node.get(node_of_rank[rank], []), self.ranks):
+            begin = self._num_moves % max(1, len(some))
+            few = some[begin : begin + MAX_RANK_SOURCES]
+            yield few + some[: min(begin, MAX_RANK_SOURCES - len(few))]
+
+
+def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[_Holders]:
+    """Find the ranks that hold each expert of a layer."""
+    holders = [_Holders() for _ in range(layout.num_experts)]
     for rank, expert in zip(rank_of_slot, held.tolist(), strict=True):
-        if expert != EMPTY and rank not in holders[expert]:
-            holders[expert].append(rank)
+        if expert != EMPTY:
+            ranks = holders[expert].ranks
+            if not ranks or ranks[-1] != rank:  # The slots of a rank are next to each other.
+                ranks.append(rank)
     return holders
-
-
-def _nearest_first(
-    holders: list[int], rank: int, topology: Topology, times_first: Counter[int]
-) -> list[int]:
-    node_of_rank, num_ranks = topology.node_of_rank, topology.num_ranks
-    return sorted(
-        holders,
-        key=lambda holder: (
-            holder != rank,
-            node_of_rank[holder] != node_of_rank[rank],
-            times_first[holder],
-            (holder - rank) % num_ranks,  # Breaks ties so that first choices differ.
-        ),
-    )
 
 
 def _batches(layers: list[int], moves_of_rank: Indices, *, most_moves: int) -> list[list[int]]:

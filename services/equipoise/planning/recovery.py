@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Load
-from equipoise.planning.layout import Layout, contiguous_layout
+from equipoise.planning.arrays import EMPTY, Checksums, ExpertTable, Indices, Load
+from equipoise.planning.layout import Layout, contiguous_layout, count_replicas, is_moved
 from equipoise.planning.moves import Move, moves_into
 from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.placing.blanks import widened
@@ -20,6 +20,17 @@ from equipoise.planning.placing.pooled import place_pooled
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.policy import Algorithm, SlotUse
 from equipoise.planning.topology import ModelShape, Topology
+
+MAX_MOVES = 2**16
+"""Moves of a new epoch, as many as a pool may have experts. With more, ranks read the checkpoint,
+as they do when a pool starts: listing the moves would hold up other pools."""
+
+MAX_REPAIR_WORK = 2**25
+"""Work of mending what ranks hold, of `_repair_work`: about 0.3 s. Mending all layers of
+DeepSeek-V3 on 320 ranks is 0.8 of that, with a single expert left in each layer."""
+
+_STEP_WORK = 1500
+_PASS_WORK = 100
 
 
 def recover(
@@ -34,7 +45,9 @@ def recover(
     """Return the layout for an epoch's ranks; the committed one itself if it can stay.
 
     Each expert that no rank holds, the heaviest first, takes an empty slot or that of a replica.
-    Remaining empty slots take replicas of the experts with the most load per replica.
+    Remaining empty slots take replicas of the experts with the most load per replica. Ranks that
+    hold so little of use that this would exceed `MAX_REPAIR_WORK` keep the committed layout if it
+    fits, and else start as if they held nothing and there were no load.
 
     Args:
         held: what the slots of each rank hold, int32 [layers, slots of the rank]; None if nothing.
@@ -62,7 +75,12 @@ def recover(
         allowed = -(-max(topology.slots_of_rank) // model.num_experts)
         distinct = [None if own is None else _without_twins(own, allowed=allowed) for own in held]
         table = _side_by_side(distinct, otherwise, topology)
-        placed = _covered(Problem(load=load, model=model, topology=topology, held=table))
+        if _repair_work(table, num_experts=model.num_experts, topology=topology) <= MAX_REPAIR_WORK:
+            placed = _covered(Problem(load=load, model=model, topology=topology, held=table))
+        elif fits and not topology.places_of_rank:
+            placed = committed.expert_of_slot
+        else:
+            placed = _from_nothing(np.zeros_like(load), model=model, topology=topology)
     if fits and committed is not None and np.array_equal(placed, committed.expert_of_slot):
         return committed
     return Layout(
@@ -84,10 +102,27 @@ def recovery_moves(
     """Compute the copies from what each rank holds to `target`, nearest holders first.
 
     Sources are ranks of the new epoch with their present contents. `checksums` is uint8
-    [layers, experts, 16].
+    [layers, experts, 16]. There are none if there would be more than `MAX_MOVES`.
     """
     before = _side_by_side(held, np.full_like(target.expert_of_slot, EMPTY), topology)
+    if np.count_nonzero(is_moved(before, target.expert_of_slot)) > MAX_MOVES:
+        return {}
     return moves_into(before, target, topology=topology, checksums=checksums)
+
+
+def _repair_work(table: ExpertTable, *, num_experts: int, topology: Topology) -> int:
+    """Estimate the work of `_covered` on a table, in units of 10 ns, from above.
+
+    An empty slot may have to pass over all that its rank holds. A missing expert without an empty
+    slot looks at all slots of its layer, and where layers share places at all slots of all layers.
+    """
+    num_empty: Indices = (table == EMPTY).sum(axis=1)
+    missing: Indices = (count_replicas(table, num_experts=num_experts) == 0).sum(axis=1)
+    if topology.places_of_rank:
+        return int(missing.sum()) * (_STEP_WORK + int(table.size))
+    to_fill, to_cover = int(num_empty.sum()), int(np.maximum(missing - num_empty, 0).sum())
+    of_empty = _STEP_WORK // 3 + _PASS_WORK * topology.slots_per_rank
+    return to_fill * of_empty + to_cover * (_STEP_WORK + int(table.shape[1]))
 
 
 def _covered(problem: Problem) -> ExpertTable:

@@ -1,6 +1,6 @@
 """Checks of a worker against the pool's state. Those of a Hello raise `RejectedWorkerError`."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from equipoise.planning.layout import Layout
@@ -174,7 +174,10 @@ def check_kernels(hello: Hello, ranks: Sequence[Hello], *, pool: str) -> None:
     """Reject a worker that shares no backend with all ranks: they could never form a group."""
     if hello.backends in {(), ranks[0].backends}:
         return
-    operation = unshared({hello.backends, *(rank.backends for rank in ranks)} - {()})
+    shared = SharedBackends()
+    for backends in dict.fromkeys(rank.backends for rank in ranks if rank.backends):
+        shared.join(backends)
+    operation = shared.join(hello.backends)
     if operation is not None:
         raise RejectedWorkerError(
             "hello_kernels",
@@ -185,19 +188,26 @@ def check_kernels(hello: Hello, ranks: Sequence[Hello], *, pool: str) -> None:
         )
 
 
-def unshared(backends: Collection[tuple[str, ...]]) -> str | None:
-    """Return an operation that no single backend can compute on all workers, or None.
+class SharedBackends:
+    """The backends that all of some workers have, by operation: ranks compute with one of each.
 
-    Each of `backends` is a `Hello.backends`: "operation=backend|backend" for each operation.
+    A worker's are a `Hello.backends`: "operation=backend|backend" for each operation.
     """
-    tables = [_table(one) for one in backends]
-    for operation in sorted(set().union(*tables)):
-        if not set.intersection(*(table.get(operation, set()) for table in tables)):
-            return operation
-    return None
 
+    def __init__(self) -> None:
+        self._of_operation: dict[str, set[str]] = {}
 
-def _table(backends: tuple[str, ...]) -> dict[str, set[str]]:
-    """Backends by operation."""
-    pairs = (one.partition("=") for one in backends)
-    return {operation: set(names.split("|")) for operation, _, names in pairs}
+    def join(self, backends: tuple[str, ...]) -> str | None:
+        """Let one more worker join; if no backend of an operation is left, name it instead."""
+        pairs = (one.partition("=") for one in backends)
+        theirs = {operation: set(names.split("|")) for operation, _, names in pairs}
+        ours = self._of_operation or theirs
+        both = {
+            operation: ours.get(operation, set()) & theirs.get(operation, set())
+            for operation in ours.keys() | theirs
+        }
+        missing = [operation for operation, names in both.items() if not names]
+        if missing:
+            return min(missing)
+        self._of_operation = both
+        return None

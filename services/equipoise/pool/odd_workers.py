@@ -9,9 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from equipoise.pool.hello_checks import engine_of, memory_of, unshared
+from equipoise.pool.hello_checks import SharedBackends, engine_of, memory_of
 from equipoise.pool.members import Roster
 from equipoise.wire.messages import Hello
+
+MAX_KINDS = 16
+"""Different `Hello.backends` that are compared, the most common ones. Workers of one release on one
+kind of device have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +123,28 @@ def _minority(
 def _without_shared_kernels(hellos: Sequence[Hello], *, ranks: set[str]) -> dict[str, OddWorker]:
     """Workers that share no backend with those of most workers: they could never form a group."""
     known = [hello for hello in hellos if hello.backends]
-    if len({hello.backends for hello in known}) <= 1:
+    numbers = Counter(hello.backends for hello in known)
+    if len(numbers) <= 1:
         return {}
     counts = Counter(hello.backends for hello in known if hello.worker in ranks)
-    odd: dict[str, OddWorker] = {}
-    agreed: set[tuple[str, ...]] = set()
-    for hello in sorted(known, key=lambda one: counts[one.backends], reverse=True):
-        operation = unshared(agreed | {hello.backends})
+    kinds = sorted(numbers, key=lambda one: counts[one], reverse=True)
+    shared, num_agreed = SharedBackends(), 0
+    lacks: dict[tuple[str, ...], str] = {}
+    for backends in kinds[:MAX_KINDS]:
+        operation = shared.join(backends)
         if operation is None:
-            agreed.add(hello.backends)
-            continue
-        num_agreed = sum(other.backends in agreed for other in known)
-        odd[hello.worker] = OddWorker(
+            num_agreed += numbers[backends]
+        else:
+            lacks[backends] = f"no backend of {operation} is available to it and"
+    for backends in kinds[MAX_KINDS:]:
+        lacks[backends] = f"{MAX_KINDS} other sets of kernels are as common or more so among"
+    return {
+        hello.worker: OddWorker(
             kind="other_kernels",
-            reason=f"it computes with {hello.kernels}, and no backend of {operation} is available "
-            f"to it and {num_agreed} workers of the pool: start it with the same weights, device "
-            "and EQUIPOISE_KERNELS, or in another pool",
+            reason=f"it computes with {hello.kernels}, and {lacks[hello.backends]} {num_agreed} "
+            "workers of the pool: start it with the same weights, device and EQUIPOISE_KERNELS, or "
+            "in another pool",
         )
-    return odd
+        for hello in known
+        if hello.backends in lacks
+    }

@@ -1,5 +1,9 @@
 """Gives every expert a slot after ranks were lost, by overwriting spare replicas."""
 
+import math
+from collections import Counter
+from heapq import heapify, heappop, heappush, heapreplace
+
 import numpy as np
 
 from equipoise.planning.arrays import EMPTY, ExpertTable, Load, Slots
@@ -36,20 +40,40 @@ def cover(problem: Problem) -> ExpertTable:
 
 
 def fill(slots: Slots, load: Load, topology: Topology) -> None:
-    """Put an expert into every empty slot of a layer, in place, starting with the emptiest rank."""
-    num_experts, first_slot = len(load), topology.first_slot
-    replicas = np.bincount(slots[slots != EMPTY], minlength=num_experts)
-    while (slots == EMPTY).any():
-        rank = max(
-            range(topology.num_ranks),
-            key=lambda rank: np.count_nonzero(
-                slots[first_slot[rank] : first_slot[rank + 1]] == EMPTY
-            ),
-        )
+    """Put an expert into every empty slot of a layer, in place, starting with the emptiest rank.
+
+    It is the one with the fewest copies on that rank, which is none as long as there are enough
+    experts; of several, one without a replica, else that with the most load per replica.
+    """
+    is_empty, first_slot, loads = slots == EMPTY, topology.first_slot, load.tolist()
+    num_empty = np.add.reduceat(is_empty, first_slot[:-1], dtype=np.int64)
+    # The emptiest rank first. The number in front of a rank is the negative of its empty slots.
+    ranks = [(-num, rank) for rank, num in enumerate(num_empty.tolist()) if num]
+    heapify(ranks)
+    replicas = np.bincount(slots[~is_empty], minlength=len(loads)).tolist()
+    here = {
+        rank: Counter(slots[first_slot[rank] : first_slot[rank + 1]].tolist()) for _, rank in ranks
+    }
+
+    def urgency(expert: int) -> tuple[float, float, int, int]:
+        of_one = loads[expert] / replicas[expert] if replicas[expert] else math.inf
+        return -of_one, -loads[expert], replicas[expert], expert
+
+    queue = [urgency(expert) for expert in range(len(loads))] if ranks else []
+    heapify(queue)
+    while ranks:
+        num, rank = ranks[0]
+        passed = [heappop(queue)]
+        while here[rank][passed[-1][-1]] and queue:
+            passed.append(heappop(queue))
+        expert = min(passed, key=lambda one: (here[rank][one[-1]], one))[-1]
         own = slots[first_slot[rank] : first_slot[rank + 1]]
-        here = np.bincount(own[own != EMPTY], minlength=num_experts)
-        per_replica = np.where(replicas == 0, np.inf, load / np.maximum(replicas, 1))
-        # Fewest copies on this rank first, then experts without a replica, then the heaviest.
-        expert = int(np.lexsort((replicas, -load, -per_replica, here))[0])
-        own[int(np.flatnonzero(own == EMPTY)[0])] = expert
+        own[int((own == EMPTY).argmax())] = expert
         replicas[expert] += 1
+        here[rank][expert] += 1
+        for one in passed:
+            heappush(queue, one if one[-1] != expert else urgency(expert))
+        if num < -1:
+            heapreplace(ranks, (num + 1, rank))
+        else:
+            heappop(ranks)

@@ -38,23 +38,28 @@ def cover_in_places(problem: Problem) -> ExpertTable | None:
 
 def _place(problem: Problem, table: ExpertTable, layer: int, expert: int) -> bool:
     """Place an expert in the table, if it fits."""
-    room = np.array(problem.topology.places_of_rank)
-    room -= used_places(table, first_slot=problem.topology.first_slot)
+    first_slot, rank_of_slot = problem.first_slot, problem.rank_of_slot
+    room = np.array(problem.topology.places_of_rank) - used_places(
+        table, first_slot=problem.topology.first_slot
+    )
     slots, carried = table[layer], problem.rank_loads(table[layer : layer + 1])[0]
     is_free = slots == EMPTY
-    for allowed in (is_free & (room[problem.rank_of_slot] > 0), _spare(problem, table)[layer]):
+    for allowed in (
+        is_free & (room[rank_of_slot] > 0),
+        _spare(problem, table[layer : layer + 1])[0],
+    ):
         if allowed.any():
-            slots[np.where(allowed, carried[problem.rank_of_slot], np.inf).argmin()] = expert
+            slots[np.where(allowed, carried[rank_of_slot], np.inf).argmin()] = expert
             return True
-    for slot in np.flatnonzero(is_free).tolist():
-        rank = int(problem.rank_of_slot[slot])
-        own = slice(problem.topology.first_slot[rank], problem.topology.first_slot[rank + 1])
-        spare = np.argwhere(_spare(problem, table)[:, own])
-        if len(spare):
-            other, place = spare[0].tolist()
-            table[other, own.start + place] = EMPTY
-            slots[slot] = expert
-            return True
+    spare = _spare(problem, table)
+    can_give = np.logical_or.reduceat(spare.any(axis=0), first_slot[:-1])
+    for slot in np.flatnonzero(is_free & can_give[rank_of_slot])[:1].tolist():
+        rank = int(rank_of_slot[slot])
+        own = slice(first_slot[rank], first_slot[rank + 1])
+        other, place = np.argwhere(spare[:, own])[0].tolist()
+        table[other, own.start + place] = EMPTY
+        slots[slot] = expert
+        return True
     return False
 
 
