@@ -221,6 +221,23 @@ def test_new_workers_join_together_after_the_settling_time():
     assert len(decide(*pool, now=0.8).workers) == 6
 
 
+def test_a_worker_that_comes_again_and_again_keeps_no_other_out():
+    def pool(now):
+        return [*workers(SERVING, 4), worker("w-4", NEW), worker("w-5", NEW, since_s=now - 0.1)]
+
+    assert not decide(*pool(4.9), now=4.9).workers
+    assert len(decide(*pool(5.0), now=5.0).workers) == 6
+
+
+def test_nor_beside_a_missing_one():
+    def pool(now):
+        new = [worker("w-4", NEW), worker("w-5", NEW, since_s=now - 1.0)]
+        return [worker("w-0", MISSING), *workers(SERVING, 3, first=1), *new]
+
+    assert not decide(*pool(49.0), now=49.0).workers
+    assert decide(*pool(50.0), now=50.0).workers
+
+
 def test_new_workers_wait_for_a_rollout_to_end():
     opening = decide(*workers(SERVING, 4), worker("w-4", NEW), now=9.0, is_rolling_out=True)
     assert opening.reason == "w-4 joins when the rollout is over"

@@ -10,6 +10,9 @@ from enum import StrEnum
 from equipoise.planning.expert_needs import ExpertNeeds
 from equipoise.planning.policy import Policy
 
+_MOST_SETTLES = 10
+"""Times that those who came first wait for later ones: a worker may come again without end."""
+
 _MAX_NAMED = 4
 """Items that a reason names one by one; it counts the others."""
 
@@ -314,7 +317,8 @@ def _beside_a_gap(
 
     Perhaps only its stream failed and it will return; perhaps the peers are about to notice.
     """
-    waited_s = now - max(candidate.since_s for candidate in (*pool.new, *pool.missing))
+    came_s = _latest_s(pool.new, settle_s=policy.reform_timeout_s)
+    waited_s = now - max((came_s, *(candidate.since_s for candidate in pool.missing)))
     unknown = [f"{name} has not connected yet" for name in sorted(unheard)]
     faults = "; ".join(filter(None, (_faults(pool.missing), few(unknown, "; "))))
     if waited_s < policy.reform_timeout_s:
@@ -360,7 +364,7 @@ def _growing(pool: _Workers, *, is_rolling_out: bool, policy: Policy, now: float
     """The group is complete; new workers are added at a good moment."""
     if not pool.new:
         return EpochDecision()
-    newest_s = max(candidate.since_s for candidate in pool.new)
+    newest_s = _latest_s(pool.new, settle_s=policy.join_settle_s)
     if pool.joining:
         when = f"when {_names(pool.joining)} serves"
     elif is_rolling_out:
@@ -370,6 +374,13 @@ def _growing(pool: _Workers, *, is_rolling_out: bool, policy: Policy, now: float
     else:
         return _open(pool, f"{_names(pool.new)} joins")
     return EpochDecision(reason=f"{_names(pool.new)} joins {when}")
+
+
+def _latest_s(new: list[EpochCandidate], *, settle_s: float) -> float:
+    """When the latest new worker came, as far as the first ones wait for it."""
+    first_s = min(candidate.since_s for candidate in new)
+    latest_s = max(candidate.since_s for candidate in new)
+    return min(latest_s, first_s + (_MOST_SETTLES - 1) * settle_s)
 
 
 def _open(pool: _Workers, reason: str, *, timeout: str = "") -> EpochDecision:
