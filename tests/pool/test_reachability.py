@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from equipoise.pool.member import Member
@@ -11,9 +12,15 @@ from tests.support.scripted_worker import make_hello
 
 def found(reports, *, ranks="abcd", earlier=()):
     """Reports are words: the rank, then the peers that it could not connect to."""
+
+    def row(named):
+        return np.array([name in named for name in ranks])
+
     return "".join(
         find_unreachable(
-            list(ranks), {one[0]: set(one[1:]) for one in reports.split()}, earlier=earlier
+            list(ranks),
+            {one[0]: row(one[1:]) for one in reports.split()},
+            earlier=[row(named) for named in earlier],
         ).workers
     )
 
@@ -99,7 +106,7 @@ def test_names_that_are_not_peers_say_nothing_and_only_known_workers_are_remembe
     a, b = map(member, "ab")
     group = Group()
     assert group.fail([a, b], "aaxyz b") == ""
-    assert group.reachability._unreached == {"a": frozenset(), "b": frozenset()}
+    assert not any(report.unreached.any() for report in group.reachability._reports.values())
     for number in range(100):
         group.reachability.note(f"w-{number}", {"a"}, ranks=[a, b], known={"a", f"w-{number}"})
-    assert set(group.reachability._unreached) == {"a", "w-99"}
+    assert set(group.reachability._reports) == {"a", "w-99"}

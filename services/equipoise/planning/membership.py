@@ -242,9 +242,8 @@ def _beside_ranks(
         return _after_a_loss(pool, needs=needs, policy=policy, now=now)
     if pool.joining and pool.missing:
         return _open(pool, f"{_faults(pool.missing)}, before all ranks served")
-    late = [one for one in pool.joining if now - one.since_s >= policy.join_timeout_s]
-    if late:
-        return _without_late(pool, late, needs=needs, policy=policy)
+    if any(_is_late(one, policy=policy, now=now) for one in pool.joining):
+        return _without_late(pool, needs=needs, policy=policy, now=now)
     if pool.new and (pool.missing or unheard):
         return _beside_a_gap(pool, unheard=unheard, policy=policy, now=now)
     if pool.slow and not pool.joining and not is_rolling_out:
@@ -252,11 +251,17 @@ def _beside_ranks(
     return _growing(pool, is_rolling_out=is_rolling_out, policy=policy, now=now)
 
 
+def _is_late(joining: EpochCandidate, *, policy: Policy, now: float) -> bool:
+    return now - joining.since_s >= policy.join_timeout_s
+
+
 def _without_late(
-    pool: _Workers, late: list[EpochCandidate], *, needs: ExpertNeeds, policy: Policy
+    pool: _Workers, *, needs: ExpertNeeds, policy: Policy, now: float
 ) -> EpochDecision:
     """Some ranks do not serve in time, whatever they wait for."""
-    others = [one for one in (*pool.free, *pool.bound) if one not in late]
+    late = [one for one in pool.joining if _is_late(one, policy=policy, now=now)]
+    in_time = [one for one in pool.joining if not _is_late(one, policy=policy, now=now)]
+    others = [*pool.free, *in_time, *pool.serving, *pool.slow]
     reason = f"{_names(late)} did not serve within {policy.join_timeout_s:g} s"
     if not needs.are_met(_places(others)):
         return _open(pool, f"{reason}, but all are needed", timeout="join")

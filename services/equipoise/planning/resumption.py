@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from equipoise.planning.layout import digest_text
+from equipoise.planning.membership import few
 from equipoise.planning.policy import Policy
 
 
@@ -95,11 +96,8 @@ def choose_group(
             not waited for.
         policy: the timeouts.
     """
-    groups = defaultdict[tuple[int, tuple[str, ...]], list[RunningClaim]](list)
-    for claim in claims:
-        groups[claim.group].append(claim)
-    agreeing = [_agreeing(group, known=known) for group in groups.values()]
-    best, *others = sorted(agreeing, key=lambda ranks: _weight(ranks, recorded), reverse=True)
+    agreeing = [_agreeing(group, known=known) for group in _groups(claims)]
+    best, *others = _by_weight(agreeing, recorded)
     second = max(num_opposed, 1 + max(map(len, others), default=0))
     epoch, num_ranks = best[0].epoch, len(best[0].workers)
     absent = len(set(recorded[1]).difference(connected))
@@ -121,12 +119,10 @@ def choose_group(
             "wait for one"
         )
         ranks: tuple[RunningClaim, ...] = ()
-        contradicting = {claim.worker: reason for claim in claims}
+        contradicting: Mapping[str, str] = {claim.worker: reason for claim in claims}
     else:
         reason, ranks = f"{what} report what they run", best
-        contradicting = {
-            claim.worker: _contradiction(claim, best) for claim in claims if claim not in best
-        }
+        contradicting = _contradictions(claims, best)
     return GroupChoice(
         ranks=ranks,
         contradicting=contradicting,
@@ -135,59 +131,96 @@ def choose_group(
     )
 
 
+def _groups(claims: Sequence[RunningClaim]) -> Collection[Sequence[RunningClaim]]:
+    """The claims of each group, in the order in which the first ones come.
+
+    Claims of a group usually share one list of its workers, of which there may be thousands.
+    """
+    groups = defaultdict[tuple[int, tuple[str, ...]], list[RunningClaim]](list)
+    with_list: dict[tuple[int, int], list[RunningClaim]] = {}
+    for claim in claims:
+        key = claim.epoch, id(claim.workers)
+        if key not in with_list:
+            with_list[key] = groups[claim.group]
+        with_list[key].append(claim)
+    return groups.values()
+
+
 def _agreeing(
     group: Sequence[RunningClaim], *, known: Mapping[int, bytes]
 ) -> tuple[RunningClaim, ...]:
     """The claims of a group that agree on the layout of each generation."""
     votes = Counter((claim.generation, claim.digest) for claim in group)
+    rank_of = {worker: rank for rank, worker in enumerate(group[0].workers)}
     digests: dict[int, bytes] = {}
     for claim in sorted(
         group,
         key=lambda one: (
             -votes[one.generation, one.digest],
             known.get(one.generation) != one.digest,
-            one.workers.index(one.worker),
+            rank_of[one.worker],
         ),
     ):
         digests.setdefault(claim.generation, claim.digest)
     return tuple(claim for claim in group if digests[claim.generation] == claim.digest)
 
 
-def _weight(
-    ranks: Sequence[RunningClaim], recorded: tuple[int, tuple[str, ...]]
-) -> tuple[int, ...]:
-    return (
-        len(ranks),
-        sum(one.worker in recorded[1] for one in ranks),
-        ranks[0].group == recorded,
-        sum(one.is_rank for one in ranks),
-        ranks[0].epoch,
-    )
+def _by_weight(
+    agreeing: Sequence[tuple[RunningClaim, ...]], recorded: tuple[int, tuple[str, ...]]
+) -> list[tuple[RunningClaim, ...]]:
+    """The claims that agree of each group, the one with the most weight first."""
+    on_record = frozenset(recorded[1])
+
+    def weight(ranks: tuple[RunningClaim, ...]) -> tuple[int, ...]:
+        return (
+            len(ranks),
+            sum(one.worker in on_record for one in ranks),
+            ranks[0].group == recorded,
+            sum(one.is_rank for one in ranks),
+            ranks[0].epoch,
+        )
+
+    return sorted(agreeing, key=weight, reverse=True)
 
 
-def _contradiction(claim: RunningClaim, ranks: Sequence[RunningClaim]) -> str:
-    """Why a claim does not agree with the group that is taken over."""
-    one = ranks[0]
-    if claim.group == one.group:
-        theirs = next(other.digest for other in ranks if other.generation == claim.generation)
-        return (
-            f"it runs generation {claim.generation} as layout {digest_text(claim.digest)}, but "
-            f"other ranks as {digest_text(theirs)}: restart it"
-        )
-    is_apart = set(claim.workers).isdisjoint(one.workers)  # No rank would end its group.
-    if claim.epoch == one.epoch and not is_apart:
-        return (
-            f"it runs in epoch {claim.epoch} with other ranks than {len(ranks)} workers report: "
-            "restart it"
-        )
-    then = "it can join the next" if is_apart else "it can join once its group has ended"
-    if is_apart and claim.engine:
-        then = "give its engine a pool of its own"
-    return (
-        f"it runs in epoch {claim.epoch}, but {len(ranks)} of {len(one.workers)} ranks of epoch "
-        f"{one.epoch} are connected: {then}"
-    )
+def _contradictions(
+    claims: Sequence[RunningClaim], ranks: Sequence[RunningClaim]
+) -> Mapping[str, str]:
+    """Why each claim that is not of `ranks` does not agree with the group that is taken over."""
+    one, agreed = ranks[0], frozenset(claim.worker for claim in ranks)
+    digests = {claim.generation: claim.digest for claim in ranks}
+    members = frozenset(one.workers)
+    found: dict[str, str] = {}
+    # By the list of workers, which claims of a group share: whether it is that of `ranks`, and
+    # whether none of these is in it, so that no rank would end that group.
+    compared: dict[int, tuple[bool, bool]] = {}
+    for claim in claims:
+        if claim.worker in agreed:
+            continue
+        key = id(claim.workers)
+        if key not in compared:
+            compared[key] = claim.workers == one.workers, members.isdisjoint(claim.workers)
+        is_same, is_apart = compared[key]
+        if is_same and claim.epoch == one.epoch:
+            found[claim.worker] = (
+                f"it runs generation {claim.generation} as layout {digest_text(claim.digest)}, but "
+                f"other ranks as {digest_text(digests[claim.generation])}: restart it"
+            )
+        elif claim.epoch == one.epoch and not is_apart:
+            found[claim.worker] = (
+                f"it runs in epoch {claim.epoch} with other ranks than {len(ranks)} workers "
+                "report: restart it"
+            )
+        else:
+            then = "it can join the next" if is_apart else "it can join once its group has ended"
+            if is_apart and claim.engine:
+                then = "give its engine a pool of its own"
+            found[claim.worker] = (
+                f"it runs in epoch {claim.epoch}, but {len(ranks)} of {len(one.workers)} ranks of "
+                f"epoch {one.epoch} are connected: {then}"
+            )
+    return found
 
 
 def _names(ranks: Sequence[RunningClaim]) -> str:
-    return ", ".join(sorted(one.worker for one in ranks))
+    return few(sorted(one.worker for one in ranks))

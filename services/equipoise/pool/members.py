@@ -3,6 +3,7 @@
 It neither sends nor stores. `planning/membership.py` decides when ranks are assigned again.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -144,8 +145,9 @@ class Roster:
             loses_rank = member.rank is not None and member.name not in workers
             member.reopen(left_out=left_out if loses_rank and is_group_over else None)
         ordered = sorted(chosen, key=lambda one: (one.name in no_hosts, one.hello.node, one.name))
-        nodes = list(dict.fromkeys(member.hello.node for member in ordered))
-        ordered.sort(key=lambda member: nodes.index(member.hello.node))
+        nodes = dict.fromkeys(member.hello.node for member in ordered)
+        place_of = {node: place for place, node in enumerate(nodes)}
+        ordered.sort(key=lambda member: place_of[member.hello.node])
         for rank, member in enumerate(ordered):
             member.seat(rank, now=now)
         self.num_ranks, self.latest = len(ordered), ordered[0].hello
@@ -178,10 +180,11 @@ class Roster:
         `silent` are names of members that sent nothing for too long, `excluded` those that the
         policy leaves out now, `quarantined` those that must not serve, both with the reason.
         """
+        apart = self._apart()
         return [
             candidate(
                 member,
-                is_apart=self._is_apart(member),
+                is_apart=member.name in apart,
                 is_silent=member.name in silent,
                 excluded=excluded.get(member.name, ""),
                 quarantined=quarantined.get(member.name, ""),
@@ -312,7 +315,7 @@ class Roster:
 
     def member_at(self, rank: int) -> Member:
         """The member that holds a rank of the epoch."""
-        return next(member for member in self._seated if member.rank == rank)
+        return self._seated[bisect_left(self._seated, rank, key=lambda member: member.rank or 0)]
 
     @property
     def places_of_rank(self) -> tuple[int, ...]:
@@ -393,11 +396,11 @@ class Roster:
         if has_rank or not (is_later or self._is_apart(member)):
             raise self._rejection(member, running)
         if not is_later:
-            self._leave_out(member, running)
+            self._leave_out(member, running, is_apart=True)
 
-    def _leave_out(self, member: Member, running: RunningState) -> None:
+    def _leave_out(self, member: Member, running: RunningState, *, is_apart: bool) -> None:
         """What a worker reports to run is not what the ranks do: it gets none for now."""
-        if self._is_apart(member):
+        if is_apart:
             what = f"it runs in epoch {running.epoch}, but the pool is in epoch {self.epoch}"
             member.leave_out(f"{what}: it can join the next")
         else:
@@ -409,6 +412,22 @@ class Roster:
         A group ends once one of its ranks takes up another epoch: nothing would end this one.
         """
         return member.claim is not None and self._workers.isdisjoint(member.claim.workers)
+
+    def _apart(self) -> Container[str]:
+        """Names of all members of which that is true.
+
+        Those of a group share one list of its workers, so it is compared once.
+        """
+        found: dict[int, bool] = {}
+        names: set[str] = set()
+        for member in self._members.values():
+            if member.claim is not None:
+                group = id(member.claim.workers)
+                if group not in found:
+                    found[group] = self._is_apart(member)
+                if found[group]:
+                    names.add(member.name)
+        return names
 
     def _rejection(self, member: Member, running: RunningState) -> RejectedWorkerError:
         """Why a worker cannot be a rank of the epoch, which this balancer opened."""
@@ -434,10 +453,11 @@ class Roster:
 
     def _leave_out_claims(self) -> None:
         """A rank of the epoch that this balancer opened is connected: what others run is over."""
+        apart = self._apart()
         for member in self._members.values():
             is_over = member.claim is not None and member.claim.epoch <= self.epoch
             if member.claim is not None and member.is_claiming and is_over:
-                self._leave_out(member, member.claim)
+                self._leave_out(member, member.claim, is_apart=member.name in apart)
 
     def _followers(self, *, excluding: str = "") -> Iterator[Member]:
         """Connected workers that are ranks of the epoch, in no order."""

@@ -91,6 +91,9 @@ class Quarantine:
         if not self._is_stale:
             return ()
         self._is_stale = False
+        gone = [name for name in self._workers if name not in self._roster.members]
+        for name in gone[:-MAX_GONE]:
+            del self._workers[name]
         odd = odd_workers(self._roster)
         effects: list[Effect] = []
         for name, known in list(self._workers.items()):
@@ -124,9 +127,6 @@ class Quarantine:
             since_s=now,
             until_restart=until_restart,
         )
-        gone = [name for name in self._workers if name not in self._roster.members]
-        for name in gone[:-MAX_GONE]:
-            del self._workers[name]
         text = f"worker {member.name} (boot {boot_id}) is quarantined: {reason}"
         return (
             Log(text=text, is_warning=True, worker=member.name, epoch=self._roster.epoch),

@@ -4,8 +4,11 @@
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from equipoise.planning.arrays import Bools
 from equipoise.pool.member import Member
 
 Process = tuple[str, str]
@@ -24,10 +27,7 @@ class Blame:
 
 
 def find_unreachable(
-    ranks: Sequence[str],
-    reports: Mapping[str, Container[str]],
-    *,
-    earlier: Iterable[Container[str]] = (),
+    ranks: Sequence[str], reports: Mapping[str, Bools], *, earlier: Sequence[Bools] = ()
 ) -> Blame:
     """Decide from what ranks report which worker keeps their group from forming.
 
@@ -41,44 +41,55 @@ def find_unreachable(
 
     Args:
         ranks: the workers of the epoch, in rank order.
-        reports: the peers that a rank could not connect to, by its name, of each that reports any
-            or none.
+        reports: which ranks a rank could not connect to, [ranks], by its name, of each that reports
+            any or none. None names itself.
         earlier: the same, of workers that were ranks before and are not now. They count against a
             worker only: it may have become unreachable since.
     """
-    elsewhere = tuple(earlier)
-
-    def accusers(name: str) -> int:
-        return sum(name in named for named in (*reports.values(), *elsewhere))
-
-    def deniers(name: str) -> int:
-        return sum(name not in named for rank, named in reports.items() if rank != name)
-
-    accused = [name for name in ranks if any(name in named for named in reports.values())]
-    unreachable = [name for name in accused if accusers(name) > max(1, deniers(name))]
+    named, before = (
+        np.array(rows, dtype=np.bool_).reshape(-1, len(ranks))
+        for rows in ([*reports.values()], earlier)
+    )
+    num_named, is_reporter = named.sum(axis=0), np.array([name in reports for name in ranks])
+    accusers, deniers = num_named + before.sum(axis=0), len(reports) - is_reporter - num_named
+    is_accused = num_named > 0
+    unreachable = np.flatnonzero(is_accused & (accusers > np.maximum(1, deniers))).tolist()
     if unreachable:
         is_everyone = len(unreachable) == len(ranks)
+        workers = tuple(ranks[rank] for rank in unreachable)
         why = "its peers cannot connect to it"
-        return Blame() if is_everyone else Blame(workers=tuple(unreachable), why=why)
-    reached = [name for name in accused if accusers(name) <= deniers(name)]
-    outvoted = {rank: sum(name in named for name in reached) for rank, named in reports.items()}
-    most = max(outvoted.values(), default=0)
+        return Blame() if is_everyone else Blame(workers=workers, why=why)
+    outvoted = named[:, is_accused & (accusers <= deniers)].sum(axis=1)
+    most = outvoted.max(initial=0)
     if not most:
         return Blame()
-    culprit = next(rank for rank in ranks if outvoted.get(rank) == most)
+    by_name = dict(zip(reports, outvoted.tolist(), strict=True))
+    culprit = next(rank for rank in ranks if by_name.get(rank) == most)
     return Blame(workers=(culprit,), why="it cannot connect to peers that others reach")
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a rank reported of its peers."""
+
+    ranks: tuple[Process, ...]
+    """The ranks of its epoch; the reports of an epoch share them."""
+
+    unreached: Bools
+    """Which of them it could not connect to, [ranks]."""
 
 
 class Reachability:
     """What the workers of a pool last reported about their peers, until a group of them serves."""
 
     def __init__(self) -> None:
-        self._unreached: dict[str, frozenset[Process]] = {}
+        self._ranks: tuple[Process, ...] = ()
+        self._reports: dict[str, _Report] = {}
 
     def note(
         self,
         worker: str,
-        unreached: Container[str],
+        unreached: Iterable[str],
         *,
         ranks: Iterable[Member],
         known: Container[str],
@@ -87,31 +98,50 @@ class Reachability:
 
         Only workers that are `known` to the pool are remembered.
         """
-        self._unreached[worker] = frozenset(
-            process_of(one) for one in ranks if one.name in unreached and one.name != worker
+        processes, named = tuple(map(process_of, ranks)), frozenset(unreached) - {worker}
+        if processes != self._ranks:
+            self._ranks = processes
+        self._reports[worker] = _Report(
+            self._ranks, np.array([name in named for name, _ in processes], dtype=np.bool_)
         )
-        for name in [name for name in self._unreached if name not in known]:
-            del self._unreached[name]
+        for name in [name for name in self._reports if name not in known]:
+            del self._reports[name]
 
     def note_serving(self, ranks: Iterable[Member]) -> None:
         """These ranks reached each other."""
         seated = frozenset(map(process_of, ranks))
         for name, _ in seated:
-            self._unreached.pop(name, None)
-        self._unreached = {name: peers - seated for name, peers in self._unreached.items()}
+            self._reports.pop(name, None)
+        groups = {id(report.ranks): report.ranks for report in self._reports.values()}
+        is_other = {
+            group: np.array([process not in seated for process in processes], dtype=np.bool_)
+            for group, processes in groups.items()
+        }
+        self._reports = {
+            name: replace(report, unreached=report.unreached & is_other[id(report.ranks)])
+            for name, report in self._reports.items()
+        }
 
     def blame(self, ranks: Sequence[Member], *, reporters: Container[str]) -> Blame:
         """Who is at fault that these ranks did not meet; `reporters` are those that noted it."""
-        names = {process_of(one): one.name for one in ranks}
-        seated = tuple(names.values())
-        said = {
-            worker: frozenset(names[peer] for peer in peers if peer in names)
-            for worker, peers in self._unreached.items()
+        rank_of = {process_of(one): rank for rank, one in enumerate(ranks)}
+        groups = {id(report.ranks): report.ranks for report in self._reports.values()}
+        # The rank that each process of a group has now; those without one are the last column.
+        columns = {
+            group: np.array([rank_of.get(process, len(ranks)) for process in processes], dtype=int)
+            for group, processes in groups.items()
         }
+        said: dict[str, Bools] = {}
+        for worker, report in self._reports.items():
+            row = np.zeros(len(ranks) + 1, dtype=np.bool_)
+            row[columns[id(report.ranks)][report.unreached]] = True
+            said[worker] = row[:-1]
+        names, nobody = [one.name for one in ranks], np.zeros(len(ranks), dtype=np.bool_)
+        seated = frozenset(names)
         return find_unreachable(
-            seated,
-            {name: said.get(name, frozenset()) for name in seated if name in reporters},
-            earlier=[peers for name, peers in said.items() if name not in seated],
+            names,
+            {name: said.pop(name, nobody) for name in names if name in reporters},
+            earlier=[row for name, row in said.items() if name not in seated],
         )
 
 

@@ -4,6 +4,7 @@ The truth is the checkpoint's manifest. Rank 0 sends its table of checksums; it 
 it has the digest that the workers of the pool agreed on, so that no rank can make up a truth.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,6 +26,8 @@ class Verification:
         self._digest = b""
         # What ranks reported before the table was known.
         self._waiting: dict[int, tuple[Member, Layout, Checksums]] = {}
+        # Their ranks by the digest of the table that their worker has.
+        self._ranks_of: defaultdict[bytes, dict[int, None]] = defaultdict(dict)
         self._verified: set[int] = set()
 
     @property
@@ -41,6 +44,7 @@ class Verification:
     def begin_epoch(self) -> None:
         """Forget what the ranks of the epoch before reported."""
         self._waiting.clear()
+        self._ranks_of.clear()
         self._verified.clear()
 
     def learn(self, member: Member, table: Checksums) -> str | None:
@@ -59,6 +63,7 @@ class Verification:
         assert member.rank is not None, "only ranks hold experts"
         self._verified.discard(member.rank)
         self._waiting[member.rank] = (member, layout, checksums)
+        self._ranks_of[member.hello.experts_digest][member.rank] = None
 
     def difference(
         self, member: Member, layout: Layout, rank: int, checksums: Checksums
@@ -83,9 +88,10 @@ class Verification:
         table, differences = self._table, dict[int, str]()
         if table is None:
             return differences
-        for rank, (member, layout, checksums) in list(self._waiting.items()):
+        for rank in self._ranks_of.pop(self._digest, ()):
+            member, layout, checksums = self._waiting[rank]
             if member.hello.experts_digest != self._digest:
-                continue
+                continue  # Another process has the rank by now.
             del self._waiting[rank]
             model = member.hello.model
             difference = _difference(layout, rank, held=checksums, table=table, model=model)
