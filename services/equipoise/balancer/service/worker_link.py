@@ -5,9 +5,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -17,6 +17,7 @@ from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.loop_share import LoopShares
 from equipoise.balancer.service.message_limit import MessageLimit, message_limit
+from equipoise.balancer.service.send_budget import SendBudget, SendBudgets
 from equipoise.balancer.unreadable import POOL_UNREADABLE
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.agreement import UNKNOWN_LAYOUT
@@ -24,7 +25,7 @@ from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
 from equipoise.pool.room import POOL_FULL
 from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.trust.identity import Caller
-from equipoise.wire.balancer_messages import Rejection, TermConfirmed
+from equipoise.wire.balancer_messages import JoinEpoch, Rejection, Stage, TermConfirmed
 from equipoise.wire.checks import reason
 from equipoise.wire.convert import from_worker, to_worker
 from equipoise.wire.errors import InvalidMessageError
@@ -35,6 +36,9 @@ from equipoise_api.v1 import worker_link_pb2 as pb
 
 HELLO_TIMEOUT_S = 10.0
 """Seconds within which a stream must send Hello."""
+
+WRITE_TIMEOUT_S = 30.0
+"""Seconds that a worker may take to read a message; then its stream ends."""
 
 DRAIN_TIMEOUT_S = 1.0
 """Seconds that the last messages of a stream may take to be sent."""
@@ -53,6 +57,10 @@ _Context = grpc.aio.ServicerContext[bytes, bytes]
 _SERVICE = pb.DESCRIPTOR.services_by_name["WorkerLink"]
 
 _log = logging.getLogger(__name__)
+
+
+class _UnreadError(Exception):
+    """A worker does not read what it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ class WorkerLinkService:
         self._caller = caller
         self._rejected: Counter[str] = Counter()
         self._loop_shares = LoopShares()
+        self._send_budgets = SendBudgets()
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's handler, in bytes.
@@ -93,18 +102,22 @@ class WorkerLinkService:
             runner = await self._admit(hello, mailbox, caller=caller) if hello else None
         except (InvalidMessageError, RejectedWorkerError) as error:
             fatal = error.kind not in _PASSING
-            await context.write(_alone(Rejection(reason=str(error), fatal=fatal)))
+            await _turn_away(context, Rejection(reason=str(error), fatal=fatal))
             return
         if hello is None or runner is None:
-            await context.write(_alone(self._redirection()))
+            await _turn_away(context, self._redirection())
             return
-        reason = "its stream was cut"
+        reason, is_read = "its stream was cut", True
         try:
             # Its shape and names; what it runs would take memory as long as the stream lives.
             hello = replace(hello, running=None, group_lost=None)
-            reason = await self._converse(request_iterator, context, hello, runner, mailbox)
+            reason, is_read = await self._converse(
+                request_iterator, context, hello, runner, mailbox
+            )
         finally:
             runner.leave(hello.worker, mailbox, reason=reason)
+        if not is_read:
+            _abandon()
 
     async def _introduced(self, requests: _Requests, caller: Caller) -> Hello | None:
         """The first message. It is logged if it is rejected, and counted here only.
@@ -176,24 +189,29 @@ class WorkerLinkService:
         hello: Hello,
         runner: PoolRunner,
         mailbox: Mailbox,
-    ) -> str:
-        """Read and write until either side ends; returns why the stream ended."""
+    ) -> tuple[str, bool]:
+        """Read and write until either side ends.
+
+        Returns why the stream ended, and whether its worker has read what was written to it.
+        """
         reader = asyncio.create_task(self._read(requests, hello, runner, mailbox))
-        writer = asyncio.create_task(_write(mailbox, context, runner))
+        budget = self._send_budgets.of(hello.pool)
+        writer = asyncio.create_task(_write(mailbox, context, runner, budget))
+        is_read_to_end = False
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            if not reader.done():
-                return (
-                    "its stream broke" if writer.exception() else "the balancer closed its stream"
-                )
-            mailbox.close()
-            await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
-            return reader.result()
+            is_read_to_end = reader.done()
+            if is_read_to_end:
+                mailbox.close()
+                await asyncio.wait({writer}, timeout=DRAIN_TIMEOUT_S)
         finally:
             reader.cancel()
             writer.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(reader, writer, return_exceptions=True)
+        failure = None if writer.cancelled() else writer.exception()
+        reason = reader.result() if is_read_to_end else _why_ended(failure)
+        return reason, not isinstance(failure, _UnreadError)
 
     async def _read(
         self, requests: _Requests, hello: Hello, runner: PoolRunner, mailbox: Mailbox
@@ -297,18 +315,53 @@ def _check_limits(request: bytes, hello: Hello, limit: MessageLimit) -> None:
         )
 
 
-async def _write(mailbox: Mailbox, context: _Context, runner: PoolRunner) -> None:
+async def _write(
+    mailbox: Mailbox, context: _Context, runner: PoolRunner, budget: SendBudget
+) -> None:
+    """Send a worker its messages.
+
+    Raises:
+        _UnreadError: it does not read them, or has not when this is cancelled.
+    """
     loop = asyncio.get_running_loop()
     async for message in mailbox.messages():
-        # Checked right before sending: this process may have been paused since it was posted.
-        if not runner.leads:
-            return
-        message_bytes = runner.encoder.encode(message)
-        began_s = loop.time()
-        await context.write(message_bytes)
+        # Small ones do not wait for the readers of large ones.
+        async with budget if isinstance(message, JoinEpoch | Stage) else nullcontext():
+            # Checked right before sending: this process may have been paused since it was posted.
+            if not runner.leads:
+                return
+            message_bytes = runner.encoder.encode(message)
+            began_s = loop.time()
+            write = budget.begin(context.write(message_bytes), num_bytes=len(message_bytes))
+        try:
+            await asyncio.wait({write}, timeout=WRITE_TIMEOUT_S)
+        finally:
+            if not write.done():
+                what = f"a {type(message).__name__} of {len(message_bytes)} bytes"
+                raise _UnreadError(f"it did not read {what} within {WRITE_TIMEOUT_S:g} s")
+        write.result()
         runner.wave_turns.note_lag(loop.time() - began_s)
 
 
-def _alone(rejection: Rejection) -> bytes:
-    """Encode a message for one worker."""
-    return to_worker(rejection).SerializeToString()
+def _why_ended(failure: BaseException | None) -> str:
+    """Why nothing more is written to a stream whose worker has not ended it."""
+    if isinstance(failure, _UnreadError):
+        return str(failure)
+    return "the balancer closed its stream" if failure is None else "its stream broke"
+
+
+async def _turn_away(context: _Context, rejection: Rejection) -> None:
+    """Send a worker that is not admitted the reason."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(to_worker(rejection).SerializeToString())
+    except TimeoutError:
+        _abandon()
+
+
+def _abandon() -> NoReturn:
+    """End a call whose worker does not read, as if it were cut.
+
+    gRPC would wait with a status until the worker has read the rest, and count the call meanwhile.
+    """
+    raise asyncio.CancelledError
