@@ -3,7 +3,7 @@
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import server
-from equipoise.balancer.daemon_thread import in_daemon_thread
+from equipoise.daemon_thread import in_daemon_thread
 from equipoise.planning import proposal as planner
 from equipoise.trust.credentials import Credentials
 

@@ -1,16 +1,25 @@
 """A checkpoint whose file system hangs: who waits for it, and for how long."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from contextlib import ExitStack, suppress
 
 import pytest
 
-from equipoise.rank.errors import GroupError, TransferError
+from equipoise.rank.errors import GroupError, TransferError, WorkerError
 from equipoise.rank.waits import Waits
 from equipoise.telemetry.loading import Loading
 from equipoise.wire.messages import Wait
+from equipoise.worker import core as core_module
+from equipoise.worker import loading
 from equipoise.worker.core import ModelCore
 from equipoise.worker.joining import WorkerSlots
+from equipoise.worker.loading import load_core
 from equipoise.worker.reading import MAX_READS, CheckpointReader
 from tests.support.worker_parts import join_epoch_of, parts_of
 
@@ -76,3 +85,52 @@ async def test_a_rank_whose_disk_hangs_gives_up_the_epoch(
     async with asyncio.timeout(30):
         with pytest.raises(GroupError, match=words):
             await slots.stage(join_epoch, abandoned=abandoned)
+
+
+async def test_a_worker_whose_disk_hangs_while_it_loads_says_so_and_can_be_stopped(
+    disk, settings, monkeypatch, caplog
+):
+    monkeypatch.setattr(loading, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(core_module, "verified", lambda *_, **__: disk.read_expert(0, 0))
+    stop = asyncio.Event()
+    load = asyncio.create_task(load_core(settings(), stop))
+    async with asyncio.timeout(60):
+        words = "loading digests: nothing was read within 0.1 s, after 0"
+        while words not in caplog.text:  # noqa: ASYNC110 - the log has no event
+            await asyncio.sleep(0.05)
+        stop.set()
+        assert await load is None
+
+
+async def test_what_ends_a_load_is_raised(settings, tmp_path):
+    with pytest.raises(WorkerError, match="nowhere"):
+        await load_core(settings(checkpoint=tmp_path / "nowhere"), asyncio.Event())
+
+
+def test_a_process_whose_disk_hangs_while_it_loads_ends_at_once(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    program = "import sys; from equipoise.cli.main import main; sys.exit(main())"
+    worker = subprocess.Popen(
+        [
+            *(sys.executable, "-c", program, "worker", f"--checkpoint={tmp_path}"),
+            *("--balancer=127.0.0.1:1", "--slots-per-rank=12", "--listen=127.0.0.1:0"),
+        ],
+        stderr=subprocess.PIPE,
+    )
+    with worker, ExitStack() as opened:
+        opened.callback(worker.kill)
+        # Nothing is ever written to the file that the worker reads.
+        opened.callback(os.close, opened_by_a_reader(tmp_path / "config.json"))
+        worker.send_signal(signal.SIGTERM)
+        _, said = worker.communicate(timeout=60)
+        assert worker.returncode == 0, said.decode()
+
+
+def opened_by_a_reader(pipe):
+    """The writing end of a pipe, once somebody opens the other one."""
+    until_s = time.monotonic() + 120
+    while time.monotonic() < until_s:
+        with suppress(OSError):
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.1)
+    raise TimeoutError("nobody opens it")

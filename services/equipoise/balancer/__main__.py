@@ -16,7 +16,6 @@ from pathlib import Path
 
 from opentelemetry.trace import Tracer
 
-from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.errors import BalancerError
 from equipoise.balancer.leadership.lease import LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
@@ -27,6 +26,7 @@ from equipoise.balancer.settings import BalancerSettings, LeaseKind
 from equipoise.balancer.store.redis_store import RedisStore
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import Store, StoreError, StoreFault
+from equipoise.daemon_thread import in_daemon_thread
 from equipoise.planning.warm_up import warm_up
 from equipoise.policy.book import PolicyBook
 from equipoise.telemetry.errors import TelemetryError

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from equipoise.balancer.daemon_thread import in_daemon_thread
 from equipoise.balancer.readiness import Readiness
+from equipoise.daemon_thread import in_daemon_thread
 from equipoise.policy.book import PolicyBook
 from equipoise.policy.reading import MAX_BYTES
 

@@ -59,10 +59,26 @@ class Loading:
         self._draws = log_format is LogFormat.TEXT and self._console.is_terminal
         self._say = say or _log_line
         self._clock = clock
+        self.reached: tuple[str, int] = ("", 0)
+        """What is being read, and the bytes of it so far; empty if nothing is."""
 
     @contextmanager
     def of(self, what: str) -> Iterator[OnProgress]:
         """Show the progress of `what` inside the block, which calls the yielded function."""
+        self.reached = (what, 0)
+        try:
+            with self._shown(what) as show:
+
+                def note(done: int, total: int) -> None:
+                    self.reached = (what, done)
+                    show(done, total)
+
+                yield note
+        finally:
+            self.reached = ("", 0)
+
+    @contextmanager
+    def _shown(self, what: str) -> Iterator[OnProgress]:
         if self._draws:
             with self._bar() as bar:
                 task = bar.add_task(f"loading {what}", total=None)

@@ -55,7 +55,9 @@ class ModelCore:
                 settings need more memory than there is, or this machine cannot compute
                 batch-invariantly.
         """
-        checkpoint, operations = _opened(settings)
+        loading = loading or Loading(log_format=settings.log_format)
+        with loading.of("config and headers"):
+            checkpoint, operations = _opened(settings)
         if settings.pace_us_per_row and operations.device.type != "cpu":
             raise WorkerError(
                 f"--pace-us-per-row works only on CPUs, but this worker uses {operations.device}: "
@@ -83,7 +85,6 @@ class ModelCore:
             mtp=settings.speculate > 0,
             max_graph_rows=settings.graph_rows,
         )
-        loading = loading or Loading(log_format=settings.log_format)
         try:
             with loading.of("digests") as report:
                 checkpoint = verified(checkpoint, mtp=settings.speculate > 0, progress=report)

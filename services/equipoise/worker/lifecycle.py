@@ -45,6 +45,7 @@ from equipoise.worker.inference import InferenceService
 from equipoise.worker.latents.puller import LatentPuller
 from equipoise.worker.latents.service import LatentTransferService
 from equipoise.worker.latents.store import LatentStore
+from equipoise.worker.loading import load_core
 from equipoise.worker.location import Location, find_location
 from equipoise.worker.metrics import WorkerCollector
 from equipoise.worker.parts import WorkerParts
@@ -102,8 +103,8 @@ async def serve(
         WorkerError: it cannot start, is rejected, or cannot load its experts.
     """
     location = await find_location(settings)
-    core = await asyncio.to_thread(ModelCore.load, settings)
-    if stop.is_set():
+    core = await load_core(settings, stop)
+    if core is None:
         return
     worker = Worker(settings, core=core, location=location, tracer=tracer)
     if on_start is not None:
