@@ -1,11 +1,14 @@
 """The agent keeps a stream open, notices a dead one, backs off, and never gives up."""
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import psutil
+import pytest
 
 from equipoise.planning.counters import LoadReport
 from equipoise.planning.phase import Phase
@@ -153,6 +156,27 @@ async def test_a_stream_that_ends_is_reopened_with_a_new_hello(balancer):
             link = await balancer.link()
             assert link.hello.boot_id == f"boot-{number}"
             link.hang_up()
+
+
+@pytest.mark.parametrize("way", ["ended by the balancer", "reopened", "silent"])
+async def test_a_stream_that_ended_leaves_no_connection_to_the_garbage_collector(balancer, way):
+    balancer.acknowledges = way != "silent"
+    rig = Rig(balancer.address, ack_timeout_s=0.3 if way == "silent" else 60.0)
+    descriptors = []
+    gc.disable()
+    try:
+        async with running(rig):
+            for _ in range(10):
+                link = await balancer.link()
+                descriptors.append(psutil.Process().num_fds())
+                if way == "reopened":
+                    rig.agent.reopen()
+                elif way == "ended by the balancer":
+                    link.hang_up()
+                await link.until_closed()
+    finally:
+        gc.enable()
+    assert descriptors[-1] <= descriptors[2] + 2, "of both ends of one connection"
 
 
 async def test_a_stream_is_reopened_on_request_with_a_new_hello(balancer):

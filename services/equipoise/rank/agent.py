@@ -222,9 +222,10 @@ class Agent:
                 asyncio.create_task(self._reopening.wait()),
             ]
             try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
             except grpc.aio.AioRpcError as error:
                 details = self._credentials.explain(error.details())
                 raise LinkLostError(f"{error.code().name} {details}") from error
@@ -237,6 +238,10 @@ class Agent:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                # An error refers to this frame, which must not refer to it, or to its task: the
+                # connection would stay open until the garbage collector finds them.
+                tasks.clear()
+                del task
 
     async def _read(self, call: Call, hello: Hello) -> None:
         async for message in call:

@@ -278,6 +278,7 @@ class _JoinBound:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+            del task  # Its error refers to this frame: what it fetched would live on.
 
     def _check(self) -> None:
         epoch, timeout_s = self._join_epoch.epoch, self._join_epoch.join_timeout_s
