@@ -1,6 +1,6 @@
 """How many messages a stream may bring."""
 
-from equipoise.balancer.service.message_limit import MessageLimit, message_limit
+from equipoise.balancer.message_limit import MessageLimit, message_limit
 from equipoise.planning.policy import Policy
 
 

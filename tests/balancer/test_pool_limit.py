@@ -90,10 +90,12 @@ async def test_the_pool_that_was_without_workers_longest_gives_way(bench, caplog
         bench.now += 10
         bench.leave("c")
         bench.now += KEEP_POOL_S
+        pools._wave_turns._went_s["b"] = 1.0
         await bench.join("new")
         assert pools.names() == ("a", "c", "new")
         assert "b" not in await bench.store.pools()
         assert "dropped pool b: it had no workers for 3610 s" in caplog.text
+        assert "b" not in pools._wave_turns._went_s
         watched = pools.find("c")
         await bench.join("newer")
         assert pools.names() == ("a", "new", "newer")

@@ -28,6 +28,7 @@ from equipoise.pool.health import Health
 from equipoise.pool.records import PoolMemory
 from equipoise.pool.requests import Pause
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch
+from equipoise.wire.checks import MAX_RANKS
 from tests.support.balancers import ThreadPlanner
 
 WAIT_S = 120.0
@@ -139,6 +140,23 @@ async def test_each_log_line_of_a_pool_names_what_it_runs(pool_runner, store, he
     pool_runner.leave("worker-0", mailbox, reason="it died")
     (record,) = (one for one in caplog.records if "it died" in one.getMessage())
     assert {**record.about}.items() >= {"worker": "worker-0", "rank": 0, "pool": "tiny"}.items()
+
+
+async def test_streams_that_begin_and_end_without_end_do_not_flood_the_log(
+    pool_runner, hello_of, caplog, monkeypatch
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(pool_runner, "_clock", lambda: 0.0)
+    for _ in range(3 * MAX_RANKS):
+        mailbox = Mailbox()
+        pool_runner.admit(hello_of(num_ranks=4), mailbox)
+        pool_runner.leave("worker-0", mailbox, reason="its stream ended")
+    lines = [one.getMessage() for one in caplog.records if "worker-0 " in one.getMessage()]
+    assert len([one for one in lines if "connected from" in one]) == 2 * MAX_RANKS
+    assert len([one for one in lines if "is gone" in one]) == 2 * MAX_RANKS
+    monkeypatch.setattr(pool_runner, "_clock", lambda: 10.0)
+    pool_runner.admit(hello_of(num_ranks=4), Mailbox())
+    assert f"left out {2 * MAX_RANKS} lines about streams" in caplog.text
 
 
 async def test_a_heartbeat_is_answered_while_the_store_hangs(

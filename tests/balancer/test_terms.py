@@ -150,10 +150,11 @@ async def test_a_term_that_no_leader_can_have_is_rejected_by_name(fleet, term):
     assert await fleet.pools() == ["tiny"]
 
 
-async def test_a_hundred_claims_of_the_next_term_end_none(fleet):
+async def test_a_hundred_claims_of_the_next_term_end_none(fleet, caplog):
     hello = replace(fleet.hello, pool="other", highest_term=2)
     for _ in range(4):
         for answers in await asyncio.gather(*(fleet.answers(OTHER, hello) for _ in range(25))):
             # All have the same name, so a newer stream may end an older one.
             assert not any(isinstance(answer, Rejection) for answer in answers)
     await fleet.check_undisturbed()
+    assert caplog.text.count("worker worker-0 obeys term 2") == 7, "the 1st, 2nd, 4th ... 64th"

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
+from equipoise.balancer.message_limit import MessageLimit
 from equipoise.balancer.service import worker_link
-from equipoise.balancer.service.message_limit import MessageLimit
 from equipoise.wire.balancer_messages import HeartbeatAck, JoinEpoch, Rejection
 from equipoise.wire.convert import to_balancer
 from equipoise.wire.seal import seal

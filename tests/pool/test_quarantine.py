@@ -256,7 +256,7 @@ class OtherWorker(ScriptedWorker):
     """A worker with a checkpoint of its own."""
 
     def __init__(self, name, **changes):
-        changes |= {"checkpoint_fingerprint": "def"}
+        changes = {"checkpoint_fingerprint": "def", **changes}
         changes |= {"experts_digest": checksums_digest(expert_table(MODEL) ^ 1)}
         super().__init__(hello_of_worker(name, **changes))
 
@@ -274,15 +274,25 @@ def test_the_odd_one_of_four_is_quarantined_whenever_it_comes(harness, comes_fir
     harness.workers["worker-0"] = odd
     for worker in [odd, *good] if comes_first else [*good, odd]:
         harness.hello(worker.hello)
-    assert "its checkpoint is def, but 3 workers of the pool have abc" in (
-        quarantined(harness)["worker-0"].reason
-    )
+    experts = [one.hello.experts_digest.hex() for one in (odd, good[0])]
+    assert (
+        f"its checkpoint is def with experts {experts[0]}, but 3 workers of the pool have abc with "
+        f"experts {experts[1]}"
+    ) in quarantined(harness)["worker-0"].reason
     settle(harness, seconds=WAIT_S)
     assert seated(harness) == ["worker-1", "worker-2", "worker-3"]
     assert harness.pool.agreement.is_settled
     (rejection,) = harness.sent_to("worker-0", Rejection)
     assert not rejection.fatal
     assert "is quarantined: its checkpoint is def" in rejection.reason
+
+
+def test_the_words_tell_checkpoints_apart_that_share_a_fingerprint(harness):
+    """Manifests may differ in tables that the fingerprint leaves out."""
+    harness.workers["worker-0"] = OtherWorker("worker-0", checkpoint_fingerprint="abc")
+    harness.assemble()
+    is_it, has_pool = quarantined(harness)["worker-0"].reason.split(", but 3 workers of the pool ")
+    assert is_it.removeprefix("its checkpoint is ") not in has_pool
 
 
 def test_two_against_two_open_nothing_until_it_is_decided(harness):

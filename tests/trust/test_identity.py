@@ -11,7 +11,8 @@ from equipoise.trust.identity import Caller, Identity, Role, certified, parse_id
         ("reader", Identity(role=Role.READER)),
         ("admin/ann", Identity(role=Role.ADMIN, name="ann")),
         ("gateway/eu-1", Identity(role=Role.GATEWAY, name="eu-1")),
-        ("worker", Identity(role=Role.WORKER)),
+        ("worker/*/*", Identity(role=Role.WORKER)),
+        ("worker/p/%2A-%2A", Identity(role=Role.WORKER, pool="p", worker="*-*")),
         ("worker/p/w-0", Identity(role=Role.WORKER, pool="p", worker="w-0")),
         ("worker/p/*", Identity(role=Role.WORKER, pool="p")),
         ("worker/a%2Fb/w", Identity(role=Role.WORKER, pool="a/b", worker="w")),
@@ -22,7 +23,11 @@ def test_roles_are_read_from_names(words, identity):
 
 
 @pytest.mark.parametrize(
-    "words", ["", "root", "Admin", "worker/p", "worker/p/w/x", "worker//w", "admin/a/b", "reader/"]
+    "words",
+    [
+        *("", "root", "Admin", "worker", "worker/", "worker/p", "worker/p/w/x", "worker//w"),
+        *("worker/p/%2A", "worker/%2a/w", "worker/%2A/%2A", "admin/a/b", "reader/"),
+    ],
 )
 def test_a_name_without_a_role_is_no_identity(words):
     assert parse_identity(words) is None
@@ -63,7 +68,7 @@ def test_every_identity_must_allow_what_a_caller_does():
         ("worker/p/w-0", "p", None, True),
         ("worker/p/*", "p", "w-7", True),
         ("worker/p/*", "q", "w-7", False),
-        ("worker", "q", "w-7", True),
+        ("worker/*/*", "q", "w-7", True),
     ],
 )
 def test_a_worker_speaks_for_itself_only(identity, pool, worker, allowed):
@@ -79,7 +84,7 @@ def test_a_worker_speaks_for_itself_only(identity, pool, worker, allowed):
         ("worker/q/w-0", "w-0", False),
         ("worker/p/*", "w-0", False),
         ("worker/p/*", "*", False),
-        ("worker", "w-0", False),
+        ("worker/*/*", "w-0", False),
         ("admin/w-0", "w-0", False),
     ],
 )

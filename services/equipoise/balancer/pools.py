@@ -246,6 +246,7 @@ class Pools:
         runner.close_streams()
         # Before the store forgets it, so that it writes nothing afterwards.
         await _ended((task,))
+        self._wave_turns.forget(name)
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._store.forget(name, term=self._tenure.term)

@@ -19,6 +19,7 @@ from equipoise.balancer.clock import Clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
 from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.message_limit import MessageLimit
 from equipoise.balancer.planner.planning import (
     Planner,
     PlannerDiedError,
@@ -47,11 +48,16 @@ from equipoise.pool.pool import Pool
 from equipoise.pool.requests import AdminRequest, Answer, Operation, Rebalance
 from equipoise.telemetry.logs import about, is_worth_logging
 from equipoise.wire.balancer_messages import Abort, HeartbeatAck, JoinEpoch, Stage
+from equipoise.wire.checks import MAX_RANKS
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.messages import Hello, WorkerMessage
 
 COMPARE_S = 5.0
 """Seconds between two looks at what the store has of the pool: a failover may have lost writes."""
+
+STREAM_LINES_PER_S = 2.0
+"""Lines about streams that begin and end, in the long run; at once as many as a pool that restarts
+has."""
 
 _OVER = "this balancer no longer leads: ask the next leader for the status"
 
@@ -95,6 +101,8 @@ class PoolRunner:
             controller, store=store, tenure=tenure, answers=self._answers, log=self._log
         )
         self.encoder = Encoder()
+        self._stream_lines = MessageLimit(per_s=STREAM_LINES_PER_S, burst=4.0 * MAX_RANKS)
+        self._num_left_out = 0
         self.closed = False
         self._redundancy = RedundancyHistory()
         self.empty_since_s: float | None = clock()
@@ -128,13 +136,12 @@ class PoolRunner:
         check_name(hello, live, is_certified=is_certified)
         chain = self._controller.hello(hello, now=self._clock())
         previous = self._mailboxes.get(hello.worker)
-        fields = self._about(hello.worker)
         if previous is not None:
-            self._log.info("worker %s opened a newer stream", hello.worker, extra=fields)
             previous.close()
         self._mailboxes[hello.worker] = mailbox
         self.empty_since_s = None
-        self._log.info("worker %s connected from %s", hello.worker, hello.address, extra=fields)
+        newer = "" if previous is None else ", with a newer stream"
+        self._log_stream(hello.worker, f"connected from {hello.address}{newer}")
         self._submit(chain)
 
     def receive(self, worker: str, mailbox: Mailbox, value: WorkerMessage) -> None:
@@ -156,6 +163,16 @@ class PoolRunner:
         self._controller.count_rejection(kind, reason)
         self._log_rejection(worker, kind=kind, reason=reason)
 
+    def _log_stream(self, worker: str, what: str) -> None:
+        """Log that a stream begins or ends; who does both without end must not flood the log."""
+        if not self._stream_lines.take(now=self._clock()):
+            self._num_left_out += 1
+            return
+        if self._num_left_out:
+            self._log.info("left out %d lines about streams", self._num_left_out)
+            self._num_left_out = 0
+        self._log.info("worker %s %s", worker, what, extra=self._about(worker))
+
     def _log_rejection(self, worker: str, *, kind: str, reason: str) -> None:
         count = self.pool.counters.rejections.of(kind)
         if is_worth_logging(count):  # A worker that repeats itself must not flood the log.
@@ -173,7 +190,7 @@ class PoolRunner:
         del self._mailboxes[worker]
         if not self._mailboxes:
             self.empty_since_s = self._clock()
-        self._log.info("worker %s is gone: %s", worker, reason, extra=self._about(worker))
+        self._log_stream(worker, f"is gone: {reason}")
         self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 
     async def administer(self, operation: Operation, *, who: str, reason: str, what: str) -> Answer:

@@ -80,6 +80,10 @@ class WaveTurns:
         finally:
             self._num_expected -= 1
 
+    def forget(self, pool: str) -> None:
+        """A pool is dropped."""
+        self._went_s.pop(pool, None)
+
     async def turn(
         self,
         pool: str,

@@ -63,7 +63,9 @@ _TRAITS = (
         kind="other_checkpoint",
         name="checkpoint",
         of=lambda hello: (hello.checkpoint_fingerprint, hello.experts_digest),
-        shown=lambda hello: hello.checkpoint_fingerprint,
+        shown=lambda hello: (
+            f"{hello.checkpoint_fingerprint} with experts {hello.experts_digest.hex()}"
+        ),
     ),
     _Trait(
         kind="other_phase",

@@ -115,22 +115,20 @@ class Caller:
 
 
 def parse_identity(text: str) -> Identity | None:
-    """Parse `worker/POOL/WORKER`, `admin/NAME` or a bare role; None if it names no role.
+    """Parse `worker/POOL/WORKER`, `gateway`, `reader` or `admin`; None if it names no role.
 
-    Names are percent-decoded, because they may contain slashes.
+    All roles but a worker's may be followed by a name. Names are percent-decoded, because they may
+    contain slashes; only a literal `*` means any.
     """
     role, *names = text.split("/")
     if role not in set(Role) or not all(names):
         return None
-    names = [unquote(name) for name in names]
-    if role == Role.WORKER:
-        if len(names) not in {0, 2}:
-            return None
-        pool, worker = names or (ANY, ANY)
-        return Identity(role=Role.WORKER, pool=pool, worker=worker)
-    if len(names) > 1:
+    decoded = [unquote(name) for name in names]
+    if role != Role.WORKER:
+        return Identity(role=Role(role), name="".join(decoded)) if len(names) < 2 else None
+    if len(names) != 2 or decoded.count(ANY) != names.count(ANY):
         return None
-    return Identity(role=Role(role), name="".join(names))
+    return Identity(role=Role.WORKER, pool=decoded[0], worker=decoded[1])
 
 
 def certified(

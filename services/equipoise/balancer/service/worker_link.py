@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 import grpc
 
 from equipoise.balancer.mailbox import Mailbox
+from equipoise.balancer.message_limit import MessageLimit, message_limit
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.service.loop_share import LoopShares
-from equipoise.balancer.service.message_limit import MessageLimit, message_limit
 from equipoise.balancer.service.send_budget import SendBudget, SendBudgets
 from equipoise.balancer.unreadable import POOL_UNREADABLE
 from equipoise.planning.errors import InvalidReportError
 from equipoise.pool.agreement import UNKNOWN_LAYOUT
 from equipoise.pool.hello_checks import NAME_TAKEN, RejectedWorkerError
 from equipoise.pool.room import POOL_FULL
-from equipoise.telemetry.logs import about, is_worth_logging
+from equipoise.telemetry.logs import Causes, about, is_worth_logging
 from equipoise.trust.identity import Caller
 from equipoise.wire.balancer_messages import JoinEpoch, Rejection, Stage, TermConfirmed
 from equipoise.wire.checks import reason
@@ -81,6 +81,7 @@ class WorkerLinkService:
         self._seat = seat
         self._caller = caller
         self._rejected: Counter[str] = Counter()
+        self._false_terms = Causes()
         self._loop_shares = LoopShares()
         self._send_budgets = SendBudgets()
 
@@ -154,13 +155,13 @@ class WorkerLinkService:
             return pools
         if not await pools.until_confirmed():
             return None
-        fields = about(pool=hello.pool, worker=hello.worker, term=pools.term)
-        _log.warning(
-            "worker %s obeys term %d, but the lease of term %d was renewed since it connected: it "
-            "must obey that term",
-            *(hello.worker, hello.highest_term, pools.term),
-            extra=fields,
-        )
+        if number := self._false_terms.count(hello.pool):
+            _log.warning(
+                "worker %s obeys term %d, but the lease of term %d was renewed since it connected: "
+                "it must obey that term (%d such Hellos of its pool so far)",
+                *(hello.worker, hello.highest_term, pools.term, number),
+                extra=about(pool=hello.pool, worker=hello.worker, term=pools.term),
+            )
         mailbox.post(TermConfirmed(term=pools.term, replaced_term=hello.highest_term))
         return pools
 
