@@ -10,6 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import pools as pools_module
 from equipoise.balancer.clock import steady_clock
+from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.store.sqlite_store import SqliteStore
@@ -70,6 +71,7 @@ class Serving:
 def pools_on(store, book):
     return Pools(
         unreadable=UnreadablePools(),
+        loop_shares=LoopShares(),
         store=store,
         policies=book,
         clock=steady_clock(),

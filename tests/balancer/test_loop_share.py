@@ -1,13 +1,15 @@
 """How much of the event loop's time one pool may take."""
 
 import asyncio
+from contextlib import contextmanager
 
 import grpc
 import pytest
 
-from equipoise.balancer.service import loop_share
-from equipoise.balancer.service.loop_share import LoopBudget, LoopShare, LoopShares
+from equipoise.balancer import loop_share
+from equipoise.balancer.loop_share import LoopBudget, LoopShare, LoopShares
 from equipoise.wire.balancer_messages import HeartbeatAck
+from equipoise.wire.encoder import Encoder
 from tests.support.balancer_links import linked
 
 
@@ -54,6 +56,22 @@ async def test_what_has_arrived_counts_by_its_bytes_too():
     for _ in range(20):
         share.received(2 << 20)
     owed_s = 20 * (2 << 20) * loop_share.RECEIVING_S_PER_BYTE - loop_share.BURST_S
+    waited_s = share.budget.wait_s(now=now)
+    assert waited_s == pytest.approx(owed_s / loop_share.SHARE_OF_LOOP, rel=0.1)
+
+
+async def test_work_that_comes_with_no_message_is_counted_too_even_if_it_fails(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(loop_share.time, "thread_time", lambda: clock[0])
+    share, now = LoopShare(), asyncio.get_running_loop().time()
+
+    def fail():
+        clock[0] += 5.0
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), share.charged():
+        fail()
+    owed_s = 5.0 - loop_share.BURST_S
     waited_s = share.budget.wait_s(now=now)
     assert waited_s == pytest.approx(owed_s / loop_share.SHARE_OF_LOOP, rel=0.1)
 
@@ -109,3 +127,36 @@ async def test_a_pool_that_owes_time_waits_while_another_is_answered(
         waiting.cancel()
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
             await waiting
+
+
+async def test_what_a_worker_is_sent_is_encoded_at_its_pools_expense(
+    channel, worker_of, hello_of, monkeypatch
+):
+    pools, encoded = [], []
+    charged, encode = LoopShare.charged, Encoder.encode
+    of, names = LoopShares.of, {}
+
+    def named(shares, pool):
+        share = of(shares, pool)
+        names[id(share)] = pool
+        return share
+
+    @contextmanager
+    def noting(share):
+        pools.append(names[id(share)])
+        with charged(share):
+            yield
+        pools.pop()
+
+    def noted(encoder, message):
+        encoded.append((type(message), *pools))
+        return encode(encoder, message)
+
+    monkeypatch.setattr(LoopShares, "of", named)
+    monkeypatch.setattr(LoopShare, "charged", noting)
+    monkeypatch.setattr(Encoder, "encode", noted)
+    worker = worker_of(hello_of("w", pool="paying"))
+    async with linked(channel, [worker]) as (link,):
+        await link.send(worker.heartbeat(sequence=1))
+        await link.receive_until(HeartbeatAck)
+    assert (HeartbeatAck, "paying") in encoded

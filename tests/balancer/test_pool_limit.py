@@ -6,6 +6,7 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import pools as pools_module
+from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.pools import KEEP_POOL_S, Pools
 from equipoise.balancer.store.sqlite_store import SqliteStore
@@ -52,6 +53,7 @@ class Bench:
     async def leading(self):
         async with Pools(
             unreadable=UnreadablePools(),
+            loop_shares=LoopShares(),
             store=self.store,
             policies=PolicyBook(Policy()),
             clock=lambda: self.now,

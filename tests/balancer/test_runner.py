@@ -1,15 +1,17 @@
 """A pool's runner survives faults of its store and of our own code."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from opentelemetry.trace import NoOpTracer
 
-from equipoise.balancer import pool_writes
+from equipoise.balancer import loop_share, pool_writes
 from equipoise.balancer.clock import steady_clock, tick_s
 from equipoise.balancer.errors import UnansweredError
+from equipoise.balancer.loop_share import LoopBudget, LoopShares
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.service.status import pool_status
@@ -88,6 +90,7 @@ async def pool_runner(store, tenure):
         planner=ThreadPlanner(),
         tracer=NoOpTracer(),
         wave_turns=WaveTurns(),
+        loop_shares=LoopShares(),
         clock=steady_clock(),
     )
     task = asyncio.create_task(runner.run())
@@ -157,6 +160,36 @@ async def test_streams_that_begin_and_end_without_end_do_not_flood_the_log(
     monkeypatch.setattr(pool_runner, "_clock", lambda: 10.0)
     pool_runner.admit(hello_of(num_ranks=4), Mailbox())
     assert f"left out {2 * MAX_RANKS} lines about streams" in caplog.text
+
+
+async def test_ticks_writes_and_workers_that_leave_are_charged_to_the_pool(
+    pool_runner, hello_of, monkeypatch
+):
+    clock, calls, taken, ticked = [0.0], Counter(), [], asyncio.Event()
+    monkeypatch.setattr(loop_share.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(LoopBudget, "take", lambda _budget, spent_s, *, now: taken.append(spent_s))
+
+    def costly(method):
+        call = getattr(pool_runner._controller, method)
+
+        def measured(*args, **about):
+            calls[method] += 1
+            clock[0] += 1.0
+            if method == "tick":
+                ticked.set()
+            return call(*args, **about)
+
+        monkeypatch.setattr(pool_runner._controller, method, measured)
+
+    for method in ("hello", "written", "tick", "lost"):
+        costly(method)
+    mailbox = Mailbox()
+    pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
+    await first_of(mailbox, JoinEpoch)
+    await asyncio.wait_for(ticked.wait(), WAIT_S)
+    pool_runner.leave("worker-0", mailbox, reason="it died")
+    assert set(calls) == {"hello", "written", "tick", "lost"}
+    assert sum(taken) == sum(calls.values())
 
 
 async def test_a_heartbeat_is_answered_while_the_store_hangs(
@@ -297,6 +330,7 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
         planner=ThreadPlanner(),
         tracer=NoOpTracer(),
         wave_turns=WaveTurns(),
+        loop_shares=LoopShares(),
         clock=lambda: harness.now,
     )
 

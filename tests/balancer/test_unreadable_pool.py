@@ -19,6 +19,7 @@ from equipoise.balancer.leadership.elector import Elector
 from equipoise.balancer.leadership.lease import Candidate, LeaseTiming
 from equipoise.balancer.leadership.redis_register import RedisRegister
 from equipoise.balancer.leadership.register import SoleRegister
+from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.seat import Seat
@@ -323,6 +324,7 @@ async def test_a_store_that_cannot_be_read_still_leaves_no_pool_running(monkeypa
         tracer=None,
         known={},
         unreadable=UnreadablePools(),
+        loop_shares=LoopShares(),
     )
     with pytest.raises(StoreError, match="the store is down"):
         await pools.__aenter__()

@@ -10,8 +10,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from equipoise.balancer import runner
-from equipoise.balancer.service import loop_share, worker_link
+from equipoise.balancer import loop_share, runner
 from equipoise.pool import demand
 from equipoise.rank import held, stager
 from equipoise.worker import engine, epochs, joining, rank, reach, spans
@@ -107,7 +106,6 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (runner, "time", _TIME),
     (spans, "time", _TIME),
     (loop_share, "time", _TIME),
-    (worker_link, "time", _TIME),
     (engine, "time", _TIME),
     (stager, "time", _TIME),
     (joining, "placement_of", SimPlacement),

@@ -11,6 +11,7 @@ from opentelemetry.trace import Tracer
 from equipoise.balancer.clock import Clock
 from equipoise.balancer.errors import UnknownPoolError
 from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.persistence import restore
 from equipoise.balancer.planner.planning import Planner
@@ -103,10 +104,12 @@ class Pools:
         tracer: Tracer,
         known: Mapping[str, Journal],
         unreadable: UnreadablePools,
+        loop_shares: LoopShares,
     ) -> None:
         """`known` are the records that this process knows, by pool; a store may have lost them."""
         self._known = known
         self._unreadable = unreadable
+        self._loop_shares = loop_shares
         self._store = store
         self._policies = policies
         self._clock = clock
@@ -287,6 +290,7 @@ class Pools:
             tenure=self._tenure,
             planner=self._planner,
             wave_turns=self._wave_turns,
+            loop_shares=self._loop_shares,
             clock=self._clock,
             tracer=self._tracer,
         )

@@ -18,6 +18,7 @@ from equipoise.balancer.changed import Changed
 from equipoise.balancer.clock import Clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.leadership.elector import Tenure
+from equipoise.balancer.loop_share import LoopShare, LoopShares
 from equipoise.balancer.mailbox import Mailbox
 from equipoise.balancer.message_limit import MessageLimit
 from equipoise.balancer.planner.planning import (
@@ -69,7 +70,8 @@ class PoolRunner:
 
     `tenure` fences writes and messages: when it is over, no more effects are carried out. `clock`
     gives unix time that never runs backwards. `wave_turns` decides when waves begin, by how long
-    the streams take to send messages, which they encode with `encoder`.
+    the streams take to send messages, which they encode with `encoder`. All work for the pool is
+    charged to its share of the event loop, that on messages by the streams.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PoolRunner:
         tenure: Tenure,
         planner: Planner,
         wave_turns: WaveTurns,
+        loop_shares: LoopShares,
         clock: Clock,
         tracer: Tracer,
     ) -> None:
@@ -90,6 +93,7 @@ class PoolRunner:
         self._clock = clock
         self._planning = Planning(controller.pool.name, planner=planner)
         self.wave_turns = wave_turns
+        self._loop_shares = loop_shares
         self._mailboxes: dict[str, Mailbox] = {}
         # Chains to carry out; None stands for a look at the store, while nothing is written.
         self._chains: asyncio.Queue[Chain | None] = asyncio.Queue()
@@ -107,6 +111,11 @@ class PoolRunner:
         self._redundancy = RedundancyHistory()
         self.empty_since_s: float | None = clock()
         """When the last worker left, in unix seconds; None while there are workers."""
+
+    @property
+    def loop_share(self) -> LoopShare:
+        """The event loop's time that the pool may take."""
+        return self._loop_shares.of(self.pool.name)
 
     @property
     def leads(self) -> bool:
@@ -134,7 +143,9 @@ class PoolRunner:
         member = self.pool.roster.members.get(hello.worker)
         live = member.hello if member is not None and member.connected else None
         check_name(hello, live, is_certified=is_certified)
-        chain = self._controller.hello(hello, now=self._clock())
+        # Not at the pool's turn: for a new pool, other pools had to give way first.
+        with self.loop_share.charged():
+            chain = self._controller.hello(hello, now=self._clock())
         previous = self._mailboxes.get(hello.worker)
         if previous is not None:
             previous.close()
@@ -191,7 +202,8 @@ class PoolRunner:
         if not self._mailboxes:
             self.empty_since_s = self._clock()
         self._log_stream(worker, f"is gone: {reason}")
-        self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
+        with self.loop_share.charged():
+            self._submit(self._controller.lost(worker, reason=reason, now=self._clock()))
 
     async def administer(self, operation: Operation, *, who: str, reason: str, what: str) -> Answer:
         """Carry out an operator's request once it is recorded; `what` describes the operation.
@@ -242,7 +254,7 @@ class PoolRunner:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(tick_s(self.pool.policy.values))
-            with self._surviving("a tick"):
+            with self._surviving("a tick"), self.loop_share.charged():
                 self._submit(self._controller.tick(now=self._clock()))
 
     async def _look_at_store(self) -> None:
@@ -295,7 +307,8 @@ class PoolRunner:
                 return
             match effect:
                 case Send():
-                    self._post(effect)
+                    with self.loop_share.charged():
+                        self._post(effect)
                 case Reply():
                     self._reply(effect)
                 case Propose():
@@ -307,7 +320,8 @@ class PoolRunner:
                     if written is None:
                         self._changed.notify()
                         return
-                    self._submit(self._controller.written(written, now=self._clock()))
+                    with self.loop_share.charged():
+                        self._submit(self._controller.written(written, now=self._clock()))
 
     def _takes_turn(self, wave: WriteProposed) -> bool:
         """Whether a wave has had its turn; it can be used once."""
@@ -385,7 +399,7 @@ class PoolRunner:
         plan_ms = 1000 * (time.perf_counter() - started_s)
         spans.made(proposal)
         self._redundancy = self._redundancy.after(proposal.redundancy)
-        with self._surviving("adopting a plan"):
+        with self._surviving("adopting a plan"), self.loop_share.charged():
             before = self.pool.rollouts.current
             chain = self._controller.proposed(
                 proposal, plan_ms=plan_ms, now=self._clock(), requested_by=effect.requested_by

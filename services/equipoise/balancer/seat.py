@@ -14,6 +14,7 @@ from equipoise.balancer.archive import Archive
 from equipoise.balancer.changed import Changed
 from equipoise.balancer.clock import Clock
 from equipoise.balancer.leadership.elector import Elector, Tenure
+from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.planner.planning import Planner
 from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
@@ -51,6 +52,8 @@ class Seat:
         self._planner = planner
         self._tracer = tracer
         self._unreadable = UnreadablePools()
+        self.loop_shares = LoopShares()
+        """How much of the event loop's time each pool takes, over all terms."""
         self._archive = Archive(store=store, policies=policies, unreadable=self._unreadable)
         self._led: Pools | None = None
         self._changed = Changed()
@@ -216,6 +219,7 @@ class Seat:
             tracer=self._tracer,
             known=self._archive.journals(),
             unreadable=self._unreadable,
+            loop_shares=self.loop_shares,
         )
         async with pools:
             self._archive.give_way()

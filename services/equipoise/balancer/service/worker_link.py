@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext, suppress
@@ -16,7 +15,6 @@ from equipoise.balancer.message_limit import MessageLimit, message_limit
 from equipoise.balancer.pools import Pools
 from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
-from equipoise.balancer.service.loop_share import LoopShares
 from equipoise.balancer.service.send_budget import SendBudget, SendBudgets
 from equipoise.balancer.unreadable import POOL_UNREADABLE
 from equipoise.planning.errors import InvalidReportError
@@ -82,7 +80,7 @@ class WorkerLinkService:
         self._caller = caller
         self._rejected: Counter[str] = Counter()
         self._false_terms = Causes()
-        self._loop_shares = LoopShares()
+        self._loop_shares = seat.loop_shares
         self._send_budgets = SendBudgets()
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
@@ -172,13 +170,7 @@ class WorkerLinkService:
             return None
         try:
             is_certified = caller.is_worker(pool=hello.pool, worker=hello.worker)
-            began_s = time.thread_time()
-            try:
-                return await pools.admit(hello, mailbox, is_certified=is_certified)
-            finally:
-                # Afterwards: it may wait for the store, while the pool's other streams go on.
-                spent_s, now_s = time.thread_time() - began_s, asyncio.get_running_loop().time()
-                self._loop_shares.of(hello.pool).budget.take(spent_s, now=now_s)
+            return await pools.admit(hello, mailbox, is_certified=is_certified)
         except RejectedWorkerError as error:
             pools.reject_worker(hello.pool, hello.worker, kind=error.kind, reason=str(error))
             raise
@@ -331,7 +323,8 @@ async def _write(
             # Checked right before sending: this process may have been paused since it was posted.
             if not runner.leads:
                 return
-            message_bytes = runner.encoder.encode(message)
+            with runner.loop_share.charged():
+                message_bytes = runner.encoder.encode(message)
             began_s = loop.time()
             write = budget.begin(context.write(message_bytes), num_bytes=len(message_bytes))
         try:

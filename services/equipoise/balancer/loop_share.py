@@ -1,4 +1,4 @@
-"""`LoopShare`: the event loop's time that the streams of one pool may take.
+"""`LoopShare`: the event loop's time that one pool may take.
 
 Whatever a message contains, what it costs is measured: a limit of messages would have to know the
 most expensive contents. Receiving it costs time outside the loop, so its bytes count, too. Who used
@@ -7,11 +7,13 @@ up the share waits, so that nothing is lost, and gRPC's flow control makes the s
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
 SHARE_OF_LOOP = 0.5
-"""Largest share of the event loop's time that goes to the streams of one pool, in the long run. The
+"""Largest share of the event loop's time that goes to messages of one pool, in the long run. The
 reports of 320 ranks, the most of a published deployment, take 0.035 at one per second each."""
 
 BURST_S = 0.25
@@ -82,6 +84,18 @@ class LoopShare:
         now_s = asyncio.get_running_loop().time()
         self.budget.take(num_bytes * RECEIVING_S_PER_BYTE, now=now_s)
 
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """Count work for the pool that comes with no message, or cannot wait for its turn.
+
+        It takes time of the loop whatever is left: the pool's next messages wait for it.
+        """
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self._count_since(began_s)
+
     async def __aenter__(self) -> None:
         await self._turn.acquire()
         try:
@@ -100,7 +114,10 @@ class LoopShare:
         trace: TracebackType | None,
     ) -> None:
         self._turn.release()
-        spent_s = time.thread_time() - self._began_s
+        self._count_since(self._began_s)
+
+    def _count_since(self, began_s: float) -> None:
+        spent_s = time.thread_time() - began_s
         self.budget.take(spent_s, now=asyncio.get_running_loop().time())
 
 
