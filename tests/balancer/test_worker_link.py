@@ -144,7 +144,7 @@ async def test_a_worker_that_floods_is_slowed_and_one_that_exaggerates_is_reject
     few = partial(MessageLimit, per_s=0.01, burst=10.0)
     monkeypatch.setattr(worker_link, "message_limit", lambda _policy: few())
     async with linked(channel, [worker_of(hello_of("worker-0"))]) as (link,):
-        huge = worker_link_pb2.Leaving(reason="x" * 200_000)
+        huge = worker_link_pb2.Leaving(reason="x" * 2_000_000)
         await link.call.write(seal(worker_link_pb2.ConnectRequest(leaving=huge)))
         beat = to_balancer(link.worker.heartbeat(sequence=1))
         for _ in range(20):

@@ -15,7 +15,7 @@ from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import response_from_proto
 from equipoise.wire.inference_messages import GenerateRequest, Sampling
 from equipoise.wire.limits import MAX_HELLO_BYTES, MAX_PUSH_BYTES, max_message_bytes
-from equipoise.wire.messages import Hello, RunningState
+from equipoise.wire.messages import GroupLost, Hello, RunningState
 from equipoise_api.v1 import worker_link_pb2, worker_pb2
 from tests.support.limits import assert_bounded, assert_one_line, largest_join_epoch, variants
 
@@ -130,7 +130,7 @@ def test_the_largest_models_and_pools_fit_the_limits(
     message = to_balancer(hello)
     assert message.ByteSize() <= MAX_HELLO_BYTES < 5 << 20
     assert from_worker(message, hello=None).num_ranks == num_ranks
-    assert max_message_bytes(hello) <= (2 << 20) + (64 << 10)
+    assert max_message_bytes(hello) <= (3 << 20) + (64 << 10)
 
 
 def test_what_exceeds_the_limits_is_rejected_before_its_tables_are_read(hello_with, good):
@@ -151,6 +151,17 @@ def test_the_largest_join_epoch_fits_its_limit_and_can_be_read(num_ranks, num_la
     read = from_balancer(worker_link_pb2.ConnectResponse.FromString(sent), hello=hello)
     assert read.peers == largest.peers
     assert read.moves == largest.moves
+
+
+def test_a_rank_may_report_that_it_reached_no_peer_of_the_largest_pool(hello_with):
+    hello = hello_with(num_layers=1, num_experts=8, num_ranks=MAX_RANKS, slots_per_rank=8)
+    peers = hello.running.workers[1:]
+    lost = GroupLost(
+        epoch=1, reason="x" * 1000, expert_of_slot=np.zeros((1, 8), np.int32), unreached=peers
+    )
+    message = to_balancer(lost)
+    assert message.ByteSize() <= max_message_bytes(hello)
+    assert from_worker(message, hello=hello).unreached == peers
 
 
 def test_a_name_is_bounded_in_bytes_and_one_of_kubernetes_is_never_too_long(hello_with):

@@ -50,12 +50,12 @@ MAX_STATUS_BYTES = 3 * 8 * MAX_CELLS + _REST_BYTES
 
 
 def max_message_bytes(hello: Hello) -> int:
-    """Limit of messages after the Hello: a checksum for each own slot and for each expert.
+    """Limit of messages after the Hello: a checksum for each own slot and expert, or all peers.
 
-    At most 2 MiB and 64 KiB, by the ranges of a Hello.
+    At most 3 MiB and 64 KiB, by the ranges of a Hello.
     """
     cells = hello.model.num_layers * (hello.slots_per_rank + hello.model.num_experts)
-    return cells * CHECKSUM_BYTES + _REST_BYTES
+    return cells * CHECKSUM_BYTES + MAX_RANKS * _NAME_BYTES + _REST_BYTES
 
 
 def max_request_bytes(*, context_length: int) -> int:
