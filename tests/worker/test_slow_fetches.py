@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from equipoise.wire.block_keys import keys_of
 from equipoise.worker.blocks import BlockPool, BlockTable
 from equipoise.worker.latents.holds import HoldEnd
-from equipoise.worker.latents.service import LatentTransferService
+from equipoise.worker.latents.service import MAX_STREAMS, LatentTransferService
 from equipoise.worker.latents.store import LatentStore
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
@@ -20,9 +20,14 @@ PROMPT = tuple(range(1, 4 * B + 2))
 class SlowCaller:
     """Takes a message when it is let to."""
 
-    def __init__(self):
+    def __init__(self, host="192.0.2.1"):
+        self._host = host
         self.taken, self.may_take = [], asyncio.Semaphore(0)
         self.asked = asyncio.Event()
+
+    def peer(self):
+        """Another connection each time."""
+        return f"ipv4:{self._host}:{id(object())}"
 
     async def write(self, part):
         self.asked.set()
@@ -105,3 +110,19 @@ async def test_a_fetch_that_is_taken_ends_its_hold():
     assert caller.taken == [0, 1, 2, 3]
     assert scheduler.holds.ended == {HoldEnd.FETCHED: 1}
     assert scheduler.blocks.num_used == 0
+
+
+async def test_no_caller_takes_more_than_half_of_the_streams():
+    _, service, table = a_rank(timeout_s=600.0)
+    slow = [SlowCaller() for _ in range(MAX_STREAMS)]
+    fetches = [fetch_of(service, caller) for caller in slow]
+    for caller in slow[: MAX_STREAMS // 2]:
+        await asyncio.wait_for(caller.asked.wait(), 60)
+    other = SlowCaller(host="192.0.2.2")
+    other.may_take = asyncio.Semaphore(4)
+    await asyncio.wait_for(fetch_of(service, other), 60)
+    assert other.taken == [0, 1, 2, 3]
+    assert sum(caller.asked.is_set() for caller in slow) == MAX_STREAMS // 2
+    for fetch in fetches:
+        fetch.cancel()
+    table.release()

@@ -45,8 +45,6 @@ async def listen(rank_of_one):
     servers = []
 
     async def opened(tls, *, accepted_keys=""):
-        transfer = ExpertTransferService()
-        transfer.open(rank_of_one()[1], epoch=1)
         guard = Guard(
             tls,
             accepted_keys=accepted_keys,
@@ -56,6 +54,8 @@ async def listen(rank_of_one):
             peer_pools=("green",),
             for_peers=(_LATENTS,),
         )
+        transfer = ExpertTransferService(caller=guard.caller)
+        transfer.open(rank_of_one()[1], epoch=1)
         server = grpc.aio.server(interceptors=[guard])
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(transfer, server)
         worker_pb2_grpc.add_InferenceServicer_to_server(Echo(), server)

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import grpc
 from torch import Tensor
@@ -20,6 +19,7 @@ from equipoise.planning.arrays import Checksums
 from equipoise.planning.moves import CheckpointSource, Move, RankSource, Source
 from equipoise.rank.errors import NotHeldError, TransferError
 from equipoise.rank.held import HeldExperts
+from equipoise.rank.peer_streams import PeerStreams
 from equipoise.rank.waits import SOURCE_TIMEOUT_S, Waits
 from equipoise.telemetry.logs import is_worth_logging
 from equipoise.trust.credentials import Credentials
@@ -40,7 +40,7 @@ _MAX_STREAMS = 8
 """Experts sent at a time: each is a copy in memory."""
 
 _MAX_PULLS = 4
-"""Experts that a rank pulls at a time, and that it is sent at a time: half remain for others."""
+"""Experts that a rank pulls at a time: as many as one peer sends it."""
 
 _WRITE_TIMEOUT_S = 2.0
 """Time within which a peer must take a message; far slower than any usable peer."""
@@ -80,16 +80,13 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         stream_timeout_s: float = _STREAM_TIMEOUT_S,
     ) -> None:
         """`caller` authenticates a call, where the port requires credentials."""
-        self._caller = caller
+        self._streams = PeerStreams(_MAX_STREAMS, caller=caller)
         self._write_timeout_s = write_timeout_s
         self._stream_timeout_s = stream_timeout_s
         self._held: HeldExperts[Any] | None = None
         self._epoch = 0
         self._suspect: Suspect = _suspect_nothing
         self._epoch_changed = asyncio.Event()
-        self._streams = asyncio.Semaphore(_MAX_STREAMS)
-        # Kept while a call of the peer refers to it.
-        self._of_peer: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.num_stalled = 0
         """Streams ended because the peer read too slowly."""
 
@@ -108,7 +105,6 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
         self, request: pb.FetchRequest, context: _Context
     ) -> None:
         """Send a consistent copy of one expert's payload, in chunks."""
-        sender = self._caller(context).sender
         await self._until_epoch(request.epoch)
         if self._held is None or request.epoch != self._epoch:
             await context.abort(
@@ -119,8 +115,7 @@ class ExpertTransferService(pb_grpc.ExpertTransferServicer):
             self._suspect(request.layer, request.expert)
             return
         assert self._held is not None
-        of_peer = self._of_peer.setdefault(sender, asyncio.Semaphore(_MAX_PULLS))
-        async with of_peer, self._streams:
+        async with self._streams.turn(context):
             try:
                 payload = await asyncio.to_thread(
                     self._held.read, layer=request.layer, expert=request.expert

@@ -171,7 +171,7 @@ class Worker:
             core=core,
             scheduler=core.scheduler(settings),
             inference=inference,
-            latents=LatentTransferService(store, visit=inference.visit),
+            latents=LatentTransferService(store, visit=inference.visit, caller=self._guard.caller),
             latent_puller=puller,
             reader=CheckpointReader(core.checkpoint.read_expert, waits=waits),
             transfer=ExpertTransferService(caller=self._guard.caller),

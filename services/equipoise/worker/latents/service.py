@@ -4,11 +4,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 import grpc
 
+from equipoise.rank.peer_streams import PeerStreams
 from equipoise.telemetry.logs import is_worth_logging, printable
+from equipoise.trust.guard import anonymous
+from equipoise.trust.identity import Caller
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.latents import check_fetch, parts_of
 from equipoise.worker.errors import NotServingError
@@ -20,7 +24,7 @@ from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
 
 MAX_STREAMS = 8
-"""Fetches served at a time; more wait, as long as their callers do."""
+"""Fetches served at a time, and half of them for one caller; more wait, while their callers do."""
 
 WRITE_TIMEOUT_S = 2.0
 """Time within which a caller must take a message."""
@@ -44,13 +48,21 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
     """
 
     def __init__(
-        self, store: LatentStore, *, visit: Visit, timeout_s: float = PULL_TIMEOUT_S
+        self,
+        store: LatentStore,
+        *,
+        visit: Visit,
+        caller: Callable[[_Context], Caller] = anonymous,
+        timeout_s: float = PULL_TIMEOUT_S,
     ) -> None:
-        """A fetch ends after `timeout_s`: its caller does not wait for longer."""
+        """A fetch ends after `timeout_s`: its caller does not wait for longer.
+
+        `caller` authenticates a call, where the port requires credentials.
+        """
         self._store = store
         self._visit = visit
         self._timeout_s = timeout_s
-        self._streams = asyncio.Semaphore(MAX_STREAMS)
+        self._streams = PeerStreams(MAX_STREAMS, caller=caller)
         self.rejected: Counter[str] = Counter()
         """Fetches that were rejected or cut off, by kind."""
         self.num_sent_bytes = 0
@@ -62,7 +74,7 @@ class LatentTransferService(pb_grpc.LatentTransferServicer):
     ) -> None:
         """Send the blocks with the request's keys, up to the first that is not here."""
         await self._check(request, context)
-        async with self._streams:
+        async with self._streams.turn(context):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await self._send_all(request, context)
