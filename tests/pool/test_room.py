@@ -123,9 +123,19 @@ def test_a_pool_grows_up_to_the_largest_layout_that_its_ranks_accept(
     for worker in harness.ranks:
         (*_, join) = harness.sent_to(worker.hello.worker, JoinEpoch)
         assert from_balancer(to_worker(join), hello=worker.hello).layout.num_ranks == 6
+    for worker in harness.ranks:
+        harness.say(worker, worker.serving())
     harness.lose(some[0])
-    harness.workers[last.hello.worker] = last
-    harness.hello(last.hello)  # There is room, although the rank that is gone has its seat still.
+    with pytest.raises(RejectedWorkerError, match="has 6 workers with"):
+        harness.hello(last.hello)  # The one that is gone may return with what it runs.
+    harness.hello(some[0].reconnecting())  # It is a rank again, and not one worker more.
+    assert harness.pool.roster.complete
+    harness.lose(some[0])
+    for worker in [one for one in harness.ranks if one is not some[0]]:
+        held = worker.own(worker.layout.expert_of_slot)
+        harness.say(worker, GroupLost(epoch=worker.epoch, reason="broke", expert_of_slot=held))
+    assert harness.pool.roster.num_ranks == 5
+    harness.hello(last.hello)
 
 
 @pytest.fixture

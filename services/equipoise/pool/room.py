@@ -43,7 +43,7 @@ def check_room(hello: Hello, others: Collection[Member], *, pool: str) -> None:
         RejectedWorkerError: the pool has as many workers as it may have, or what they report takes
             too much memory.
     """
-    _check_number(hello, [one.hello for one in others if one.connected], pool=pool)
+    _check_number(hello, others, pool=pool)
     claims = [one.claim for one in others if one.claim is not None]
     if hello.running is not None:
         claims.append(hello.running)
@@ -64,27 +64,28 @@ def check_room(hello: Hello, others: Collection[Member], *, pool: str) -> None:
         )
 
 
-def _check_number(hello: Hello, connected: Collection[Hello], *, pool: str) -> None:
-    """Check that an epoch may have one more worker: it has all that are alike."""
-    if len(connected) >= MAX_RANKS:
+def _check_number(hello: Hello, others: Collection[Member], *, pool: str) -> None:
+    """Check that an epoch may have one more worker: it has all that are alike.
+
+    The place of a rank that is gone is kept until the next epoch: it may return with what it runs.
+    """
+    num_connected = sum(one.connected for one in others)
+    if num_connected >= MAX_RANKS:
         raise RejectedWorkerError(
             POOL_FULL,
-            f"worker {hello.worker}: pool {pool} has {len(connected)} workers, the most that a "
-            "pool may have: start it in another pool; retrying",
+            f"worker {hello.worker}: pool {pool} has {num_connected} workers, the most that a pool "
+            "may have: start it in another pool; retrying",
         )
     num_layers, slots_per_rank = hello.model.num_layers, hello.slots_per_rank
     most = MAX_CELLS // (num_layers * slots_per_rank)
-    if len(connected) < most:
+    if len(others) < most:
         return
-    alike = [
-        one
-        for one in connected
-        if one.slots_per_rank == slots_per_rank and one.model == hello.model
-    ]
-    if len(alike) >= most:
+    shape = (hello.model, slots_per_rank)
+    num_alike = sum((one.hello.model, one.hello.slots_per_rank) == shape for one in others)
+    if num_alike >= most:
         raise RejectedWorkerError(
             POOL_FULL,
-            f"worker {hello.worker}: pool {pool} has {len(alike)} workers with {num_layers} layers "
+            f"worker {hello.worker}: pool {pool} has {num_alike} workers with {num_layers} layers "
             f"x {slots_per_rank} slots, and with one more a layout would have more than the "
             f"{MAX_CELLS} slots that it may have: start it in another pool, or all workers with "
             "fewer slots; retrying",
