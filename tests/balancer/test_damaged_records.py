@@ -12,6 +12,13 @@ from unittest.mock import ANY
 import pytest
 from redis import Redis
 
+from equipoise.balancer.store.records import INVALID_RECORD
+from equipoise.balancer.store.redis_records import (
+    pack_average,
+    pack_layout,
+    unpack_average,
+    unpack_layout,
+)
 from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.store.store import StoreFault, UnreadablePoolError
@@ -212,6 +219,24 @@ async def test_a_damaged_audit_record_is_named_with_its_pool(place, record):
     await fill(place)
     place.damage_audit(record)
     await check_unreadable(place, names="audit")
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_experts", "num_ranks", "table_bytes"])
+@pytest.mark.parametrize("value", [True, None, -1, 1.0, float("nan"), float("inf"), 10**400, "1"])
+def test_a_number_of_a_packed_layout_is_a_whole_number(field, value):
+    header, _, table = pack_layout(layout_of(1)).partition(b"\n")
+    changed = json.dumps({**json.loads(header), field: value}).encode()
+    with pytest.raises(INVALID_RECORD):
+        unpack_layout(1, changed + b"\n" + table)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_experts", "weight_s", "half_life_s"])
+@pytest.mark.parametrize("value", [True, None, -1, float("nan"), float("inf"), 10**400, "1"])
+def test_a_number_of_a_packed_average_is_in_range(field, value):
+    header, _, table = pack_average(ONES).partition(b"\n")
+    changed = json.dumps({**json.loads(header), field: value}).encode()
+    with pytest.raises(INVALID_RECORD):
+        unpack_average(changed + b"\n" + table)
 
 
 @pytest.mark.parametrize("num_experts", [0, -1, 7, 10**15, "six"])

@@ -11,6 +11,7 @@ from equipoise.balancer.store.records import (
     checked_average,
     stored_layout,
     unpack_entry,
+    whole,
 )
 from equipoise.planning.layout import Layout
 from equipoise.pool.records import AverageRecord
@@ -39,8 +40,9 @@ def unpack_layout(generation: int | bytes, packed: bytes) -> Layout:
         one of INVALID_RECORD: it is not valid.
     """
     header, cells = _unpack(packed)
-    end = header.get("table_bytes", len(cells))
-    table = np.frombuffer(cells[:end], dtype="<i4").reshape(header["num_layers"], -1)
+    end = whole("table_bytes", header.get("table_bytes", len(cells)))
+    num_layers = whole("num_layers", header["num_layers"], least=1)
+    table = np.frombuffer(cells[:end], dtype="<i4").reshape(num_layers, -1)
     shares = None
     if end < len(cells):
         shares = np.frombuffer(cells[end:], dtype="<u2").reshape(table.shape).astype(np.int32)
@@ -75,14 +77,13 @@ def unpack_average(packed: bytes) -> AverageRecord:
     """
     header, cells = _unpack(packed)
     table = np.frombuffer(cells, dtype="<f8")
+    shape = [whole(name, header[name], least=1) for name in ("num_layers", "num_experts")]
     return checked_average(
         AverageRecord(
             half_life_s=header["half_life_s"],
             time_unix_s=header["time_unix_s"],
             weight_s=header["weight_s"],
-            decayed_load=table.reshape(header["num_layers"], header["num_experts"]).astype(
-                np.float64
-            ),
+            decayed_load=table.reshape(shape).astype(np.float64),
         )
     )
 
