@@ -8,16 +8,27 @@ import pytest
 
 from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.topology import ModelShape
-from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS, MAX_RANKS
+from equipoise.wire.checks import MAX_CELLS, MAX_COUNT, MAX_EXPERT_CELLS, MAX_RANKS
 from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.errors import InvalidMessageError
 from equipoise.wire.inference import response_from_proto
 from equipoise.wire.inference_messages import GenerateRequest, Sampling
-from equipoise.wire.limits import MAX_HELLO_BYTES, MAX_PUSH_BYTES, max_message_bytes
+from equipoise.wire.limits import (
+    MAX_HELLO_BYTES,
+    MAX_PUSH_BYTES,
+    MAX_STATUS_BYTES,
+    max_message_bytes,
+)
 from equipoise.wire.messages import GroupLost, Hello, RunningState
-from equipoise_api.v1 import worker_link_pb2, worker_pb2
-from tests.support.limits import assert_bounded, assert_one_line, largest_join_epoch, variants
+from equipoise_api.v1 import status_pb2, worker_link_pb2, worker_pb2
+from tests.support.limits import (
+    assert_bounded,
+    assert_one_line,
+    largest_join_epoch,
+    long_name,
+    variants,
+)
 
 
 def check(base, decode):
@@ -151,6 +162,24 @@ def test_the_largest_join_epoch_fits_its_limit_and_can_be_read(num_ranks, num_la
     read = from_balancer(worker_link_pb2.ConnectResponse.FromString(sent), hello=hello)
     assert read.peers == largest.peers
     assert read.moves == largest.moves
+
+
+def test_the_status_of_the_largest_pool_fits_its_limit():
+    rank = status_pb2.RankStatus()
+    for field in rank.DESCRIPTOR.fields:
+        match field.type:
+            case field.TYPE_STRING if field.name in {"steps", "trouble"}:
+                setattr(rank, field.name, "x" * 1000)
+            case field.TYPE_STRING:
+                setattr(rank, field.name, long_name("x", 0))
+            case field.TYPE_UINT32:
+                setattr(rank, field.name, 2**32 - 1)
+            case _:
+                setattr(rank, field.name, MAX_COUNT)
+    largest = status_pb2.WatchStatusResponse(
+        status=status_pb2.PoolStatus(ranks=[rank] * MAX_RANKS, pool=long_name("p", 0))
+    )
+    assert largest.ByteSize() <= MAX_STATUS_BYTES < 26 << 20
 
 
 def test_a_rank_may_report_that_it_reached_no_peer_of_the_largest_pool(hello_with):

@@ -45,8 +45,12 @@ MAX_PUSH_BYTES = (
 into each own slot. The sources of a rank's moves are at most as many as the layout has slots,
 because only ranks that hold an expert of the same layer are. Less than 9 MiB."""
 
-MAX_STATUS_BYTES = 3 * 8 * MAX_CELLS + _REST_BYTES
-"""Limit of a response of the Status service: three tables of float64."""
+_RANK_STATUS_BYTES = 10 * _NAME_BYTES + 2 * 1000 + 512
+"""Bytes of a rank in a status: its names, two sentences, and numbers."""
+
+MAX_STATUS_BYTES = 3 * 8 * MAX_CELLS + MAX_RANKS * _RANK_STATUS_BYTES + _REST_BYTES
+"""Limit of a response of the Status service: three tables of float64, and all ranks. Less than 26
+MiB."""
 
 
 def max_message_bytes(hello: Hello) -> int:
