@@ -51,6 +51,18 @@ async def test_what_the_work_costs_is_counted_and_one_message_is_worked_on_at_a_
     assert share.budget.wait_s(now=now) > 0.0
 
 
+async def test_others_wait_for_one_message_of_a_pool_however_many_streams_it_has():
+    greedy, modest, order = LoopShare(), LoopShare(), []
+
+    async def work(share, name):
+        async with share:
+            order.append(name)
+
+    works = [*(work(greedy, number) for number in range(50)), work(modest, "modest")]
+    await asyncio.wait_for(asyncio.gather(*works), 60)
+    assert order.index("modest") <= 1
+
+
 async def test_what_has_arrived_counts_by_its_bytes_too():
     share, now = LoopShare(), asyncio.get_running_loop().time()
     for _ in range(20):

@@ -65,6 +65,9 @@ class LoopBudget:
 class LoopShare:
     """Entered around the work on a message, one message of a pool at a time, in order of arrival.
 
+    In one turn of the event loop at most one message of a pool is worked on, so those of others do
+    not wait for more than that, however many streams it has.
+
     The work must not wait for anything: it would be counted, and hold up the pool's other streams.
     """
 
@@ -99,8 +102,8 @@ class LoopShare:
     async def __aenter__(self) -> None:
         await self._turn.acquire()
         try:
-            if wait_s := self.budget.wait_s(now=asyncio.get_running_loop().time()):
-                await asyncio.sleep(wait_s)
+            # At least until the loop has come round: others are served between two messages.
+            await asyncio.sleep(self.budget.wait_s(now=asyncio.get_running_loop().time()))
         except BaseException:
             self._turn.release()
             raise
