@@ -142,7 +142,7 @@ def test_of_many_holders_a_few_are_sources_the_nearest_first_and_all_in_turn():
         if move.expert in held[0, 8 * rank : 8 * rank + 8]:
             assert ranks[0] == rank
         assert nodes[:2] == [topology.node_of_rank[rank]] * 2, "both of its node that hold it"
-    assert max(first_choice.values()) <= min(first_choice.values()) + 4, "as if all were compared"
+    assert max(first_choice.values()) <= min(first_choice.values()) + 6
     assert len(first_choice) == 64
 
 

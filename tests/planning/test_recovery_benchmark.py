@@ -52,6 +52,7 @@ CASES = {
     "DeepSeek-V3 on 320 ranks that hold any experts": (at_random, 58, 320, 1, 256),
     "DeepSeek-V3 grows from 32 to 64 ranks": (newcomers, 58, 64, 9, 256),
     "128 ranks x 1 layer x 64 slots, half hold the same": (halves, 1, 128, 64, 64),
+    "128 ranks x 8 layers x 64 slots, half hold the same": (halves, 8, 128, 64, 64),
     "128 ranks x 32 layers x 64 slots, half hold the same": (halves, 32, 128, 64, 64),
     "4,096 ranks x 64 layers x 1 slot, all hold one expert": (first_expert, 64, 4096, 1, 1024),
     "64 ranks x 64 layers x 64 slots, all hold one expert": (first_expert, 64, 64, 64, 64),

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ MAX_RANK_SOURCES = 4
 s once; after four, ten of the 30 s that a wave has by default are left for the checkpoint."""
 
 _MOST_COMPARED = 2 * MAX_RANK_SOURCES
-"""Holders of an expert that are all compared for each of its moves; of more, a few in turn are."""
+"""Holders of an expert that are compared for each of its moves; more than that take turns."""
 
 
 def checksums_digest(checksums: Checksums) -> bytes:
@@ -64,7 +64,8 @@ def moves_into(
     `checksums` is uint8 [layers, experts, 16]. The sources of a move are the rank itself if it
     holds the expert in another slot, then ranks of its node, then other ranks, then the checkpoint:
     `MAX_RANK_SOURCES` ranks at most. Among equally near holders, the one that is first choice of
-    the fewest moves so far comes first, so that the copies do not all come from one holder.
+    the fewest moves so far comes first, or if there are many, they take turns, so that the copies
+    do not all come from one holder.
     """
     assert target.num_ranks == topology.num_ranks, "ranks of one epoch"
     assert held.shape == target.expert_of_slot.shape, "slots of one epoch"
@@ -143,7 +144,7 @@ class _Holders:
     def nearest(self, rank: int, topology: Topology, times_first: list[int]) -> tuple[int, ...]:
         """Return the sources of a move into a slot of `rank`, the nearest and least used one first.
 
-        If there are many holders, only a few are compared, others at the next move.
+        If there are many holders, they take turns.
         """
         if len(self.ranks) < 2:  # Most experts have only one holder.
             return tuple(self.ranks)
@@ -159,27 +160,24 @@ class _Holders:
                 ),
             )
             return tuple(in_order[:MAX_RANK_SOURCES])
-        found: list[int] = []
-        for few in self._from_near(rank, node_of_rank):
-            others = [holder for holder in few if holder not in found]
-            others.sort(key=lambda holder: (times_first[holder], (holder - rank) % num_ranks))
-            found += others
-            if len(found) >= MAX_RANK_SOURCES:
-                break
-        return tuple(found[:MAX_RANK_SOURCES])
+        return self._some_in_turn(rank, node_of_rank)
 
-    def _from_near(self, rank: int, node_of_rank: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the rank itself if it holds the expert, a few of its node, and a few of all."""
+    def _some_in_turn(self, rank: int, node_of_rank: Sequence[str]) -> tuple[int, ...]:
+        """Return the rank itself if it holds the expert, then holders of its node, then others."""
         if not self._of_node:
             for holder in self.ranks:
                 self._of_node.setdefault(node_of_rank[holder], []).append(holder)
-        self._num_moves += 1
         at = bisect_left(self.ranks, rank)
-        yield [one for one in self.ranks[at : at + 1] if one == rank]
+        found = [one for one in self.ranks[at : at + 1] if one == rank]
         for some in (self._of_node.get(node_of_rank[rank], []), self.ranks):
             begin = self._num_moves % max(1, len(some))
             few = some[begin : begin + MAX_RANK_SOURCES]
-            yield few + some[: min(begin, MAX_RANK_SOURCES - len(few))]
+            few += some[: min(begin, MAX_RANK_SOURCES - len(few))]
+            found += [holder for holder in few if holder not in found] if found else few
+            if len(found) >= MAX_RANK_SOURCES:
+                break
+        self._num_moves += 1
+        return tuple(found[:MAX_RANK_SOURCES])
 
 
 def _holders(held: Slots, layout: Layout, rank_of_slot: list[int]) -> list[_Holders]:
