@@ -9,6 +9,7 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 
 from equipoise.balancer import loop_share, pool_writes
+from equipoise.balancer import runner as runner_module
 from equipoise.balancer.clock import steady_clock, tick_s
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.loop_share import LoopBudget, LoopShares
@@ -190,6 +191,29 @@ async def test_ticks_writes_and_workers_that_leave_are_charged_to_the_pool(
     pool_runner.leave("worker-0", mailbox, reason="it died")
     assert set(calls) == {"hello", "written", "tick", "lost"}
     assert sum(taken) == sum(calls.values())
+
+
+async def test_ticks_that_take_long_are_fewer(pool_runner, monkeypatch):
+    clock, latest, ticked = [0.0], [], asyncio.Event()
+    monkeypatch.setattr(runner_module.time, "thread_time", lambda: clock[0])
+
+    def next_s(_policy, *, latest_s):
+        latest.append(latest_s)
+        if len(latest) > 2:
+            ticked.set()
+        return 0.001
+
+    def tick(*, now):
+        clock[0] += 3.0
+        return ()
+
+    monkeypatch.setattr(runner_module, "tick_s", next_s)
+    monkeypatch.setattr(pool_runner._controller, "tick", tick)
+    await asyncio.wait_for(ticked.wait(), WAIT_S)
+    assert latest[-1] == pytest.approx(3.0)
+    usual_s = tick_s(Policy())
+    assert tick_s(Policy(), latest_s=0.01 * usual_s) == usual_s
+    assert tick_s(Policy(), latest_s=3.0) == pytest.approx(30.0), "a tenth of the loop's time"
 
 
 async def test_a_heartbeat_is_answered_while_the_store_hangs(

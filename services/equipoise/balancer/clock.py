@@ -12,6 +12,9 @@ TICKS_PER_TIMEOUT = 10
 """Ticks within the shortest timeout of a policy, if `TICK_S` allows. The ticks of a pool cost as
 much as a report per second."""
 
+SHARE_OF_TICKS = 0.1
+"""Largest share of the event loop's time that goes to the ticks of one pool."""
+
 Clock = Callable[[], float]
 
 
@@ -24,8 +27,11 @@ def steady_clock() -> Clock:
     return lambda: offset_s + time.monotonic()
 
 
-def tick_s(policy: Policy) -> float:
-    """Seconds between two ticks; timeouts are late by this at most."""
+def tick_s(policy: Policy, *, latest_s: float = 0.0) -> float:
+    """Seconds until the next tick, of which the latest took `latest_s`.
+
+    Timeouts are late by this at most.
+    """
     shortest_s = min(
         policy.interval_s,
         policy.report_interval_s,
@@ -38,4 +44,5 @@ def tick_s(policy: Policy) -> float:
         policy.start_timeout_s,
     )
     least_s, most_s = TICK_S
-    return min(most_s, max(least_s, shortest_s / TICKS_PER_TIMEOUT))
+    usual_s = min(most_s, max(least_s, shortest_s / TICKS_PER_TIMEOUT))
+    return max(usual_s, latest_s / SHARE_OF_TICKS)

@@ -252,10 +252,13 @@ class PoolRunner:
                         await self._perform(chain, tasks)
 
     async def _tick(self) -> None:
+        latest_s = 0.0
         while True:
-            await asyncio.sleep(tick_s(self.pool.policy.values))
+            await asyncio.sleep(tick_s(self.pool.policy.values, latest_s=latest_s))
+            began_s = time.thread_time()
             with self._surviving("a tick"), self.loop_share.charged():
                 self._submit(self._controller.tick(now=self._clock()))
+            latest_s = time.thread_time() - began_s
 
     async def _look_at_store(self) -> None:
         while True:
