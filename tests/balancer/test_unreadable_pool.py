@@ -293,12 +293,12 @@ async def test_a_pool_that_an_error_of_ours_keeps_from_being_read_ends_no_term(
     store = SqliteStore(tmp_path / "state")
     for pool in ("bad", "good"):
         await store.adopt(pool, layout_of(1), term=0)
-    hold = store.hold
+    recall = store.recall
 
     async def fail_on_one(pool):
-        return await hold(pool) if pool == "good" else 1 / 0
+        return await recall(pool) if pool == "good" else 1 / 0
 
-    monkeypatch.setattr(store, "hold", fail_on_one)
+    monkeypatch.setattr(store, "recall", fail_on_one)
     async with seated(store) as (seat, elector):
         led = await next_term(seat, elector)
         assert led.names() == ("good",)
