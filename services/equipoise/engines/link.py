@@ -115,6 +115,7 @@ class EngineLink:
     async def _serve(self) -> None:
         """Serve peers and follow the balancer until the seat stops."""
         settings, seat = self._settings, self._seat
+        self._begin_epoch()
         self._agent = Agent(
             addresses=settings.balancer.split(","),
             handler=self,
@@ -124,7 +125,6 @@ class EngineLink:
         )
         await self._port.open(seat.worker)
         _log.info("rank %d of pool %s listens on %s", seat.rank, settings.pool, self._port.address)
-        self._begin_epoch()
         self._spawn(self._agent.run())
         await self._ended.wait()
         await self._agent.leave(seat.stopped)

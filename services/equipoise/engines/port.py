@@ -1,5 +1,7 @@
 """`PeerPort`: where a rank inside an engine gives its experts to the other ranks."""
 
+from typing import Any
+
 import grpc
 
 from equipoise.engines.errors import UnsupportedEngineError
@@ -8,7 +10,7 @@ from equipoise.rank.transfer import ExpertTransferService
 from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import Guard, Rights
-from equipoise.trust.identity import Role
+from equipoise.trust.identity import Caller, Role
 from equipoise.trust.tokens import worker_audience
 from equipoise_api.v1 import worker_pb2_grpc
 
@@ -16,7 +18,7 @@ _RIGHTS: Rights = {"equipoise_api.v1.ExpertTransfer": frozenset({Role.WORKER})}
 
 
 class PeerPort:
-    """A rank's gRPC server; once it is open, `transfer` says which experts it gives."""
+    """A rank's gRPC server; `transfer` says which experts it gives."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Nothing is opened before `open`.
@@ -25,6 +27,8 @@ class PeerPort:
             UnsupportedEngineError: a certificate or key is unusable; names the variable.
         """
         self._settings = settings
+        self.transfer = ExpertTransferService(caller=self._caller)
+        """The service that gives experts."""
         self.address = ""
         """host:port for peers; empty until the port is open."""
         try:
@@ -47,7 +51,7 @@ class PeerPort:
         """
         settings = self._settings
         try:
-            guard = Guard(
+            self._guard = Guard(
                 settings.tls,
                 accepted_keys=settings.accepted_keys,
                 audience=worker_audience(settings.pool, worker),
@@ -56,10 +60,8 @@ class PeerPort:
             )
         except TrustError as error:
             raise UnsupportedEngineError(with_variables(str(error))) from error
-        self.transfer = ExpertTransferService(caller=guard.caller)
-        """The service that gives experts."""
         options = (("grpc.so_reuseport", 0), *KEEPALIVE_OPTIONS, *ACCEPTED_PINGS)
-        self._server = grpc.aio.server(options=options, interceptors=[guard])
+        self._server = grpc.aio.server(options=options, interceptors=[self._guard])
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self.transfer, self._server)
         try:
             port = self.credentials.bind(self._server, settings.listen)
@@ -70,6 +72,9 @@ class PeerPort:
             ) from error
         await self._server.start()
         self.address = f"{settings.advertise_host}:{port}"
+
+    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        return self._guard.caller(context)  # Nobody calls before the port is open.
 
     async def close(self) -> None:
         """Stop listening; requests in progress are cut off."""
