@@ -8,6 +8,7 @@ from equipoise.planning.balance import balancedness, layout_loads
 from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.policy import Policy
 from equipoise.pool.records import Hold
+from equipoise.pool.requests import AdminRequest, Pin, Unpin
 
 # At this gain no second rollout follows before the first is judged.
 POLICY = Policy(
@@ -98,6 +99,27 @@ def test_the_same_load_is_not_tried_again_before_the_cooldown(harness, hot):
     harness.run_traffic(hot, seconds=80)
     assert any(
         one.accepted and one.time_unix_s > rejected.time_unix_s for one in harness.decisions()
+    )
+
+
+def test_another_layout_than_that_before_a_rollback_is_improved_at_once(harness, hot):
+    """As after an epoch without a rank, whose layout may be as bad as none was before."""
+    harness.run_traffic(hot, seconds=10)
+    be_lopsided(harness)
+    harness.run_traffic(hot, seconds=60)
+    rejected = harness.decisions()[-1]
+    assert "a plan for this load was rolled back" in rejected.reason
+    current = harness.pool.layouts.current
+    other = current.with_placement(np.roll(current.expert_of_slot, 10, axis=1), generation=1)
+    for ticket, wish in enumerate((Pin(layout=other), Unpin())):
+        request = AdminRequest(ticket=ticket, who="ann", reason="", what="", operation=wish)
+        harness.perform(harness.controller.administer(request, now=harness.now))
+        harness.carry_out_rollout()
+    assert harness.pool.layouts.current.same_placement(other)
+    harness.run_traffic(hot, seconds=20)
+    assert any(
+        one.accepted and one.algorithm == "incremental" and one.time_unix_s > rejected.time_unix_s
+        for one in harness.decisions()
     )
 
 

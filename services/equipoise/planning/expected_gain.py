@@ -147,12 +147,12 @@ def too_soon_again(
 ) -> str | None:
     """Return why no new plan is tried yet after a rollback; None if one may be.
 
-    Plans depend on the load, so the next plan for the same load would fail too.
+    Plans depend on the load and the layout, so the next plan for the same ones would fail too.
     """
     cooldown_s = policy.rollback_cooldown_s
     if rolled_back_s is None or shift_detected or now - rolled_back_s >= cooldown_s:
         return None
     return (
         f"a plan for this load was rolled back {now - rolled_back_s:.1f} s ago: the next is tried "
-        f"{cooldown_s:g} s after that, or when traffic shifts"
+        f"{cooldown_s:g} s after that, or when traffic shifts or ranks come or go"
     )
