@@ -40,7 +40,7 @@ async def test_what_the_work_costs_is_counted_and_one_message_is_worked_on_at_a_
     share.budget = LoopBudget(share=0.5, burst_s=0.01)
 
     async def work(name):
-        async with share:
+        async with share.turn():
             order.append(name)
             clock[0] += 0.02
 
@@ -55,7 +55,7 @@ async def test_others_wait_for_one_message_of_a_pool_however_many_streams_it_has
     greedy, modest, order = LoopShare(), LoopShare(), []
 
     async def work(share, name):
-        async with share:
+        async with share.turn():
             order.append(name)
 
     works = [*(work(greedy, number) for number in range(50)), work(modest, "modest")]
@@ -93,7 +93,7 @@ async def test_a_stream_that_ends_while_it_waits_leaves_the_turn_to_the_next():
     share.budget.take(1000.0, now=asyncio.get_running_loop().time())
 
     async def work():
-        async with share:
+        async with share.turn():
             pass
 
     waiting = asyncio.create_task(work())
@@ -111,7 +111,7 @@ async def test_what_a_stream_took_that_has_ended_is_remembered_until_it_is_earne
     for number in range(10):
         shares.of(f"other-{number}")
     assert shares.of("greedy").budget.wait_s(now=now) > 1.0
-    assert len(shares._shares) <= 3, "what has nothing to remember is forgotten"
+    assert len(shares._of_pool) <= 3, "what has nothing to remember is forgotten"
 
 
 async def test_a_pool_that_owes_time_waits_while_another_is_answered(

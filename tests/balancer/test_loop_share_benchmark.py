@@ -33,7 +33,7 @@ async def waited(*, num_pools, num_streams):
     async def greedy(pool):
         while True:
             await asyncio.sleep(0)
-            async with shares.of(pool):
+            async with shares.of(pool).turn():
                 work(WORK_S)
 
     streams = [
@@ -45,7 +45,7 @@ async def waited(*, num_pools, num_streams):
     while loop.time() < until_s:
         due_s = loop.time() + INTERVAL_S
         await asyncio.sleep(INTERVAL_S)
-        async with shares.of("good"):
+        async with shares.of("good").turn():
             waits.append(loop.time() - due_s)
     for stream in streams:
         stream.cancel()

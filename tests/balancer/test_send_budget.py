@@ -166,7 +166,7 @@ async def test_writers_begin_in_order_of_arrival_while_there_is_room(monkeypatch
     budget, begun = SendBudget(), []
 
     async def writer():
-        async with budget:
+        async with budget.turn():
             begun.append(Write(budget, 6))
 
     writers = [asyncio.create_task(writer()) for _ in range(5)]
@@ -189,7 +189,7 @@ async def test_a_writer_that_gives_up_leaves_its_turn_but_what_it_wrote_counts(m
     first = Write(budget, 10)
 
     async def waits():
-        async with budget:
+        async with budget.turn():
             pass
 
     second, third = (asyncio.create_task(waits()) for _ in range(2))

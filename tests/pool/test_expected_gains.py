@@ -102,7 +102,7 @@ def test_the_same_load_is_not_tried_again_before_the_cooldown(harness, hot):
     )
 
 
-def test_another_layout_than_that_before_a_rollback_is_improved_at_once(harness, hot):
+def test_a_layout_other_than_the_restored_one_may_be_improved_at_once(harness, hot):
     """As after an epoch without a rank, whose layout may be as bad as none was before."""
     harness.run_traffic(hot, seconds=10)
     be_lopsided(harness)

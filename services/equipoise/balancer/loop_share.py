@@ -7,10 +7,11 @@ up the share waits, so that nothing is lost, and gRPC's flow control makes the s
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+
+from equipoise.balancer.by_pool import ByPool
 
 SHARE_OF_LOOP = 0.5
 """Largest share of the event loop's time that goes to messages of one pool, in the long run. The
@@ -63,18 +64,15 @@ class LoopBudget:
 
 
 class LoopShare:
-    """Entered around the work on a message, one message of a pool at a time, in order of arrival.
+    """Gives the messages of one pool their turns, one at a time, in order of arrival.
 
     In one turn of the event loop at most one message of a pool is worked on, so those of others do
     not wait for more than that, however many streams it has.
-
-    The work must not wait for anything: it would be counted, and hold up the pool's other streams.
     """
 
     def __init__(self) -> None:
         self.budget = LoopBudget()
         self._turn = asyncio.Lock()
-        self._began_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -99,41 +97,29 @@ class LoopShare:
         finally:
             self._count_since(began_s)
 
-    async def __aenter__(self) -> None:
-        await self._turn.acquire()
-        try:
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the turn of a message; the block is the work on it.
+
+        The block must not wait: that would hold up the pool's other streams.
+        """
+        async with self._turn:
             # At least until the loop has come round: others are served between two messages.
             await asyncio.sleep(self.budget.wait_s(now=asyncio.get_running_loop().time()))
-        except BaseException:
-            self._turn.release()
-            raise
-        # Of the thread, not of the clock: other processes are not this pool's fault.
-        self._began_s = time.thread_time()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._turn.release()
-        self._count_since(self._began_s)
+            # Of the thread, not of the clock: other processes are not this pool's fault.
+            began_s = time.thread_time()
+            try:
+                yield
+            finally:
+                self._count_since(began_s)
 
     def _count_since(self, began_s: float) -> None:
         spent_s = time.thread_time() - began_s
         self.budget.take(spent_s, now=asyncio.get_running_loop().time())
 
 
-class LoopShares:
-    """The share of each pool, by name."""
+class LoopShares(ByPool[LoopShare]):
+    """The share of each pool."""
 
     def __init__(self) -> None:
-        self._shares: dict[str, LoopShare] = {}
-
-    def of(self, pool: str) -> LoopShare:
-        """The share of a pool, which remembers what a stream took that has ended."""
-        share = self._shares.get(pool)
-        if share is None:
-            self._shares = {name: one for name, one in self._shares.items() if not one.is_idle}
-            share = self._shares[pool] = LoopShare()
-        return share
+        super().__init__(LoopShare)

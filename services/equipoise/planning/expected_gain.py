@@ -154,5 +154,5 @@ def too_soon_again(
         return None
     return (
         f"a plan for this load was rolled back {now - rolled_back_s:.1f} s ago: the next is tried "
-        f"{cooldown_s:g} s after that, or when traffic shifts or ranks come or go"
+        f"{cooldown_s:g} s after that, or when traffic shifts or ranks join or leave"
     )

@@ -211,8 +211,8 @@ class Policy:
     """Windows with enough assignments to judge a rollout by. Raise it for noisy traffic."""
 
     rollback_cooldown_s: Annotated[float, Range(0, DAY_S), Key("rollback.cooldown")] = 600.0
-    """Time after a rollback in which nothing is planned, unless traffic shifts or another layout is
-    used, as after ranks came or went."""
+    """Time after a rollback in which nothing is planned, unless traffic shifts or the layout
+    changes, for example because ranks join or leave."""
 
     slow_worker_factor: Annotated[float, Range(1, 1000), Key("slowWorker.factor", "times")] = 2.0
     """A worker is slow if its compute time per step, corrected for its load, is at least this many

@@ -86,8 +86,8 @@ class Decisions:
         self._watched: WatchedRollout | None = None
         self._judged: deque[JudgedRollout] = deque(maxlen=MAX_JUDGED)
         self._rolled_back_s: float | None = None
-        self._rolled_back_to = b""
-        """Digest of the layout that the latest rollback went back to."""
+        self._restored_digest = b""
+        """Digest of the layout that the latest rollback restored."""
 
     @property
     def can_roll_out(self) -> bool:
@@ -309,18 +309,18 @@ class Decisions:
             or self._rollouts.must_wait(now=now)
             or too_soon_again(
                 self._policy.values,
-                rolled_back_s=self._rolled_back_to_s(request.current),
+                rolled_back_s=self._restored_s(request.current),
                 shift_detected=request.shift.detected,
                 now=now,
             )
         )
 
-    def _rolled_back_to_s(self, layout: Layout) -> float | None:
-        """When this layout was gone back to; None if the latest rollback led to another, or none.
+    def _restored_s(self, layout: Layout) -> float | None:
+        """When the latest rollback restored this layout; None if it restored another, or none.
 
-        Another one, perhaps of other ranks, may leave more to gain.
+        In another layout, perhaps of other ranks, there may be more to gain.
         """
-        return self._rolled_back_s if layout.digest() == self._rolled_back_to else None
+        return self._rolled_back_s if layout.digest() == self._restored_digest else None
 
     def _held(self) -> str | None:
         held = self._journal.hold.reason
@@ -395,6 +395,6 @@ class Decisions:
         outcome = WriteDecision(record=record)
         if not realised.goes_back:
             return (log, outcome)
-        self._rolled_back_s, self._rolled_back_to = now, expected.before.digest()
+        self._rolled_back_s, self._restored_digest = now, expected.before.digest()
         back = self.adopt(expected.before, algorithm="rollback", reason=realised.reason, now=now)
         return (log, outcome, *back)

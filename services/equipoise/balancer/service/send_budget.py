@@ -5,9 +5,11 @@ The end of the stream does not take it back. So whoever would add more than a po
 """
 
 import asyncio
-from collections.abc import Coroutine
-from types import TracebackType
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
+
+from equipoise.balancer.by_pool import ByPool
 
 MAX_BYTES = 32 * 2**20
 """Bytes on their way to a pool's workers from which on large messages wait; the last one begun may
@@ -16,7 +18,7 @@ theirs at a time."""
 
 
 class SendBudget:
-    """Entered to begin the write of a large message, one writer of a pool at a time, in order."""
+    """Lets one writer of a pool at a time begin a large message, in order."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -31,23 +33,14 @@ class SendBudget:
         """Whether a new one could take its place."""
         return not self._writes and not self._turn.locked()
 
-    async def __aenter__(self) -> None:
-        await self._turn.acquire()
-        try:
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until a large message may be written; the block begins the write."""
+        async with self._turn:
             while self.num_bytes >= MAX_BYTES:
                 self._room.clear()
                 await self._room.wait()
-        except BaseException:
-            self._turn.release()
-            raise
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._turn.release()
+            yield
 
     def begin(self, write: Coroutine[Any, Any, None], *, num_bytes: int) -> asyncio.Task[None]:
         """Begin a write. It counts until gRPC ends it, so nobody may cancel it."""
@@ -66,16 +59,8 @@ class SendBudget:
         return task
 
 
-class SendBudgets:
-    """The budget of each pool, by name."""
+class SendBudgets(ByPool[SendBudget]):
+    """The budget of each pool."""
 
     def __init__(self) -> None:
-        self._budgets: dict[str, SendBudget] = {}
-
-    def of(self, pool: str) -> SendBudget:
-        """The budget of a pool, which counts what its earlier streams have not read."""
-        budget = self._budgets.get(pool)
-        if budget is None:
-            self._budgets = {name: one for name, one in self._budgets.items() if not one.is_idle}
-            budget = self._budgets[pool] = SendBudget()
-        return budget
+        super().__init__(SendBudget)

@@ -128,7 +128,7 @@ class WorkerLinkService:
             first = await _first_message(requests)
             share = self._loop_shares.of(caller.pool)
             share.received(len(first))
-            async with share:
+            async with share.turn():
                 message = _identified(first, caller)
                 if self._seat.led is None:
                     return None
@@ -215,7 +215,7 @@ class WorkerLinkService:
             async for request in requests:
                 share = self._loop_shares.of(hello.pool)
                 share.received(len(request))
-                async with share:
+                async with share.turn():
                     ended = _take(request, hello, runner, mailbox, limit=limit)
                 reason = ended.text if ended is not None else reason
                 if ended is not None and ended.at_once:
@@ -319,7 +319,7 @@ async def _write(
     loop = asyncio.get_running_loop()
     async for message in mailbox.messages():
         # Small ones do not wait for the readers of large ones.
-        async with budget if isinstance(message, JoinEpoch | Stage) else nullcontext():
+        async with budget.turn() if isinstance(message, JoinEpoch | Stage) else nullcontext():
             # Checked right before sending: this process may have been paused since it was posted.
             if not runner.leads:
                 return
