@@ -11,7 +11,7 @@ code, because the price decides here which candidates can be skipped.
 
 import numpy as np
 
-from equipoise.planning.arrays import Indices, Load, Slots, Weights
+from equipoise.planning.arrays import Bools, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 from equipoise.planning.placing.search_state import (
     Goal,
@@ -19,7 +19,6 @@ from equipoise.planning.placing.search_state import (
     SearchPath,
     SearchSpace,
     SearchState,
-    SpareSlots,
 )
 
 MAX_STEPS_PER_SLOT = 2
@@ -49,10 +48,12 @@ def relieve(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchP
     steps = np.full((max_steps, 4), -1)
     busiest, off_home = np.zeros((max_steps + 1, num_kinds)), np.zeros(max_steps + 1)
     moves = np.zeros(max_steps + 1, dtype=np.int64)
+    mean_load, num_off_home, num_replicas = layer.mean_load, layer.num_off_home, layer.num_replicas
     count = -1
     while True:
         count += 1
-        off_home[count] = (layer.mean_load * layer.num_off_home / layer.num_replicas).sum()
+        for expert in range(len(load)):
+            off_home[count] += mean_load[expert] * num_off_home[expert] / num_replicas[expert]
         if count > 0 and off_home[count] > goal.max_off_home:
             count -= 1
             break
@@ -69,7 +70,7 @@ def relieve(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchP
 
 @part
 def _start(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchState:
-    num_experts, num_kinds = load.shape
+    (num_experts, num_kinds), num_slots = load.shape, len(start)
     num_ranks, num_nodes = len(space.node_of_rank), space.node_of_rank.max() + 1
     layer = SearchState(
         start,
@@ -88,14 +89,24 @@ def _start(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchSt
         np.zeros((num_experts, num_nodes), dtype=np.bool_),
         np.zeros((num_ranks, num_kinds)),
         np.zeros(num_ranks),
+        np.zeros(num_ranks),
+        np.full(num_experts, -1),
+        np.full(num_slots, -1),
+        np.zeros(num_experts),
+        np.full(num_slots, -np.inf),
+        np.full(num_slots, -np.inf),
+        np.zeros((num_kinds, num_slots)),
+        np.full(num_slots, space.cost_of_move / (4 if space.cost_of_leaving > 0.0 else 1)),
+        np.zeros(num_slots),
         np.arange(num_experts),
         np.arange(num_ranks),
         np.full(4, -1),
     )
-    _count(layer, start, np.arange(len(start)), 1)
-    for slot in range(len(start)):
+    for slot in range(num_slots - 1, -1, -1):  # Each is put first in its list.
+        _count(layer, start[slot], slot, 1)
         layer.is_near[start[slot], space.node_of_rank[space.rank_of_slot[slot]]] = True
-    _split(layer, np.arange(num_experts))
+    for expert in range(num_experts):
+        _split(layer, expert)
     _weigh(layer, np.arange(num_ranks))
     return layer
 
@@ -104,67 +115,187 @@ def _start(start: Slots, load: Load, space: SearchSpace, goal: Goal) -> SearchSt
 
 
 @part
-def _count(layer: SearchState, experts: Slots, slots: Indices, change: int) -> None:
-    """Count one replica more or less of each of some experts, in some slots."""
-    num_replicas, num_held, num_on_node = layer.num_replicas, layer.num_held, layer.num_on_node
-    rank_of_slot, node_of_rank = layer.space.rank_of_slot, layer.space.node_of_rank
-    num_off_home, home_of_expert = layer.num_off_home, layer.space.home_of_expert
-    for expert, slot in zip(experts, slots):  # noqa: B905
-        rank = rank_of_slot[slot]
-        num_replicas[expert] += change
-        num_held[expert, rank] += change
-        num_on_node[expert, node_of_rank[rank]] += change
-        if home_of_expert[expert] != node_of_rank[rank]:
-            num_off_home[expert] += change
+def _count(layer: SearchState, expert: int, slot: int, change: int) -> None:
+    """Count one replica more or less of an expert, in a slot."""
+    space, next_replica = layer.space, layer.next_replica
+    rank = space.rank_of_slot[slot]
+    node = space.node_of_rank[rank]
+    layer.num_replicas[expert] += change
+    layer.num_held[expert, rank] += change
+    layer.num_on_node[expert, node] += change
+    if space.home_of_expert[expert] != node:
+        layer.num_off_home[expert] += change
+    before, after = -1, layer.first_replica[expert]
+    while after >= 0 and after < slot:
+        before, after = after, next_replica[after]
+    if change > 0:
+        next_replica[slot] = after
+        after = slot
+    else:
+        after = next_replica[slot]
+    if before < 0:
+        layer.first_replica[expert] = after
+    else:
+        next_replica[before] = after
 
 
 @part
-def _split(layer: SearchState, experts: Indices) -> None:
-    """Recompute the shares of some experts."""
-    loads, num_replicas = layer.load, layer.num_replicas
-    share, more, fewer = layer.share, layer.share_of_more, layer.share_of_fewer
-    for expert in experts:
-        count = num_replicas[expert]
-        for kind in range(loads.shape[1]):
-            load = loads[expert, kind]
-            share[expert, kind] = load / max(count, 1)
-            more[expert, kind] = load / (count + 1)
-            fewer[expert, kind] = load / (count - 1) if count > 1 else np.inf
+def _split(layer: SearchState, expert: int) -> None:
+    """Recompute the shares of an expert."""
+    count = layer.num_replicas[expert]
+    for kind in range(layer.load.shape[1]):
+        load = layer.load[expert, kind]
+        layer.share[expert, kind] = load / max(count, 1)
+        layer.share_of_more[expert, kind] = load / (count + 1)
+        layer.share_of_fewer[expert, kind] = load / (count - 1) if count > 1 else np.inf
 
 
 @part
 def _weigh(layer: SearchState, ranks: Indices) -> None:
-    """Recompute the load and the excess of some ranks."""
+    """Recompute the load of some ranks, and what steps with their experts change."""
     first_slot, slots, share = layer.space.first_slot, layer.slots, layer.share
     weight, threshold, excess = layer.goal.weight, layer.goal.threshold, layer.excess
-    carried_by = layer.carried
+    carried_by, mean_carried = layer.carried, layer.mean_carried
+    is_affected = np.zeros(len(share), dtype=np.bool_)
     for rank in ranks:
-        excess[rank] = 0.0
+        excess[rank] = mean_carried[rank] = 0.0
         for kind in range(len(weight)):
             carried = 0.0
             for slot in range(first_slot[rank], first_slot[rank + 1]):
                 carried += share[slots[slot], kind]
+                is_affected[slots[slot]] = True
             carried_by[rank, kind] = carried
+            mean_carried[rank] += weight[kind] * carried
             excess[rank] += weight[kind] * max(carried - threshold[kind], 0.0)
+    is_weighed = np.zeros(len(excess), dtype=np.bool_)
+    is_weighed[ranks] = True
+    _reorder(layer.lightest_first, is_weighed, -mean_carried, excess)
+    _expect(layer, is_affected)
+
+
+@part
+def _expect(layer: SearchState, is_affected: Bools) -> None:
+    """Recompute what one replica more or less of some experts changes.
+
+    Bounds of other slots increase only for experts whose copies remove more than before.
+    """
+    weight, carried, threshold = layer.goal.weight, layer.carried, layer.goal.threshold
+    excess, rank_of_slot, worth = layer.excess, layer.space.rank_of_slot, layer.worth
+    first_replica, next_replica = layer.first_replica, layer.next_replica
+    share, share_of_more, fewer = layer.share, layer.share_of_more, layer.share_of_fewer
+    falls, before, most, without = layer.fall, layer.before, layer.most, layer.without
+    was, spare, num_spare = falls.copy(), np.empty(len(worth), np.int64), 0
+    for expert in np.flatnonzero(is_affected):
+        fall, rise, slot = 0.0, 0.0, first_replica[expert]
+        is_spare = next_replica[slot] >= 0
+        while slot >= 0:
+            rank, before[slot] = rank_of_slot[slot], 0.0
+            for kind in range(len(weight)):
+                over = carried[rank, kind] - threshold[kind]
+                less = share[expert, kind] - share_of_more[expert, kind]
+                fall += weight[kind] * min(less, max(over, 0.0))
+                without[kind, slot] = over - share[expert, kind]
+                before[slot] += weight[kind] * max(without[kind, slot] + fewer[expert, kind], 0.0)
+            rise += before[slot] - excess[rank]
+            slot = next_replica[slot]
+        falls[expert], slot = fall, first_replica[expert]
+        while slot >= 0:
+            worth[slot] = 0.0
+            before[slot] = before[slot] - rise if is_spare else -np.inf
+            most[slot] = before[slot]
+            for kind in range(len(weight)):
+                most[slot] -= weight[kind] * max(without[kind, slot], 0.0)
+            if is_spare:
+                spare[num_spare] = slot
+                num_spare += 1
+            slot = next_replica[slot]
+    means = layer.mean_load / (layer.num_replicas + 1)
+    _reorder(layer.neediest_first, is_affected, falls, means)
+    _bound(layer, np.arange(len(worth)), falls > was)
+    _bound(layer, spare[:num_spare], np.ones(len(was), dtype=np.bool_))
+
+
+@part
+def _bound(layer: SearchState, slots: Indices, counts: Bools) -> None:
+    """Let no bound of some slots be below what a copy of an expert that counts is worth.
+
+    That ignores which experts the rank has. Only those count that add less than all before them,
+    which remove more elsewhere; with several kinds, as little as any of them adds.
+    """
+    weight, falls, added = layer.goal.weight, layer.fall, layer.share_of_more
+    before, without, most = layer.before[slots], layer.without[:, slots], np.zeros(len(slots))
+    least, removed = np.full(len(weight), np.inf), np.empty(len(slots))
+    for expert in layer.neediest_first:
+        adds_less = False
+        for kind in range(len(weight)):
+            if counts[expert] and added[expert, kind] < least[kind]:
+                least[kind], adds_less = added[expert, kind], True
+        if not adds_less:
+            continue
+        fall = falls[expert]
+        for place in range(len(slots)):
+            removed[place] = before[place] + fall
+        for kind in range(len(weight)):
+            left, more, part = without[kind], least[kind], weight[kind]
+            for place in range(len(slots)):
+                removed[place] -= part * max(left[place] + more, 0.0)
+        for place in range(len(slots)):
+            most[place] = max(most[place], removed[place])
+    least_cost, worth = layer.least_cost, layer.worth
+    for place in range(len(slots)):
+        slot = slots[place]
+        worth[slot] = max(worth[slot], most[place] / least_cost[slot])
+
+
+@part
+def _bound_anew(layer: SearchState, expert: int, fall: float, added: Weights) -> None:
+    """Raise the bounds of slots to which a copy of an expert removes more than it did.
+
+    Then one more replica of it removed `fall` elsewhere, and added `added`, [kinds].
+    """
+    weight, worth, least_cost = layer.goal.weight, layer.worth, layer.least_cost
+    more, without = layer.share_of_more[expert], layer.without
+    removed, was = layer.before + layer.fall[expert], layer.before + fall
+    for kind in range(len(weight)):
+        left = without[kind]
+        for slot in range(len(removed)):
+            removed[slot] -= weight[kind] * max(left[slot] + more[kind], 0.0)
+            was[slot] -= weight[kind] * max(left[slot] + added[kind], 0.0)
+    for slot in range(len(removed)):
+        if removed[slot] > was[slot]:
+            worth[slot] = max(worth[slot], removed[slot] / least_cost[slot])
 
 
 @part
 def _take(layer: SearchState) -> int:
     """Apply the step found, update all totals, and return the change in moves."""
-    slots, start = layer.slots, layer.start
-    taken = layer.step.reshape(2, 2)
-    taken = taken[: 2 if taken[1, 0] >= 0 else 1]
-    changed, experts = taken[:, 0], taken[:, 1]
-    before = slots[changed]
-    moves = (experts != start[changed]).sum() - (before != start[changed]).sum()
-    _count(layer, before, changed, -1)
-    _count(layer, experts.astype(np.int32), changed, 1)
-    slots[changed] = experts
-    both = np.array([before[0], experts[0]])
-    _split(layer, both)
-    num_held = layer.num_held
-    _weigh(layer, np.flatnonzero((num_held[both[0]] > 0) | (num_held[both[1]] > 0)))
-    return int(moves)
+    slots, start, num_held, space = layer.slots, layer.start, layer.num_held, layer.space
+    move, has_homes = space.cost_of_move, space.cost_of_leaving > 0.0
+    first, one, second, two = layer.step
+    moves, fall, added = 0, layer.fall[one], layer.share_of_more[one].copy()
+    spared = slots[first]
+    for slot, expert in ((first, one), (second, two)):
+        if slot < 0:
+            continue
+        rank, left = space.rank_of_slot[slot], slots[slot]
+        moves += int(expert != start[slot]) - int(left != start[slot])
+        _count(layer, left, slot, -1)
+        _count(layer, expert, slot, 1)
+        slots[slot] = expert
+        if not has_homes:
+            layer.least_cost[slot] = move if expert == start[slot] else move / 4
+        if has_homes or layer.num_on_node[left, space.node_of_rank[rank]] == 0:
+            layer.fall[left] = -1.0  # Copies of it cost less here now: its bounds are raised.
+    if second >= 0:
+        _weigh(layer, space.rank_of_slot[np.array([first, second])])
+    else:
+        if has_homes:
+            layer.fall[one] = -1.0
+        _split(layer, spared)
+        _split(layer, one)
+        _weigh(layer, np.flatnonzero((num_held[spared] > 0) | (num_held[one] > 0)))
+        _bound_anew(layer, one, fall, added)
+    return moves
 
 
 @part
@@ -172,145 +303,41 @@ def _best_copy(layer: SearchState) -> float:
     """Find the slot to overwrite and its new expert; returns the excess removed per cost.
 
     A rank that holds both experts is counted as if they were on different ranks; excess is convex,
-    so a step never removes less than computed.
+    so a step never removes less than computed. Experts are tried in the order of the excess that
+    one more replica removes elsewhere, until that is too little.
     """
-    falls, rises, rise_here = _effects_of_one_replica(layer)
-    _sort(layer.neediest_first, falls, layer.mean_load / (layer.num_replicas + 1))
-    spare = _spare_slots(layer, rises, rise_here)
-    most, least_cost, best = _most_by_copies(layer, spare, falls), spare.least_cost, 0.0
-    if len(most) > 0:  # A guess, slightly lowered, rules out most slots but not itself.
-        best = _best_copy_to(layer, spare, falls, int(most.argmax()), best) * (1.0 - 1e-12)
-    for place in range(len(most)):
-        if most[place] > max(LEAST_EXCESS, best * least_cost[place]):
-            best = _best_copy_to(layer, spare, falls, place, best)
-    return best
-
-
-@part
-def _spare_slots(layer: SearchState, rises: Weights, rise_here: Weights) -> SpareSlots:
-    slots, start, rank_of_slot = layer.slots, layer.start, layer.space.rank_of_slot
-    excess, carried, share = layer.excess, layer.carried, layer.share
-    threshold, move = layer.goal.threshold, layer.space.cost_of_move
-    has_homes = layer.space.cost_of_leaving > 0.0
-    spare = np.flatnonzero(layer.num_replicas[slots] > 1)
-    least_cost, before = np.empty(len(spare)), np.empty(len(spare))
-    without = np.empty((len(threshold), len(spare)))
-    for place in range(len(spare)):
-        slot = spare[place]
-        spared, rank = slots[slot], rank_of_slot[slot]
-        least_cost[place] = move / 4 if has_homes or spared != start[slot] else move
-        before[place] = excess[rank] - rises[spared] + rise_here[slot]
-        for kind in range(len(threshold)):
-            without[kind, place] = carried[rank, kind] - share[spared, kind] - threshold[kind]
-    return SpareSlots(spare, least_cost, before, without)
-
-
-@part
-def _most_by_copies(layer: SearchState, spare: SpareSlots, falls: Weights) -> Weights:
-    """Compute a bound on the excess that a copy to each spare slot removes, [spare slots].
-
-    It ignores which experts the rank has. Only those count that add less than all before them,
-    which remove more elsewhere; with several kinds, as little as any of them adds.
-    """
-    weight, added, before = layer.goal.weight, layer.share_of_more, spare.before
-    num_spare, without = len(before), spare.without
-    most, removed = np.full(num_spare, -np.inf), np.empty(num_spare)
-    least = np.full(len(weight), np.inf)
-    for expert in layer.neediest_first:
-        adds_less = False
-        for kind in range(len(weight)):
-            if added[expert, kind] < least[kind]:
-                least[kind], adds_less = added[expert, kind], True
-        if not adds_less:
+    weight, order, step, worth = layer.goal.weight, layer.neediest_first, layer.step, layer.worth
+    rank_of_slot, num_held, without = layer.space.rank_of_slot, layer.num_held, layer.without
+    node_of_rank, num_on_node, is_near = layer.space.node_of_rank, layer.num_on_node, layer.is_near
+    slots, start, befores, mosts = layer.slots, layer.start, layer.before, layer.most
+    falls, added, least_costs, best = layer.fall, layer.share_of_more, layer.least_cost, 0.0
+    move, joining = layer.space.cost_of_move, layer.space.cost_of_joining
+    leaving = layer.space.cost_of_leaving
+    for slot in np.append(np.array([worth.argmax()]), np.arange(len(worth))):
+        if worth[slot] <= best:
             continue
-        fall, last = falls[expert], len(weight) - 1
-        for place in range(num_spare):
-            removed[place] = before[place] + fall
-        for kind in range(last):
-            left, more, part = without[kind], least[kind], weight[kind]
-            for place in range(num_spare):
-                removed[place] -= part * max(left[place] + more, 0.0)
-        left, more, part = without[last], least[last], weight[last]
-        for place in range(num_spare):
-            here = removed[place] - part * max(left[place] + more, 0.0)
-            most[place] = max(most[place], here)
-    return most
-
-
-@part
-def _best_copy_to(
-    layer: SearchState, spare: SpareSlots, falls: Weights, place: int, best: float
-) -> float:
-    """Find an expert for a spare slot that removes more excess per cost than `best`.
-
-    Experts are tried in the order of the excess that one more replica removes elsewhere, until that
-    is too little. Among those that remove none, the lightest adds least, and heavier ones do not
-    remove more.
-    """
-    space, weight, order, step = layer.space, layer.goal.weight, layer.neediest_first, layer.step
-    slot, before, without = spare.slots[place], spare.before[place], spare.without[:, place]
-    rank, spared, start = space.rank_of_slot[slot], layer.slots[slot], layer.start[slot]
-    node, move, added = space.node_of_rank[rank], space.cost_of_move, layer.share_of_more
-    is_held, is_on_node = layer.num_held[:, rank], layer.num_on_node[:, node]
-    is_near, joining, leaving = layer.is_near[:, node], space.cost_of_joining, space.cost_of_leaving
-    least_cost = spare.least_cost[place]
-    needed, most = max(LEAST_EXCESS, best * least_cost), before
-    for kind in range(len(weight)):
-        most -= weight[kind] * max(without[kind], 0.0)
-    for expert in order:
-        if most + falls[expert] <= needed:
-            break
-        removed = before + falls[expert]
-        for kind in range(len(weight)):
-            removed -= weight[kind] * max(without[kind] + added[expert, kind], 0.0)
-        if removed <= needed and falls[expert] <= 0.0:
-            break
-        if removed <= needed or is_held[expert]:
-            continue
-        cost = move * _price(start, spared, expert, is_near[expert])
-        cost += joining if is_on_node[expert] else 0.0
-        if leaving > 0.0:
-            cost += leaving * _leaving_of_one(layer, expert, 1, node)
-            cost += leaving * _leaving_of_one(layer, spared, -1, node)
-        cost = max(cost, move / 4)
-        if removed > best * cost:
-            best = removed / cost
-            needed = max(LEAST_EXCESS, best * least_cost)
-            step[0], step[1], step[2], step[3] = slot, expert, -1, -1
+        before, rank, least_cost, seen = befores[slot], rank_of_slot[slot], least_costs[slot], 0.0
+        node = node_of_rank[rank]
+        for expert in order:
+            needed = max(LEAST_EXCESS, seen * least_cost)
+            if mosts[slot] + falls[expert] <= needed:
+                break
+            if num_held[expert, rank]:
+                continue
+            removed = before + falls[expert]
+            for kind in range(len(weight)):
+                removed -= weight[kind] * max(without[kind, slot] + added[expert, kind], 0.0)
+            if removed > needed:
+                cost = move * _price(start[slot], slots[slot], expert, is_near[expert, node])
+                cost += joining * (num_on_node[expert, node] > 0)
+                if leaving > 0.0:
+                    cost += leaving * _leaving_by_copy(layer, slots[slot], expert, node)
+                seen = max(seen, removed / max(cost, move / 4))
+                if seen > best:
+                    best = seen
+                    step[0], step[1], step[2], step[3] = slot, expert, -1, -1
+        worth[slot] = seen
     return best
-
-
-@part
-def _effects_of_one_replica(layer: SearchState) -> tuple[Weights, Weights, Weights]:
-    """Compute the excess that one more replica of each expert removes, and one less adds.
-
-    Returns both, [experts], and the latter by slot: the part of it that is on the slot's rank.
-    """
-    threshold, weight, carried, excess = (
-        layer.goal.threshold,
-        layer.goal.weight,
-        layer.carried,
-        layer.excess,
-    )
-    share, share_of_more, share_of_fewer = layer.share, layer.share_of_more, layer.share_of_fewer
-    slots, rank_of_slot, num_replicas = layer.slots, layer.space.rank_of_slot, layer.num_replicas
-    falls, rises = np.zeros(len(share)), np.zeros(len(share))
-    rise_here = np.zeros(len(slots))
-    for slot in range(len(slots)):
-        expert, rank = slots[slot], rank_of_slot[slot]
-        if excess[rank] > 0.0:
-            for kind in range(len(weight)):
-                fall = share[expert, kind] - share_of_more[expert, kind]
-                over = max(carried[rank, kind] - threshold[kind], 0.0)
-                falls[expert] += weight[kind] * min(fall, over)
-        if num_replicas[expert] > 1:
-            rise_here[slot] = -excess[rank]
-            for kind in range(len(weight)):
-                rise = share_of_fewer[expert, kind] - share[expert, kind]
-                over = carried[rank, kind] + rise - threshold[kind]
-                rise_here[slot] += weight[kind] * max(over, 0.0)
-            rises[expert] += rise_here[slot]
-    return falls, rises, rise_here
 
 
 @part
@@ -319,105 +346,111 @@ def _best_swap(layer: SearchState, best: float) -> float:
 
     Only the most overloaded rank that any step helps is relieved.
     """
-    _sort(layer.lightest_first, -(layer.carried * layer.goal.weight).sum(axis=1), layer.excess)
-    excess, partners = layer.excess, _partners(layer)
-    busiest = np.array([excess.argmax()])
-    if (excess == excess[busiest[0]]).sum() == 1:  # It usually suffices, and no sort is needed.
-        found = _best_swap_of(layer, partners, busiest, best)
-        if found > 0.0:
-            return found
-    return _best_swap_of(layer, partners, np.argsort(-excess)[:MOST_RANKS], best)
-
-
-@part
-def _best_swap_of(layer: SearchState, partners: Partners, ranks: Indices, best: float) -> float:
-    """Find the best swap of the first of some ranks that any step helps, the most overloaded first.
-
-    Returns the excess that it removes per cost, or `best` if none removes more.
-    """
-    first_slot, excess, move = layer.space.first_slot, layer.excess, layer.space.cost_of_move
-    for busy in ranks:
+    excess, move, busy = layer.excess, layer.space.cost_of_move, -1
+    for _ in range(min(MOST_RANKS, len(excess))):
+        busy = _next_busiest(excess, busy)
         if excess[busy] <= max(LEAST_EXCESS, best * move / 4):
             break
-        for mine in range(first_slot[busy], first_slot[busy + 1]):
-            best = _best_partner(layer, partners, mine, best)
+        best = _best_swap_of(layer, busy, best)
         if best > 0.0:
             break
     return best
 
 
 @part
-def _partners(layer: SearchState) -> Partners:
-    first_slot, ranks = layer.space.first_slot, layer.lightest_first[:MOST_RANKS]
-    slots, start, share, carried = layer.slots, layer.start, layer.share, layer.carried
-    excess, move, num_kinds = layer.excess, layer.space.cost_of_move, len(layer.goal.weight)
-    count, place = (first_slot[ranks + 1] - first_slot[ranks]).sum(), 0
-    theirs, excess_of, least_cost = np.empty(count, np.int64), np.empty(count), np.empty(count)
-    share_of, without = np.empty((num_kinds, count)), np.empty((num_kinds, count))
-    for rank in ranks:
-        for slot in range(first_slot[rank], first_slot[rank + 1]):
-            expert = slots[slot]
-            theirs[place], excess_of[place] = slot, excess[rank]
-            least_cost[place] = 2 * move if expert == start[slot] else move / 4
-            for kind in range(num_kinds):
-                share_of[kind, place] = share[expert, kind]
-                without[kind, place] = carried[rank, kind] - share[expert, kind]
-            place += 1
-    return Partners(theirs, excess_of, share_of, without, least_cost, np.empty(count))
+def _next_busiest(excess: Weights, busy: int) -> int:
+    """Find the rank with the most excess after a rank, or of all after -1; ties by number."""
+    found, most = -1, -1.0
+    for rank in range(len(excess)):
+        if excess[rank] > most and (
+            busy < 0
+            or excess[rank] < excess[busy]
+            or (excess[rank] == excess[busy] and rank > busy)
+        ):
+            found, most = rank, excess[rank]
+    return found
 
 
 @part
-def _best_partner(layer: SearchState, partners: Partners, mine: int, best: float) -> float:
-    """Find a slot whose swap with slot `mine` removes more excess per cost than `best`.
-
-    Slots that hold what they held at the start cost a move each, unless experts have homes.
-    """
+def _best_swap_of(layer: SearchState, busy: int, best: float) -> float:
+    """Find the swap with a slot of a rank that removes more excess per cost than `best`."""
     space, slots, start, step = layer.space, layer.slots, layer.start, layer.step
-    num_held, num_on_node, is_near = layer.num_held, layer.num_on_node, layer.is_near
-    rank_of_slot, node_of_rank, move = space.rank_of_slot, space.node_of_rank, space.cost_of_move
-    joining, leaving = space.cost_of_joining, space.cost_of_leaving
-    removed, least_cost, slot_of = partners.removed, partners.least_cost, partners.slots
-    one, busy = slots[mine], rank_of_slot[mine]
-    here = node_of_rank[busy]
-    most_cost = move / 4 if leaving > 0.0 or one != start[mine] else np.inf
-    _weigh_swaps(layer, partners, one, busy)
-    for place in range(len(removed)):
-        needed = best * min(least_cost[place], most_cost)
-        if removed[place] <= max(LEAST_EXCESS, needed):
-            continue
-        theirs = slot_of[place]
-        two, rank = slots[theirs], rank_of_slot[theirs]
-        if num_held[one, rank] or num_held[two, busy]:
-            continue
-        there = node_of_rank[rank]
-        cost = _price(start[mine], one, two, is_near[two, here])
-        cost = move * (cost + _price(start[theirs], two, one, is_near[one, there]))
-        if here != there:
-            cost += joining * (int(num_on_node[one, there] > 0) + int(num_on_node[two, here] > 0))
-            cost += leaving * _leaving_by_swap(layer, one, two, here, there) if leaving else 0.0
-        cost = max(cost, move / 4)
-        if removed[place] > best * cost:
-            best = removed[place] / cost
-            step[0], step[1], step[2], step[3] = mine, two, theirs, one
+    weight, threshold, carried = layer.goal.weight, layer.goal.threshold, layer.carried
+    share, num_held, rank_of_slot = layer.share, layer.num_held, space.rank_of_slot
+    least, has_homes = space.cost_of_move / 4, space.cost_of_leaving > 0.0
+    partners = _partners(layer, busy, max(LEAST_EXCESS, best * least))
+    slot_of, both, least_cost = partners.slots, partners.excess, partners.least_cost
+    removed = np.empty(len(both))
+    for mine in range(space.first_slot[busy], space.first_slot[busy + 1]):
+        one = slots[mine]
+        most_cost = least if has_homes or one != start[mine] else np.inf
+        for place in range(len(removed)):
+            removed[place] = both[place]
+        for kind in range(len(weight)):
+            part, given, without = weight[kind], share[one, kind], partners.without[kind]
+            left, gets = carried[busy, kind] - threshold[kind] - given, partners.share[kind]
+            for place in range(len(removed)):
+                kept, got = left + gets[place], without[place] + given
+                removed[place] -= part * (max(kept, 0.0) + max(got, 0.0))
+        for place in range(len(removed)):
+            needed = best * min(least_cost[place], most_cost)
+            if removed[place] <= max(LEAST_EXCESS, needed):
+                continue
+            theirs = slot_of[place]
+            if num_held[one, rank_of_slot[theirs]] or num_held[slots[theirs], busy]:
+                continue
+            worth = removed[place] / _cost_of_swap(layer, mine, theirs)
+            if worth > best:
+                best = worth
+                step[0], step[1], step[2], step[3] = mine, slots[theirs], theirs, one
     return best
 
 
 @part
-def _weigh_swaps(layer: SearchState, partners: Partners, one: int, busy: int) -> None:
-    """Compute the excess that a swap of an expert of a rank with each partner removes."""
-    removed, excess_of, excess = partners.removed, partners.excess, layer.excess[busy]
-    added = np.zeros(len(removed))
-    for place in range(len(removed)):
-        removed[place] = excess + excess_of[place]
-    for kind in range(len(layer.goal.weight)):
-        weight, threshold = layer.goal.weight[kind], layer.goal.threshold[kind]
-        gives, gets = layer.share[one, kind], partners.share[kind]
-        left, without = layer.carried[busy, kind] - threshold - gives, partners.without[kind]
-        for place in range(len(removed)):
-            removed[place] -= weight * max(left + gets[place], 0.0)
-            added[place] += weight * max(without[place] + gives - threshold, 0.0)
-    for place in range(len(removed)):
-        removed[place] -= added[place]
+def _cost_of_swap(layer: SearchState, mine: int, theirs: int) -> float:
+    space, start, is_near = layer.space, layer.start, layer.is_near
+    one, two = layer.slots[mine], layer.slots[theirs]
+    here = space.node_of_rank[space.rank_of_slot[mine]]
+    there = space.node_of_rank[space.rank_of_slot[theirs]]
+    cost = _price(start[mine], one, two, is_near[two, here])
+    cost = space.cost_of_move * (cost + _price(start[theirs], two, one, is_near[one, there]))
+    if here != there:
+        joins = int(layer.num_on_node[one, there] > 0) + int(layer.num_on_node[two, here] > 0)
+        cost += space.cost_of_joining * joins
+        if space.cost_of_leaving > 0.0:
+            cost += space.cost_of_leaving * _leaving_by_swap(layer, one, two, here, there)
+    return max(cost, space.cost_of_move / 4)
+
+
+@part
+def _partners(layer: SearchState, busy: int, least: float) -> Partners:
+    """List the slots of light ranks with which a swap of a rank may remove more than `least`.
+
+    A swap adds to one rank what it takes off the other, so it removes no more than the one has too
+    much, or the other has room for.
+    """
+    weight, threshold, carried = layer.goal.weight, layer.goal.threshold, layer.carried
+    first_slot, slots, start, share = layer.space.first_slot, layer.slots, layer.start, layer.share
+    ranks, excess, move = layer.lightest_first[:MOST_RANKS], layer.excess, layer.space.cost_of_move
+    size, count = (first_slot[ranks + 1] - first_slot[ranks]).sum(), 0
+    theirs, both, least_cost = np.empty(size, np.int64), np.empty(size), np.empty(size)
+    gets, without = np.empty((len(weight), size)), np.empty((len(weight), size))
+    for rank in ranks:
+        most = 0.0
+        for kind in range(len(weight)):
+            over = carried[busy, kind] - threshold[kind]
+            room = threshold[kind] - carried[rank, kind]
+            most += weight[kind] * max(min(over, room), min(-room, -over), 0.0)
+        if most <= least:
+            continue
+        for slot in range(first_slot[rank], first_slot[rank + 1]):
+            theirs[count], both[count] = slot, excess[busy] + excess[rank]
+            least_cost[count] = 2 * move if slots[slot] == start[slot] else move / 4
+            for kind in range(len(weight)):
+                gets[kind, count] = share[slots[slot], kind]
+                without[kind, count] = carried[rank, kind] - threshold[kind] - gets[kind, count]
+            count += 1
+    return Partners(theirs[:count], both[:count], gets, without, least_cost)
 
 
 @part
@@ -427,6 +460,12 @@ def _leaving_of_one(layer: SearchState, expert: int, more: int, node: int) -> fl
     changed = num_off_home + more * int(layer.space.home_of_expert[expert] != node)
     part = changed / (count + more) - num_off_home / count
     return float(layer.mean_load[expert] * part)
+
+
+@part
+def _leaving_by_copy(layer: SearchState, spared: int, expert: int, node: int) -> float:
+    """Load that leaves its home node if a node gets a copy of an expert for one of another."""
+    return _leaving_of_one(layer, expert, 1, node) + _leaving_of_one(layer, spared, -1, node)
 
 
 @part
@@ -448,18 +487,36 @@ def _price(start: int, held: int, expert: int, is_near: bool) -> float:
 
 
 @part
-def _sort(order: Indices, most: Weights, least: Weights) -> None:
-    """Sort by `most` descending, `least`, then index: an insertion sort of almost sorted input."""
-    for end in range(1, len(order)):
-        moved, place = order[end], end
-        while place > 0:
-            before = order[place - 1]
-            if most[before] > most[moved]:
-                break
-            if most[before] == most[moved] and (
-                least[before] < least[moved] or (least[before] == least[moved] and before < moved)
-            ):
-                break
-            order[place] = before
+def _reorder(order: Indices, is_moved: Bools, most: Weights, least: Weights) -> None:
+    """Sort by `most` descending, `least`, then index, where only some may be out of order.
+
+    Those are sorted by insertion, then merged into the others.
+    """
+    moved, count, end = np.empty(len(order), np.int64), 0, 0
+    for one in order:
+        if not is_moved[one]:
+            order[end] = one
+            end += 1
+            continue
+        place = count
+        while place > 0 and _goes_before(one, moved[place - 1], most, least):
+            moved[place] = moved[place - 1]
             place -= 1
-        order[place] = moved
+        moved[place] = one
+        count += 1
+    for place in range(len(order) - 1, -1, -1):
+        if count == 0:
+            break
+        if end > 0 and _goes_before(moved[count - 1], order[end - 1], most, least):
+            end -= 1
+            order[place] = order[end]
+        else:
+            count -= 1
+            order[place] = moved[count]
+
+
+@part
+def _goes_before(one: int, other: int, most: Weights, least: Weights) -> bool:
+    if most[one] != most[other]:
+        return bool(most[one] > most[other])
+    return bool(least[one] < least[other] or (least[one] == least[other] and one < other))

@@ -83,8 +83,30 @@ class SearchState(NamedTuple):
     """Whether a rank of each node held each expert at the start, [experts, nodes]."""
     carried: Load
     """Load of each rank, [ranks, kinds]."""
+    mean_carried: Weights
+    """Over all kinds, [ranks]."""
     excess: Weights
     """Over all kinds, [ranks]."""
+    first_replica: Indices
+    """The first slot of each expert, [experts], and the next one after each slot, [slots]; -1 is
+    none."""
+    next_replica: Indices
+    fall: Weights
+    """Excess that one more replica of each expert removes from the ranks of the others,
+    [experts]."""
+    before: Weights
+    """Excess that overwriting each slot removes, before what is left on its rank is subtracted,
+    [slots]; -inf if that would lose the expert."""
+    most: Weights
+    """The same if its new expert had no load, [slots]: with the expert's fall, no copy removes
+    more."""
+    without: Load
+    """What its rank carries above the thresholds without the slot's expert, [kinds, slots]."""
+    least_cost: Weights
+    """Of a copy to each slot, [slots]: less than a move where the slot may get back its expert, or
+    an expert its home."""
+    worth: Weights
+    """No copy to the slot removes more excess per cost, [slots]."""
     neediest_first: Indices
     """The experts in the order of the last attempt; also the ranks in `lightest_first`."""
     lightest_first: Indices
@@ -92,32 +114,16 @@ class SearchState(NamedTuple):
     """[4]: the step found."""
 
 
-class SpareSlots(NamedTuple):
-    """The slots whose expert has other replicas, with what a copy to them depends on."""
-
-    slots: Indices
-    """[spare slots]."""
-    least_cost: Weights
-    """Of a copy, [spare slots]: less than a move where the slot may get back its expert, or an
-    expert its home."""
-    before: Weights
-    """Excess that it removes, before what is left on the rank is subtracted, [spare slots]."""
-    without: Load
-    """What the rank carries above the threshold without the expert, [kinds, spare slots]."""
-
-
 class Partners(NamedTuple):
-    """The slots of the least loaded ranks, with what a swap depends on side by side."""
+    """Slots that one rank may swap with, with what a swap depends on side by side."""
 
     slots: Indices
     """[partners]."""
     excess: Weights
-    """Of their ranks, [partners]."""
+    """Of their rank and the one, [partners]."""
     share: Load
     """Their load, [kinds, partners]."""
     without: Load
-    """What their rank carries without them, [kinds, partners]."""
+    """What their rank carries above the thresholds without them, [kinds, partners]."""
     least_cost: Weights
     """Of a swap with a slot that holds what it held at the start, [partners]."""
-    removed: Weights
-    """Excess that a swap removes, [partners]; overwritten by each search."""
