@@ -11,7 +11,7 @@ from equipoise.pool.hello_checks import RejectedWorkerError, SharedBackends
 from equipoise.pool.odd_workers import MAX_KINDS, odd_workers
 from equipoise.wire.balancer_messages import Rejection
 from equipoise.wire.messages import GroupLost
-from tests.support.deaths import lost, with_spare_slots
+from tests.support.deaths import die, lost, with_spare_slots
 from tests.support.pool_harness import POLICY
 
 START_S = int(POLICY.start_timeout_s)
@@ -53,8 +53,8 @@ def live(harness, *, seconds):
                 harness.say(worker, worker.heartbeat())
         harness.tick(seconds=1.0)
         for member in harness.pool.roster.seated():
-            worker = harness.workers[member.name]
-            if worker.join_epoch is not None and worker.epoch == harness.pool.roster.epoch:
+            worker = harness.workers.get(member.name)
+            if worker and worker.join_epoch and worker.epoch == harness.pool.roster.epoch:
                 harness.say(worker, worker.serving())
 
 
@@ -204,6 +204,25 @@ def many_kinds(harness, hello_of, number):
         name = f"of-{place:04d}"
         backends = (f"gemm=common|own-{place}", "permute=triton")
         harness.hello(hello_of(name, num_ranks=number + 1, slots_per_rank=12, backends=backends))
+
+
+def test_an_odd_worker_does_not_decide_whether_the_last_rank_has_room_for_all_experts(harness):
+    # One worker of its 40 slots could hold all 32 experts; one of the others cannot.
+    odd = harness.workers["worker-0"]
+    odd.hello = replace(odd.hello, slots_per_rank=40)
+    for worker in harness.workers.values():
+        harness.hello(worker.hello)
+    live(harness, seconds=START_S + 2)
+    last, *others = (harness.workers[f"worker-{number}"] for number in (1, 2, 3))
+    epoch = harness.pool.roster.epoch
+    die(harness, *others)
+    harness.say(last, lost(last))
+    live(harness, seconds=30)
+    assert harness.pool.roster.epoch == epoch
+    assert harness.pool.diagnosis().health is Health.DOWN
+    assert (
+        "12 slots cannot hold 32 experts: 3 workers are needed" in harness.pool.diagnosis().reason
+    )
 
 
 def test_workers_whose_kernels_all_differ_are_compared_once_each_and_no_further_than_a_few(

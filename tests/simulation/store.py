@@ -162,27 +162,27 @@ class SimStore(Client):
         super().__init__(server, link or Link())
         self._incarnation: int | None = None
 
-    def _check(self) -> None:
-        server = self._server
-        if self._incarnation is None:
-            self._incarnation = server.open()
-        if server.data.get("incarnation") != self._incarnation:
-            self._incarnation = None
-            raise StoreError("the store lost its contents", fault=StoreFault.LOST)
+    async def _checked(self, step: Callable[[], Any]) -> Any:
+        """Carry out a step on the contents that are known as it is sent, and on no others."""
+        known = self._incarnation
+
+        def checked() -> Any:
+            opened = self._server.open() if known is None else known
+            if self._server.data.get("incarnation") != opened:
+                self._incarnation = None
+                raise StoreError("the store lost its contents", fault=StoreFault.LOST)
+            self._incarnation = opened
+            return step()
+
+        return await self.request(checked)
 
     async def _read(self, read: Callable[[Data], Any]) -> Any:
-        def step() -> Any:
-            self._check()
-            return read(self._server.data)
-
-        return await self.request(step)
+        return await self._checked(lambda: read(self._server.data))
 
     async def _write(self, change: Callable[[Data], Any], *, term: int) -> Any:
-        def step() -> Any:
-            self._check()
-            return self._server.write(lambda data: self._fenced(data, change, term))
-
-        result = await self.request(step)
+        result = await self._checked(
+            lambda: self._server.write(lambda data: self._fenced(data, change, term))
+        )
         await self._answered()
         return result
 

@@ -260,14 +260,22 @@ class Roster:
 
     @property
     def shape(self) -> Hello | None:
-        """A Hello with the pool's shape: a rank's, else that of most workers; None without any."""
+        """A Hello with the pool's shape: a rank's, else that of most workers; None without any.
+
+        Of several that as many workers have, the one of the latest epoch counts, as for those that
+        are quarantined because they differ.
+        """
         rank = next(self._followers(), None)
         if rank is not None:
             return rank.hello
         connected = [one.hello for one in self._members.values() if one.connected]
         counts = Counter(_shape_of(hello) for hello in connected)
-        most = max(connected, key=lambda one: counts[_shape_of(one)], default=None)
-        return most or self.latest
+        latest = None if self.latest is None else _shape_of(self.latest)
+        shapes = [(_shape_of(one), one) for one in connected]
+        _, most = max(
+            shapes, key=lambda one: (counts[one[0]], one[0] == latest), default=(None, self.latest)
+        )
+        return most
 
     @property
     def needs(self) -> ExpertNeeds:
