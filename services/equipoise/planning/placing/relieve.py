@@ -309,22 +309,22 @@ def _best_copy(layer: SearchState) -> float:
     weight, order, step, worth = layer.goal.weight, layer.neediest_first, layer.step, layer.worth
     rank_of_slot, num_held, without = layer.space.rank_of_slot, layer.num_held, layer.without
     node_of_rank, num_on_node, is_near = layer.space.node_of_rank, layer.num_on_node, layer.is_near
-    slots, start, befores, mosts = layer.slots, layer.start, layer.before, layer.most
+    slots, start, before, most = layer.slots, layer.start, layer.before, layer.most
     falls, added, least_costs, best = layer.fall, layer.share_of_more, layer.least_cost, 0.0
     move, joining = layer.space.cost_of_move, layer.space.cost_of_joining
     leaving = layer.space.cost_of_leaving
     for slot in np.append(np.array([worth.argmax()]), np.arange(len(worth))):
         if worth[slot] <= best:
             continue
-        before, rank, least_cost, seen = befores[slot], rank_of_slot[slot], least_costs[slot], 0.0
-        node = node_of_rank[rank]
+        rank, least_cost, seen = rank_of_slot[slot], least_costs[slot], 0.0
+        base, node = before[slot], node_of_rank[rank]
         for expert in order:
             needed = max(LEAST_EXCESS, seen * least_cost)
-            if mosts[slot] + falls[expert] <= needed:
+            if most[slot] + falls[expert] <= needed:
                 break
             if num_held[expert, rank]:
                 continue
-            removed = before + falls[expert]
+            removed = base + falls[expert]
             for kind in range(len(weight)):
                 removed -= weight[kind] * max(without[kind, slot] + added[expert, kind], 0.0)
             if removed > needed:
