@@ -262,8 +262,7 @@ class Roster:
     def shape(self) -> Hello | None:
         """A Hello with the pool's shape: a rank's, else that of most workers; None without any.
 
-        Of several that as many workers have, the one of the latest epoch counts, as for those that
-        are quarantined because they differ.
+        If several shapes are equally common, that of the latest epoch counts, as in `odd_workers`.
         """
         rank = next(self._followers(), None)
         if rank is not None:
@@ -271,11 +270,11 @@ class Roster:
         connected = [one.hello for one in self._members.values() if one.connected]
         counts = Counter(_shape_of(hello) for hello in connected)
         latest = None if self.latest is None else _shape_of(self.latest)
-        shapes = [(_shape_of(one), one) for one in connected]
-        _, most = max(
-            shapes, key=lambda one: (counts[one[0]], one[0] == latest), default=(None, self.latest)
+        return max(
+            connected,
+            key=lambda one: (counts[_shape_of(one)], _shape_of(one) == latest),
+            default=self.latest,
         )
-        return most
 
     @property
     def needs(self) -> ExpertNeeds:

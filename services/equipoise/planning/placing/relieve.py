@@ -175,9 +175,9 @@ def _weigh(layer: SearchState, ranks: Indices) -> None:
 
 @part
 def _expect(layer: SearchState, is_affected: Bools) -> None:
-    """Recompute what one replica more or less of some experts changes.
+    """Recompute what one replica more or less of some experts changes, and bound copies anew.
 
-    Bounds of other slots increase only for experts whose copies remove more than before.
+    Bounds of slots with other experts increase only where copies remove more than before.
     """
     weight, carried, threshold = layer.goal.weight, layer.carried, layer.goal.threshold
     excess, rank_of_slot, worth = layer.excess, layer.space.rank_of_slot, layer.worth
@@ -217,10 +217,10 @@ def _expect(layer: SearchState, is_affected: Bools) -> None:
 
 @part
 def _bound(layer: SearchState, slots: Indices, counts: Bools) -> None:
-    """Let no bound of some slots be below what a copy of an expert that counts is worth.
+    """Raise the bounds of some slots to what a copy of an expert that counts is worth at most.
 
-    That ignores which experts the rank has. Only those count that add less than all before them,
-    which remove more elsewhere; with several kinds, as little as any of them adds.
+    That ignores which experts the rank has. Of those that count, an expert matters only if it adds
+    less than all before it, which remove more elsewhere; with several kinds, as little as any adds.
     """
     weight, falls, added = layer.goal.weight, layer.fall, layer.share_of_more
     before, without, most = layer.before[slots], layer.without[:, slots], np.zeros(len(slots))
@@ -249,9 +249,9 @@ def _bound(layer: SearchState, slots: Indices, counts: Bools) -> None:
 
 @part
 def _bound_anew(layer: SearchState, expert: int, fall: float, added: Weights) -> None:
-    """Raise the bounds of slots to which a copy of an expert removes more than it did.
+    """Raise the bounds of slots to which a copy of an expert now removes more than it did.
 
-    Then one more replica of it removed `fall` elsewhere, and added `added`, [kinds].
+    Before, one more replica of it removed `fall` elsewhere and added `added`, [kinds].
     """
     weight, worth, least_cost = layer.goal.weight, layer.worth, layer.least_cost
     more, without = layer.share_of_more[expert], layer.without

@@ -106,21 +106,22 @@ class SearchState(NamedTuple):
     """Of a copy to each slot, [slots]: less than a move where the slot may get back its expert, or
     an expert its home."""
     worth: Weights
-    """No copy to the slot removes more excess per cost, [slots]."""
+    """Upper bound of the excess that a copy to each slot removes per cost, [slots]."""
     neediest_first: Indices
-    """The experts in the order of the last attempt; also the ranks in `lightest_first`."""
+    """The experts by `fall`, descending, then the load of one more replica."""
     lightest_first: Indices
+    """The ranks by `mean_carried`."""
     step: Indices
     """[4]: the step found."""
 
 
 class Partners(NamedTuple):
-    """Slots that one rank may swap with, with what a swap depends on side by side."""
+    """Slots that an overloaded rank may swap with, and what a swap depends on, side by side."""
 
     slots: Indices
     """[partners]."""
     excess: Weights
-    """Of their rank and the one, [partners]."""
+    """Of their rank and the overloaded one together, [partners]."""
     share: Load
     """Their load, [kinds, partners]."""
     without: Load
