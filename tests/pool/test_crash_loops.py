@@ -77,6 +77,24 @@ def test_workers_that_died_once_before_do_not_delay_the_exclusion_of_one_that_cr
     assert f"{LOOPING} gets no rank: it died or restarted in 5 epochs" in reason
 
 
+class Inattentive(Fleet):
+    """One worker never notices that a peer is gone."""
+
+    def _is_broken(self, worker):
+        return worker.hello.worker != "worker-1" and super()._is_broken(worker)
+
+
+def test_a_worker_that_crashes_is_excluded_also_if_a_peer_does_not_leave_in_time(make_harness):
+    fleet = Inattentive(make_harness)
+    for _ in range(5):
+        crash(fleet, after_s=8, back_s=7)
+    fleet.live(seconds=8)
+    assert any("did not leave it within" in line for line in fleet.harness.logs)
+    assert (
+        f"{LOOPING} gets no rank: it died or restarted in " in fleet.harness.pool.diagnosis().reason
+    )
+
+
 def test_workers_that_die_in_turn_are_all_taken_back(make_harness):
     fleet = Fleet(make_harness)
     fleet.live(seconds=5)

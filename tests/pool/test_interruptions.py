@@ -224,7 +224,7 @@ def test_names_are_not_collected_without_end(harness):
     for number in range(10 * MAX_WORKERS):
         member = Member(hello=make_hello(f"x-{number}"), last_heard_s=0, since_s=0)
         interruptions.note_end(member, lost=None, now=harness.now)
-        interruptions.judge(silent=(), now=harness.now)
+        interruptions.judge(silent=(), is_hanging=False, now=harness.now)
         interruptions.begin_epoch(now=harness.now)
         assert not interruptions.excluded
     assert len(interruptions._short) == MAX_WORKERS

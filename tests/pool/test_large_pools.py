@@ -17,7 +17,7 @@ from equipoise.pool.counters import Rejections
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 from equipoise.pool.quarantine import Quarantine
-from equipoise.pool.reachability import Reachability
+from equipoise.pool.reachability import Reachability, process_of
 from equipoise.wire.messages import RunningState
 from tests.support.scripted_worker import make_hello
 
@@ -201,7 +201,12 @@ def test_noting_what_a_rank_could_not_reach():
         reachability = Reachability()
 
         def work():
-            reachability.note(ranks[0].name, unreached, ranks=ranks, known=(ranks[0].name,))
+            reachability.note(
+                ranks[0].name,
+                unreached,
+                ranks=tuple(map(process_of, ranks)),
+                known=(ranks[0].name,),
+            )
 
         return work
 

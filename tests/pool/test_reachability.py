@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.pool.member import Member
-from equipoise.pool.reachability import Reachability, find_unreachable
+from equipoise.pool.reachability import Reachability, find_unreachable, process_of
 from tests.support.scripted_worker import make_hello
 
 
@@ -61,6 +61,13 @@ def test_what_a_worker_reported_in_another_group_counts_only_against_a_peer():
     assert found("a b", ranks="ab", earlier=["a", "a"]) == "", "a rank that is reached now"
 
 
+def test_if_no_rank_reports_those_before_decide_and_contradict_each_other():
+    assert found("", earlier=["a"]) == "", "one accuser alone"
+    assert found("", earlier=["a", "a"]) == "a"
+    assert found("", earlier=["a", "a", "", ""]) == ""
+    assert found("", ranks="ab", earlier=["ab", "ab"]) == "", "all ranks are"
+
+
 @pytest.mark.parametrize("num_ranks", [3, 4, 5])
 def test_no_single_liar_has_another_rank_excluded(num_ranks):
     ranks = "abcde"[:num_ranks]
@@ -85,7 +92,8 @@ class Group:
         """Ranks report that their group did not form; returns who is blamed."""
         reporters = [one[0] for one in reports.split()]
         for one in reports.split():
-            self.reachability.note(one[0], set(one[1:]), ranks=ranks, known="abcd")
+            processes = tuple(map(process_of, ranks))
+            self.reachability.note(one[0], set(one[1:]), ranks=processes, known="abcd")
         return "".join(self.reachability.blame(ranks, reporters=reporters).workers)
 
 
@@ -107,6 +115,7 @@ def test_names_that_are_not_peers_say_nothing_and_only_known_workers_are_remembe
     group = Group()
     assert group.fail([a, b], "aaxyz b") == ""
     assert not any(report.unreached.any() for report in group.reachability._reports.values())
+    ranks = (process_of(a), process_of(b))
     for number in range(100):
-        group.reachability.note(f"w-{number}", {"a"}, ranks=[a, b], known={"a", f"w-{number}"})
+        group.reachability.note(f"w-{number}", {"a"}, ranks=ranks, known={"a", f"w-{number}"})
     assert set(group.reachability._reports) == {"a", "w-99"}

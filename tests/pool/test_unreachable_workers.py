@@ -150,3 +150,33 @@ def test_a_worker_that_blames_a_peer_that_others_reach_is_excluded_itself(make_h
     assert live(fleet, seconds=500) > 450
     assert left_out(fleet) == {"worker-3"}
     assert "it cannot connect to peers that others reach" in fleet.harness.pool.diagnosis().reason
+
+
+class GivesUp(NoneReachesIt):
+    """The bad worker serves at once, whoever is missing, and then reports its group as lost.
+
+    Its peers have fewer than the seconds of a timeout to find out that they cannot reach it.
+    """
+
+    PATIENCE_S = 6.0
+    bad = BAD
+
+    def _live(self, worker, *, forms):
+        epoch = worker.join_epoch
+        super()._live(worker, forms=forms)
+        if worker.hello.worker == BAD and worker.join_epoch is epoch and not worker.is_lost:
+            worker.form()
+            worker.fail("a lie")
+
+
+def test_a_worker_that_gives_up_at_once_cannot_keep_its_peers_out_in_turn(make_harness):
+    """One of two peers is always left out, because the time to wait for it is over first."""
+    fleet = GivesUp(make_harness, num_ranks=3, slots_per_rank=32)
+    fleet.live(seconds=2)
+    fleet.kill("worker-1")
+    fleet.live(seconds=8)
+    fleet.restart("worker-1")
+    fleet.live(seconds=90)
+    assert {name for name, one in fleet.workers.items() if one.serves} == {"worker-1", "worker-2"}
+    assert left_out(fleet) == {BAD}
+    assert any("did not meet, and its peers cannot connect to it" in x for x in fleet.harness.logs)

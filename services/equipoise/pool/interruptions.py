@@ -16,15 +16,16 @@ help. So after a few epochs in a row that failed at once, the next ones open eve
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from equipoise.planning.setbacks import Setbacks
 from equipoise.pool.effects import Chain, Log
+from equipoise.pool.epochs import MAX_EPOCHS
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
-from equipoise.pool.reachability import Reachability, process_of
+from equipoise.pool.reachability import Blame, Process, Reachability, process_of
 from equipoise.wire.messages import GroupLost
 
 SHORT_S = 60.0
@@ -84,6 +85,8 @@ class Interruptions:
         self._why = ""
         self._is_judged = False
         self._reachability = Reachability()
+        # The ranks of the latest epochs that are over.
+        self._ranks_of: dict[int, tuple[Process, ...]] = {}
         self._opened_s = self._ended_s = math.inf
         self._serving_since_s: float | None = None
         # Names and boot IDs of the ranks of the latest epoch that served.
@@ -124,6 +127,9 @@ class Interruptions:
         if served_s >= FAILED_S:
             self._failed = Setbacks()
             self._tried.clear()
+        self._ranks_of[self._roster.epoch] = tuple(map(process_of, self._roster.seated()))
+        for forgotten in list(self._ranks_of)[:-MAX_EPOCHS]:
+            del self._ranks_of[forgotten]
         self._enders.clear()
         self._is_judged = self._needs_no_wait = False
         self._opened_s, self._serving_since_s, self._ended_s = now, None, math.inf
@@ -142,29 +148,40 @@ class Interruptions:
         self._enders[name] = self._enders.get(name, False) or lost is not None
         self._ended_s = min(self._ended_s, now)
         if lost is not None:
-            self._reachability.note(
-                name, lost.unreached, ranks=roster.seated(), known=roster.members
-            )
+            ranks = tuple(map(process_of, roster.seated()))
+            self._reachability.note(name, lost.unreached, ranks=ranks, known=roster.members)
 
-    def judge(self, *, silent: Container[str], now: float) -> Chain:
+    def note_left_out(self, member: Member, lost: GroupLost) -> None:
+        """A worker without a rank reports which peers it could not reach when it had one."""
+        ranks = self._ranks_of.get(lost.epoch, ())
+        if process_of(member) in ranks:
+            known = self._roster.members
+            self._reachability.note(member.name, lost.unreached, ranks=ranks, known=known)
+
+    def judge(self, *, silent: Container[str], is_hanging: bool, now: float) -> Chain:
         """Another epoch is due: exclude the worker that ended this one if it does so repeatedly.
 
         If ranks are gone or have restarted, no other worker is blamed, and none if one is `silent`.
-        An epoch is judged once, however long the next one has to wait.
+        If some did not leave the group in time (`is_hanging`), it does not matter who reported its
+        end first: only those are blamed that others reported as out of reach before. An epoch is
+        judged once, however long the next one has to wait.
         """
-        enders = tuple(self._enders)
-        reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
-        self._enders.clear()
         seated, departed = self._roster.seated(), self._roster.departed
+        if self._is_judged or self._served_s(now=now) >= SHORT_S:
+            return ()
+        if departed:
+            self._is_judged = True
+            return self._count_deaths(departed, now=now)
         is_complete = len(seated) == self._roster.num_ranks and all(
             member.connected and member.name not in silent for member in seated
         )
-        is_short = self._served_s(now=now) < SHORT_S
-        if self._is_judged or not (is_short and (departed or (enders and is_complete))):
+        if not (self._enders and is_complete):
             return ()
+        if is_hanging:
+            return self._judge_before(now=now)
         self._is_judged = True
-        if departed:
-            return self._count_deaths(departed, now=now)
+        enders = tuple(self._enders)
+        reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
         is_agreed = 2 * len(enders) > len(seated)
         warning = self._note_failure(now=now) if is_agreed else ()
         if self._serving_since_s is not None or not is_agreed:
@@ -198,31 +215,56 @@ class Interruptions:
         If they do not show who that is, blame those that have yet to serve, otherwise rank 0.
         """
         seated = self._roster.seated()
-        missed = f"the ranks of epoch {self._roster.epoch} did not meet"
-        blame = self._exclude if now - self._opened_s >= LONG_WAIT_S else self._count
-        unproven = tuple(one.name for one in seated if process_of(one) not in self._proven)
         found = self._reachability.blame(seated, reporters=reporters)
         if found.workers:
-            culprits = found.workers
-            blame = self._exclude if self._failed.count > MAX_FAILED else blame
-            what = f"{missed}, and {found.why}: check its network and --rendezvous-port"
-        elif 0 < len(unproven) < len(seated):
-            culprits = unproven
-            what = f"{missed} with it in the group: check that its peers can reach it"
-        else:
-            blame, culprits = self._count, (seated[0].name,)
-            what = f"{missed} at its rendezvous: check that peers can reach --rendezvous-port"
-            if self._has_failed_at_once(now=now):  # Ranks wait for a rendezvous for longer.
-                what = f"the ranks of epoch {self._roster.epoch} met but formed no group"
-        # They return one after another, so that the one at fault is found.
+            return self._blame_unreachable(found, now=now)
+        unproven = tuple(one.name for one in seated if process_of(one) not in self._proven)
+        if 0 < len(unproven) < len(seated):
+            what = f"{self._missed} with it in the group: check that its peers can reach it"
+            is_long = now - self._opened_s >= LONG_WAIT_S
+            return self._blame_each(unproven, is_certain=is_long, what=what, now=now)
+        what = f"{self._missed} at its rendezvous: check that peers can reach --rendezvous-port"
+        if self._has_failed_at_once(now=now):  # Ranks wait for a rendezvous for longer.
+            what = f"the ranks of epoch {self._roster.epoch} met but formed no group"
+        return self._blame_each((seated[0].name,), is_certain=False, what=what, now=now)
+
+    def _judge_before(self, *, now: float) -> Chain:
+        """Some ranks hang: blame those that others could not reach in the epochs before, if any."""
+        found = self._reachability.blame(self._roster.seated(), reporters=())
+        if self._serving_since_s is not None or not found.workers:
+            return ()
+        self._is_judged = True
+        return self._blame_unreachable(found, now=now)
+
+    def _blame_unreachable(self, found: Blame, *, now: float) -> Chain:
+        is_long = now - self._opened_s >= LONG_WAIT_S
+        chain = self._blame_each(
+            found.workers,
+            is_certain=is_long or self._failed.count > MAX_FAILED,
+            what=f"{self._missed}, and {found.why}: check its network and --rendezvous-port",
+            now=now,
+        )
+        self._needs_no_wait = not self._absences.keys().isdisjoint(found.workers)
+        return chain
+
+    def _blame_each(
+        self, culprits: Sequence[str], *, is_certain: bool, what: str, now: float
+    ) -> Chain:
+        """Exclude workers that kept ranks from meeting: at once if it `is_certain` that they did.
+
+        They return one after another, so that the one at fault is found.
+        """
+        blame, host = self._exclude if is_certain else self._count, self._roster.seated()[0].name
         chains = [
             blame(name, now=now, what=what, after=place) for place, name in enumerate(culprits)
         ]
-        if seated[0].name in self._absences:
-            self._note_failed_host(seated[0].name)
-        if found.workers:
-            self._needs_no_wait = not self._absences.keys().isdisjoint(found.workers)
+        if host in self._absences:
+            self._note_failed_host(host)
         return tuple(effect for chain in chains for effect in chain)
+
+    @property
+    def _missed(self) -> str:
+        return f"the ranks of epoch {self._roster.epoch} did not meet"
 
     def _note_failed_host(self, host: str) -> None:
         self._failed_hosts.pop(host, None)

@@ -124,6 +124,8 @@ class Membership:
             self._layouts.reserve(hello.group_lost.generation + 1)
         if member.rank is not None and member.lost_reason is not None:
             self._interruptions.note_end(member, lost=hello.group_lost, now=now)
+        elif member.rank is None and hello.group_lost is not None:
+            self._interruptions.note_left_out(member, hello.group_lost)
         effects += self._open_after(hello, now=now)
         return (*effects, *self._join_returned(), *self.settle(now=now))
 
@@ -175,6 +177,8 @@ class Membership:
             self._interruptions.note_end(member, lost=lost, now=now)
             reason = f"its group ended: {lost.reason}"
             effects = self._rollouts.handle(RankLost(rank=member.rank, reason=reason), now=now)
+        else:
+            self._interruptions.note_left_out(member, lost)
         return (*warning, *effects, *self._open_if_due(now=now))
 
     # The clock and the store --------------------------------------------------------------------
@@ -278,10 +282,8 @@ class Membership:
         self, opening: EpochDecision, shape: Hello, *, silent: Container[str], now: float
     ) -> Chain:
         """Open an epoch that is due, unless those before failed; without whom these blame."""
-        found: Chain = ()
-        if opening.is_disputed or not opening.timeout:
-            # Else a rank that hangs ended the epoch, no matter who reported it first.
-            found = self._interruptions.judge(silent=silent, now=now)
+        is_hanging = bool(opening.timeout) and not opening.is_disputed
+        found = self._interruptions.judge(silent=silent, is_hanging=is_hanging, now=now)
         if found and not self._interruptions.excluded.keys().isdisjoint(opening.workers):
             return (*found, *self._open_if_due(now=now))
         waits = "" if opening.is_disputed else self._interruptions.wait(now=now)

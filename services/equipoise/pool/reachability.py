@@ -37,22 +37,26 @@ def find_unreachable(
     that is the one that names most, so that both ends of one broken link are not excluded.
 
     No worker is at fault if all ranks are, because then the network is, and none is if a report
-    cannot be compared with another.
+    cannot be compared with another. If no rank reports, what workers reported before decides.
 
     Args:
         ranks: the workers of the epoch, in rank order.
         reports: which ranks a rank could not connect to, [ranks], by its name, of each that reports
             any or none. None names itself.
-        earlier: the same, of workers that were ranks before and are not now. They count against a
-            worker only: it may have become unreachable since.
+        earlier: the same, of ranks of epochs before. If a rank reports, they count against a worker
+            only: it may have become unreachable since.
     """
     named, before = (
         np.array(rows, dtype=np.bool_).reshape(-1, len(ranks))
         for rows in ([*reports.values()], earlier)
     )
-    num_named, is_reporter = named.sum(axis=0), np.array([name in reports for name in ranks])
-    accusers, deniers = num_named + before.sum(axis=0), len(reports) - is_reporter - num_named
-    is_accused = num_named > 0
+    num_named, num_before = named.sum(axis=0), before.sum(axis=0)
+    accusers = num_named + num_before
+    if reports:
+        is_reporter = np.array([name in reports for name in ranks])
+        is_accused, deniers = num_named > 0, len(reports) - is_reporter - num_named
+    else:
+        is_accused, deniers = num_before > 0, len(before) - num_before
     unreachable = np.flatnonzero(is_accused & (accusers > np.maximum(1, deniers))).tolist()
     if unreachable:
         is_everyone = len(unreachable) == len(ranks)
@@ -91,18 +95,18 @@ class Reachability:
         worker: str,
         unreached: Iterable[str],
         *,
-        ranks: Iterable[Member],
+        ranks: tuple[Process, ...],
         known: Container[str],
     ) -> None:
-        """A rank's group did not form; names other than those of its peers say nothing.
+        """The group of these `ranks` did not form; names other than of its peers say nothing.
 
         Only workers that are `known` to the pool are remembered.
         """
-        processes, named = tuple(map(process_of, ranks)), frozenset(unreached) - {worker}
-        if processes != self._ranks:
-            self._ranks = processes
+        named = frozenset(unreached) - {worker}
+        if ranks != self._ranks:
+            self._ranks = ranks
         self._reports[worker] = _Report(
-            self._ranks, np.array([name in named for name, _ in processes], dtype=np.bool_)
+            self._ranks, np.array([name in named for name, _ in ranks], dtype=np.bool_)
         )
         for name in [name for name in self._reports if name not in known]:
             del self._reports[name]
@@ -123,7 +127,10 @@ class Reachability:
         }
 
     def blame(self, ranks: Sequence[Member], *, reporters: Container[str]) -> Blame:
-        """Who is at fault that these ranks did not meet; `reporters` are those that noted it."""
+        """Who is at fault that these ranks did not meet; `reporters` are those that noted it.
+
+        What others noted is of epochs before.
+        """
         rank_of = {process_of(one): rank for rank, one in enumerate(ranks)}
         groups = {id(report.ranks): report.ranks for report in self._reports.values()}
         # The rank that each process of a group has now; those without one are the last column.
@@ -137,12 +144,8 @@ class Reachability:
             row[columns[id(report.ranks)][report.unreached]] = True
             said[worker] = row[:-1]
         names, nobody = [one.name for one in ranks], np.zeros(len(ranks), dtype=np.bool_)
-        seated = frozenset(names)
-        return find_unreachable(
-            names,
-            {name: said.pop(name, nobody) for name in names if name in reporters},
-            earlier=[row for name, row in said.items() if name not in seated],
-        )
+        reports = {name: said.pop(name, nobody) for name in names if name in reporters}
+        return find_unreachable(names, reports, earlier=[*said.values()])
 
 
 def process_of(member: Member) -> Process:
