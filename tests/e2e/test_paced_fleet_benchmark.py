@@ -1,0 +1,176 @@
+"""Tokens per second of the demo's fleet where the busiest rank sets a step's time, by layout.
+
+Ranks share this machine's cores. Paced, the experts of a layer take as long as if each rank had a
+GPU of its own. Three pools serve the same requests in turns: one keeps the contiguous layout, two
+are balanced, one of these also chooses replicas by what all ranks route.
+"""
+
+import asyncio
+import math
+import os
+import statistics
+import sys
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+
+from equipoise.cli.demo.arguments import balancer_arguments, domain_prompts, worker_arguments
+from equipoise.cli.demo.fleet import free_address
+from equipoise.cli.demo.settings import DemoSettings
+from equipoise.cli.demo.traffic import Traffic
+from equipoise.cli.live.status_feed import StatusFeed
+from equipoise.planning.warm_up import warm_up
+from equipoise_api.v1 import status_pb2
+from tests.support.forked_commands import ForkedFleet
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(3600)]
+
+BOUND_S = 200.0
+PACE_US = int(os.environ.get("EQUIPOISE_PACE_US", "1000"))
+TURN_S = float(os.environ.get("EQUIPOISE_TURN_S", "20"))
+SETTLE_S = 2 * TURN_S
+"""Long enough to adapt, and to read all prompts once, which then are in the prefix caches."""
+
+ROUNDS = int(os.environ.get("EQUIPOISE_ROUNDS", "2"))
+SETTINGS = DemoSettings(clients_per_rank=16)
+OUTPUT_TOKENS = (16, 48)
+STATIC, BALANCED, BY_COUNTS = "static", "balanced", "by-counts"
+POOLS = {STATIC: (), BALANCED: (), BY_COUNTS: ("--replica-choice=balanced",)}
+MIXED = "mixed"
+
+
+class PacedFleet:
+    """A balancer and the workers of three pools; `served` sends requests to one at a time."""
+
+    def __init__(self, folder, stack):
+        self._folder, self._stack = folder, stack
+        self._prompts = {
+            domain: domain_prompts(SETTINGS, domain, max_tokens=OUTPUT_TOKENS)
+            for domain in SETTINGS.domains
+        }
+        together = zip(*self._prompts.values(), strict=True)
+        self._prompts[MIXED] = [one for same in together for one in same]
+        self.feeds = {}
+
+    async def start(self):
+        fleet = await self._stack.enter_async_context(ForkedFleet(self._folder))
+        self._fleet, self._address = fleet, free_address("127.0.0.1:0")
+        page, state = free_address("127.0.0.1:0"), self._folder / "state.sqlite"
+        await fleet.start(
+            "balancer",
+            balancer_arguments(SETTINGS, address=self._address, page=page, state=state),
+        )
+        group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        for pool, options in POOLS.items():
+            self.feeds[pool] = StatusFeed(self._address, pool=pool)
+            feed = group.create_task(self.feeds[pool].run())
+            self._stack.callback(feed.cancel)
+            for rank in range(SETTINGS.workers):
+                arguments = worker_arguments(
+                    SETTINGS,
+                    pool=pool,
+                    worker=f"{pool}-{rank}",
+                    rank=rank,
+                    num_ranks=SETTINGS.workers,
+                    slots_per_rank=SETTINGS.slots_per_rank,
+                    balancer=self._address,
+                )
+                pace = [f"--pace-us-per-row={PACE_US}", "--step-timeout-s=60"]
+                await fleet.start(f"{pool}-{rank}", [*arguments, *pace, *options])
+        for feed in self.feeds.values():
+            await feed.until(
+                lambda status: status.health == status_pb2.POOL_HEALTH_SERVING, timeout_s=BOUND_S
+            )
+
+    async def order(self, command, pool):
+        """Run a command of `equipoise` about a pool."""
+        program = [sys.executable, "-m", "equipoise.cli.main", command]
+        process = await asyncio.create_subprocess_exec(
+            *program, f"--pool={pool}", f"--address={self._address}"
+        )
+        assert await process.wait() == 0
+
+    async def served(self, pool, domain, *, for_s, warm_s=5.0):
+        """Tokens per second that clients of all ranks get, from `warm_s` on."""
+        traffic = Traffic(
+            {domain: self._prompts[domain]},
+            addresses=[rank.address for rank in self.feeds[pool].status.ranks],
+            clients_per_rank=SETTINGS.clients_per_rank,
+            clock=time.monotonic,
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(traffic.run())
+            await asyncio.sleep(warm_s)
+            from_s, before = time.monotonic(), traffic.num_tokens
+            await asyncio.sleep(for_s)
+            rate = (traffic.num_tokens - before) / (time.monotonic() - from_s)
+            traffic.end()
+        assert not [one.failure for one in traffic.completions if one.failure is not None]
+        return rate
+
+    def rollouts(self, pool):
+        return self.feeds[pool].status.rollouts_completed
+
+    def balancedness(self, pool):
+        """Of the pool's latest window with traffic."""
+        windows = sorted(self.feeds[pool].windows.items(), reverse=True)
+        found = (one.balancedness for _, one in windows if not math.isnan(one.balancedness))
+        return next(found, math.nan)
+
+
+async def in_turns(fleet, domain, *pools):
+    """Median tokens per second of each pool, one turn after the other."""
+    rates = {pool: [] for pool in pools}
+    for turn in range(ROUNDS):
+        for pool in pools if turn % 2 == 0 else pools[::-1]:
+            rates[pool].append(await fleet.served(pool, domain, for_s=TURN_S))
+    shown = ", ".join(
+        f"{pool} {' '.join(f'{one:.1f}' for one in these)} at {fleet.balancedness(pool):.2f}"
+        for pool, these in rates.items()
+    )
+    print(f"{domain}: {shown}", flush=True)
+    return {pool: statistics.median(these) for pool, these in rates.items()}
+
+
+async def test_balanced_pools_serve_1_4_times_the_tokens_of_a_contiguous_layout(tmp_path):
+    """One kind of traffic after the other, then a mixture, each once its layout has settled."""
+    warm_up()
+    gains = {BALANCED: [], BY_COUNTS: []}
+    async with AsyncExitStack() as stack:
+        fleet = PacedFleet(tmp_path, stack)
+        await fleet.start()
+        await fleet.order("pause", STATIC)
+        for domain in (*SETTINGS.domains, MIXED):
+            for pool in POOLS:
+                await fleet.served(pool, domain, for_s=SETTLE_S)
+                print(f"{domain}, {pool}: {fleet.rollouts(pool)} rollouts so far", flush=True)
+            rates = await in_turns(fleet, domain, *POOLS)
+            for pool, of_kinds in gains.items():
+                of_kinds.append(rates[pool] / rates[STATIC])
+            print(domain, {pool: round(these[-1], 2) for pool, these in gains.items()}, flush=True)
+        assert fleet.rollouts(STATIC) == 0
+    for pool, of_kinds in gains.items():
+        *kinds, mixed = of_kinds
+        print(f"{pool}: {statistics.harmonic_mean(kinds):.2f} times, mixed {mixed:.2f} times")
+        assert mixed >= 0.99
+    assert statistics.harmonic_mean(gains[BALANCED][:-1]) >= 1.4
+
+
+async def test_a_balancer_that_plans_costs_less_than_1_percent_where_traffic_is_balanced(tmp_path):
+    """The same pool in turns, with planning paused and resumed, by the layout for its traffic."""
+    warm_up()
+    async with AsyncExitStack() as stack:
+        fleet = PacedFleet(tmp_path, stack)
+        await fleet.start()
+        await fleet.served(BALANCED, MIXED, for_s=2 * SETTLE_S)
+        before, rates = fleet.rollouts(BALANCED), {"pause": [], "resume": []}
+        for turn in range(2 * ROUNDS):
+            for order in ("pause", "resume") if turn % 2 == 0 else ("resume", "pause"):
+                await fleet.order(order, BALANCED)
+                rates[order].append(await fleet.served(BALANCED, MIXED, for_s=TURN_S))
+        print({order: [round(one, 1) for one in these] for order, these in rates.items()})
+        print(f"{fleet.rollouts(BALANCED) - before} rollouts meanwhile")
+    paused, planning = (statistics.median(rates[order]) for order in ("pause", "resume"))
+    print(f"{planning / paused:.3f} times")
+    assert planning >= 0.99 * paused
