@@ -65,6 +65,7 @@ def test_if_no_rank_reports_those_before_decide_and_contradict_each_other():
     assert found("", earlier=["a"]) == "", "one accuser alone"
     assert found("", earlier=["a", "a"]) == "a"
     assert found("", earlier=["a", "a", "", ""]) == ""
+    assert found("", ranks="abcde", earlier=["a", "a"]) == "", "most ranks did not report"
     assert found("", ranks="ab", earlier=["ab", "ab"]) == "", "all ranks are"
 
 

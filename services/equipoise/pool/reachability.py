@@ -37,7 +37,8 @@ def find_unreachable(
     that is the one that names most, so that both ends of one broken link are not excluded.
 
     No worker is at fault if all ranks are, because then the network is, and none is if a report
-    cannot be compared with another. If no rank reports, what workers reported before decides.
+    cannot be compared with another. If no rank reports, what workers reported before decides, as if
+    the other ranks had reached the accused.
 
     Args:
         ranks: the workers of the epoch, in rank order.
@@ -56,7 +57,8 @@ def find_unreachable(
         is_reporter = np.array([name in reports for name in ranks])
         is_accused, deniers = num_named > 0, len(reports) - is_reporter - num_named
     else:
-        is_accused, deniers = num_before > 0, len(before) - num_before
+        is_accused = num_before > 0
+        deniers = max(len(before), len(ranks) - 1) - num_before
     unreachable = np.flatnonzero(is_accused & (accusers > np.maximum(1, deniers))).tolist()
     if unreachable:
         is_everyone = len(unreachable) == len(ranks)
