@@ -252,6 +252,7 @@ class World(Faults):
         self.store.answers_late = False
         self.planner_hangs = self.corrupts_transfers = False
         self.slowness.clear()
+        self.tampered.clear()
         for process in self._processes:
             if process.paused:
                 process.resume()
