@@ -7,7 +7,8 @@ replicas one after another: so no rank asks another one where to send a row.
 Water filling, all experts at once: in each round, every expert moves its assignments part of the
 way to where they would level the ranks that hold it. The way is shorter the more experts with
 several replicas meet on a rank, because they all move at once. The end state has the lowest
-possible maximum. All numbers are integers, so that ranks and backends agree bit by bit.
+possible maximum. All numbers are integers, so that ranks and backends agree bit by bit: the FP8
+kernels in `fp8/moe/replica_balance.py` compute the same.
 """
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from equipoise_kernels.replica_choice import SHARE_BITS
 
+# `fp8/moe/replica_balance.py` uses these numbers too.
 ROUNDS = 8
 """More gain less than 0.002 of balancedness with 32 redundant slots on 32 ranks."""
 

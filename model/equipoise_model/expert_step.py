@@ -5,7 +5,8 @@ Both data planes read its tables; they differ in what follows:
   where                 expert -> physical slot          assignments counted by
   plain                 ExpertStep._choose_slots         _run_pairs
   FP8, one rank         fp8/moe/route.py route_kernel    route_kernel
-  FP8, several ranks    fp8/moe/route.py route_kernel    SlotExchange.stages, on the receiver
+  FP8, several ranks    the same, or by all ranks'       SlotExchange.stages, on the receiver
+                        counts fp8/moe/replica_balance
 
 No row is ever dropped, however skewed the routing.
 
@@ -183,39 +184,39 @@ class ExpertStep:
 
     @property
     def balances(self) -> bool:
-        """Whether `balanced_slots` chooses the slots of this step's rows, on every rank.
+        """Whether the slots of this step's rows follow from `counts_by_rank`, on every rank.
 
-        Captured steps do not: they are small, and exchange nothing that the host waits for.
+        Captured steps' do not: they are small, and exchange nothing that the host waits for.
         """
         return self.is_balanced and not self.is_captured and any(self.tokens_by_rank)
 
-    def balanced_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
-        """Choose slots that even out the loads of all ranks in this layer and step, int64 [T, K].
+    def counts_by_rank(self, expert_ids_TK: Tensor) -> Tensor:
+        """Exchange how often each rank chose each expert in this layer, int64 [ranks, E].
 
-        Every rank calls it, even without rows: ranks exchange their counts of experts first.
+        Every rank calls it, even without rows.
 
         Raises:
             ExchangeError: another rank is gone or slower than the group's timeout.
         """
-        slots_ER, count_E, ends_ER = self.placement.of_layer(layer)
-        replicas_TK = balanced_replicas(
-            expert_ids_TK,
-            self.ranks.gather(count_experts(expert_ids_TK, num_experts=len(count_E))),
-            slots_ER,
-            count_E,
-            rank=self.ranks.rank,
-            slots_per_rank=self.placement.slots_per_rank,
-            share_ends_ER=ends_ER,
-        )
-        return slots_ER[expert_ids_TK, replicas_TK]
+        num_experts = self.placement.replica_count.shape[1]
+        return self.ranks.gather(count_experts(expert_ids_TK, num_experts=num_experts))
 
     def _choose_slots(self, expert_ids_TK: Tensor, *, layer: int) -> Tensor:
-        if self.balances:
-            return self.balanced_slots(expert_ids_TK, layer=layer)
         slots_ER, count_E, ends_ER = self.placement.of_layer(layer)
-        replicas_TK = choose_replicas(
-            expert_ids_TK, self.token_ids_T, count_E, layer=layer, share_ends_ER=ends_ER
-        )
+        if self.balances:
+            replicas_TK = balanced_replicas(
+                expert_ids_TK,
+                self.counts_by_rank(expert_ids_TK),
+                slots_ER,
+                count_E,
+                rank=self.ranks.rank,
+                slots_per_rank=self.placement.slots_per_rank,
+                share_ends_ER=ends_ER,
+            )
+        else:
+            replicas_TK = choose_replicas(
+                expert_ids_TK, self.token_ids_T, count_E, layer=layer, share_ends_ER=ends_ER
+            )
         return slots_ER[expert_ids_TK, replicas_TK]
 
 

@@ -29,7 +29,7 @@ from equipoise_model.device import compute_dtype, use
 from equipoise_model.fp8.graphs import DecodeGraphs, capture_obstacle
 from equipoise_model.fp8.slot_exchange import SlotExchange, exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer, obstacle
-from equipoise_model.fp8.warm_up import warm_up
+from equipoise_model.fp8.warm_up import warm_up, warm_up_balance
 from equipoise_model.latent_cache import BLOCK_TOKENS, KERNEL_BLOCK_TOKENS, LatentCache
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
@@ -228,10 +228,12 @@ class Operations:
         group: dist.ProcessGroup,
         timeout_s: float,
         nodes: Nodes,
+        balances: bool = False,
     ) -> SlotExchange | None:
         """Open the exchange of an FP8 model with several ranks, which all call this together.
 
-        `nodes` are those of the group's ranks.
+        `nodes` are those of the group's ranks. With `balances`, what balances their replicas is
+        compiled.
 
         None in the plain plane, whose layers exchange rows themselves.
 
@@ -250,6 +252,13 @@ class Operations:
             max_tokens=exchange_tokens(max_step_tokens, max_graph_rows=max_graph_rows),
             payload=Payload.FP8,
         )
+        if balances and self.device.type == "cuda":
+            warm_up_balance(
+                num_experts=config.num_placed_experts,
+                num_ranks=shape.num_ranks,
+                slots_per_rank=slots_per_rank,
+                device=self.device,
+            )
         return SlotExchange.open(
             shape,
             max_captured_rows=max_graph_rows,

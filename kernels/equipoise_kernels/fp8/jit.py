@@ -42,7 +42,7 @@ __all__ = [
 VARYING = (
     *("layer", "rank", "num_rows", "num_out_rows", "max_rows", "num_pairs", "num_splits"),
     *("table_size", "num_places", "table_stride", "share_stride", "slots_stride"),
-    *("is_captured", "slot_multiple", "rows_per_slot"),
+    *("is_captured", "slot_multiple", "rows_per_slot", "num_ranks", "slots_per_rank"),
 )
 
 

@@ -46,6 +46,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "grouped_gemm": ("triton", REFERENCE),
         "all_to_all": ("deep_ep", "triton", REFERENCE),
         "route": ("triton", REFERENCE),
+        "replica_balance": ("triton", REFERENCE),
         "row_order": ("triton", REFERENCE),
         "permute": ("triton", REFERENCE),
         "combine": ("triton", REFERENCE),

@@ -41,6 +41,7 @@ from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.gemm.schedule import MaskedRows
 from equipoise_kernels.fp8.jit import is_interpreting, triton_version
 from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
+from equipoise_kernels.fp8.moe.replica_balance import REPLICA_BALANCE
 from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule, SlotTables, empty_routes
 from equipoise_kernels.fp8.moe.row_order import ROW_ORDER, RowOrder, most_rows
@@ -266,6 +267,29 @@ def _route(backend: str) -> Tensor:
     return torch.cat([rows, out.slots_TK.flatten(), out.weights_TK.flatten()])
 
 
+def _replica_balance(backend: str) -> Tensor:
+    """Balance four experts of several replicas, and one alone, over three ranks; one is padding."""
+    device = _device()
+    slots = torch.tensor([[0, 4, 8], [1, 5, -1], [6, 9, -1], [2, 10, -1], [3, -1, -1]])
+    ends = torch.tensor([[9, 21, 32], [8, 32, 32], [24, 32, 32], [16, 32, 32], [32, 32, 32]])
+    ids = torch.tensor([[0, 1], [0, 4], [3, 0], [-1, -1], [2, 0], [0, 1]], device=device)
+    counts = torch.tensor([[40, 3, 9, 0, 17], [5, 2, 1, 1, 1], [0, 8, 25, 6, 0]], device=device)
+    out = torch.empty_like(ids)
+    REPLICA_BALANCE.backends[backend](
+        ids,
+        counts,
+        SlotTables(
+            slots_of_expert_ER=slots.to(device),
+            replica_count_E=torch.tensor([3, 2, 2, 2, 1], device=device),
+            share_ends_ER=(ends << 10).to(device),
+        ),
+        rank=1,
+        slots_per_rank=4,
+        out_TK=out,
+    )
+    return out.float()
+
+
 def _order(backend: str) -> RowOrder:
     slots = torch.tensor([[0, 2], [2, -1], [1, 2], [5, 0]], device=_device())
     num_rows = most_rows(8, num_slots=3, alignment=4)
@@ -374,6 +398,7 @@ _PROBLEMS: Mapping[str, Callable[[str], Tensor]] = {
     "grouped_gemm": _grouped_gemm,
     "all_to_all": _all_to_all,
     "route": _route,
+    "replica_balance": _replica_balance,
     "row_order": _row_order,
     "permute": _permute,
     "combine": _combine,

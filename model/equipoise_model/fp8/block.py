@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from equipoise_kernels.formats import QuantizedRows
 from equipoise_kernels.fp8.attention.latents import Latents
+from equipoise_kernels.fp8.moe.replica_balance import balance_to_slots
 from equipoise_kernels.fp8.moe.route import route_to_slots
 from equipoise_kernels.fp8.moe.routes import Routes, RoutingRule, SlotTables
 from equipoise_kernels.fp8.quant.group_quant import group_quant
@@ -71,15 +72,16 @@ class Fp8MoE(nn.Module):
         layer, exchange = step.enter_layer(), step.exchange
         load_S = step.slot_load_LS[layer]
         slots_ER, count_E, ends_ER = step.placement.of_layer(layer)
+        tables = SlotTables(
+            slots_of_expert_ER=slots_ER, replica_count_E=count_E, share_ends_ER=ends_ER
+        )
         # Routes rows to physical slots, without involving the host. A rank alone counts assignments
         # while routing; several ranks count what they receive.
         routes = route_to_slots(
             functional.linear(x_TD.float(), self.gate.weight),
             self.gate.e_score_correction_bias,
             rule=self._rule,
-            tables=SlotTables(
-                slots_of_expert_ER=slots_ER, replica_count_E=count_E, share_ends_ER=ends_ER
-            ),
+            tables=tables,
             token_ids_T=step.token_ids_T,
             layer=layer,
             rows_S=load_S if exchange is None else None,
@@ -87,7 +89,13 @@ class Fp8MoE(nn.Module):
         )
         slots_TK = routes.slots_TK
         if step.balances:
-            slots_TK = step.balanced_slots(routes.expert_ids_TK, layer=layer)
+            slots_TK = balance_to_slots(
+                routes.expert_ids_TK,
+                step.counts_by_rank(routes.expert_ids_TK),
+                tables,
+                rank=step.ranks.rank,
+                slots_per_rank=step.placement.slots_per_rank,
+            )
         yield Stage.ROUTED
         if exchange is None:
             assert step.alone

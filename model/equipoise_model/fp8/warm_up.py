@@ -19,6 +19,9 @@ from equipoise_kernels.fp8.all_to_all.collective import CollectiveBackend
 from equipoise_kernels.fp8.all_to_all.opening import OpenedBuffer
 from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
+from equipoise_kernels.fp8.moe.replica_balance import balance_to_slots
+from equipoise_kernels.fp8.moe.routes import SlotTables
+from equipoise_kernels.replica_choice import SHARE_BITS
 from equipoise_model.exchange import RowExchange
 from equipoise_model.expert_step import ExpertStep
 from equipoise_model.fp8.prefill import STRETCH, Chunk, ExpandedRows, expands
@@ -33,6 +36,9 @@ _MOST_REPLICAS = 16
 
 _MOST_SHARED_REPLICAS = 64
 """The same if the shared expert is one of them: every token goes to it, so it has the most."""
+
+_BALANCED_REPLICAS = (8, 16)
+"""Replicas of one expert up to which balancing is compiled."""
 
 _DEEP_EP = "deep_ep"
 
@@ -60,6 +66,30 @@ def warm_up(model: Fp8Transformer, cache: LatentCache, *, max_rows: int) -> None
             # Tables of blocks are read by other kernels.
             _run(model, cache, placement, num_rows=1, exchange=exchange, widths=(1,))
     _run_prompt(model, cache, num_rows=max_rows)
+
+
+def warm_up_balance(
+    *, num_experts: int, num_ranks: int, slots_per_rank: int, device: torch.device
+) -> None:
+    """Launch what balances replicas between so many ranks, before they take steps together.
+
+    A layout with more than 16 replicas of an expert compiles it again.
+    """
+    slots_E1 = torch.arange(num_experts, device=device).unsqueeze(1)
+    for num_replicas in _BALANCED_REPLICAS:
+        even = SlotTables(
+            slots_of_expert_ER=slots_E1.repeat(1, num_replicas),
+            replica_count_E=torch.ones(num_experts, dtype=torch.int64, device=device),
+        )
+        ends_ER = torch.full_like(even.slots_of_expert_ER, 1 << SHARE_BITS)
+        for tables in (even, replace(even, share_ends_ER=ends_ER)):
+            balance_to_slots(
+                torch.full((1, 1), -1, device=device),
+                torch.zeros(num_ranks, num_experts, dtype=torch.int64, device=device),
+                tables,
+                rank=0,
+                slots_per_rank=slots_per_rank,
+            )
 
 
 def _run(

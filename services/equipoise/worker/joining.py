@@ -27,6 +27,7 @@ from equipoise.worker.group import RankGroup, first_line, meet
 from equipoise.worker.parts import WorkerParts
 from equipoise.worker.placement import HeldSlots, placement_of
 from equipoise.worker.reach import unreached_peers
+from equipoise.worker.settings import ReplicaChoice
 from equipoise_kernels.nodes import Nodes
 from equipoise_model.experts import StagedExperts, checksum
 from equipoise_model.fp8.slot_exchange import SlotExchange
@@ -116,6 +117,7 @@ class WorkerSlots:
                 group=process_group,
                 timeout_s=settings.step_timeout_s,
                 nodes=nodes_of(join_epoch),
+                balances=settings.replica_choice is ReplicaChoice.BALANCED,
             )
         except RuntimeError as error:
             group.close()

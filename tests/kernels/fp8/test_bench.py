@@ -31,6 +31,7 @@ from equipoise_kernels.fp8.bench.exchange_rank import Arguments, ExchangeRecord
 from equipoise_kernels.fp8.bench.report import GATES, GateStatus, Machine, judge
 from equipoise_kernels.fp8.bench.timing import Timing
 from equipoise_kernels.fp8.gemm import dense
+from equipoise_kernels.fp8.moe.replica_balance import replica_balance_reference
 from equipoise_kernels.fp8.moe.route import route_reference
 from equipoise_kernels.fp8.moe.routes import RoutingRule
 from equipoise_kernels.fp8.testing import virtual_ranks
@@ -38,8 +39,9 @@ from equipoise_kernels.fp8.testing.cases import spread_rows, spread_weight
 
 H200 = Machine(copy_tb_s=4.3, bf16_tflops=790.0)
 KERNELS = ("gemm_kernel", "grouped_gemm_kernel", "group_quant_kernel", "rms_norm_quant_kernel",
-           "silu_mul_quant_kernel", "route_kernel", "permute_kernel", "combine_kernel",
-           "send_rows_kernel", "mla_decode_kernel", "mla_prefill_kernel")  # fmt: skip
+           "silu_mul_quant_kernel", "route_kernel", "replica_ends_kernel", "permute_kernel",
+           "combine_kernel", "send_rows_kernel", "mla_decode_kernel",
+           "mla_prefill_kernel")  # fmt: skip
 
 
 class OneMicrosecond:
@@ -165,6 +167,18 @@ def test_routing_cases_run_and_notice_another_choice(bench, monkeypatch):
     monkeypatch.setattr(moe_cases, "route_triton", forgets_the_layer)
     (sample,) = moe_cases.routing(bench, [5], RULE)
     assert "slots or their counts differ from the reference" in sample.faults
+
+
+def test_balancing_cases_run_and_notice_another_slot(bench, monkeypatch):
+    (sample,) = moe_cases.balancing(bench, [(5, 4, 4)], RULE)
+    assert (sample.gate, sample.value, list(sample.faults)) == ("C5", 1.0, [])
+
+    def forgets_ranks_before(*args, **options):
+        replica_balance_reference(*args, **options | {"rank": 0})
+
+    monkeypatch.setattr(moe_cases, "replica_balance_triton", forgets_ranks_before)
+    (sample,) = moe_cases.balancing(bench, [(5, 4, 4)], RULE)
+    assert "slots differ from the reference" in sample.faults
 
 
 def test_cases_of_moved_rows_run_and_their_results_are_right(bench):

@@ -7,11 +7,12 @@ import torch
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.attention.mla_prefill import PrefillInputs
+from equipoise_kernels.fp8.moe.replica_balance import REPLICA_BALANCE
 from equipoise_kernels.fp8.testing.committed import TUNABLES
 from equipoise_model.config import Fp8Config
 from equipoise_model.fp8 import warm_up as warm_up_module
 from equipoise_model.fp8.transformer import Fp8Transformer
-from equipoise_model.fp8.warm_up import warm_up, warm_up_sizes
+from equipoise_model.fp8.warm_up import warm_up, warm_up_balance, warm_up_sizes
 from equipoise_model.latent_cache import LatentCache
 from tests.support.fp8_models import NARROW
 from tests.support.kernel_backends import use_backends
@@ -90,3 +91,16 @@ def test_a_warm_up_launches_every_operation_at_every_size_and_changes_no_latent(
     for name in ("rms_norm_quant", "route", "mla_decode"):
         assert {shape[0] for shape in seen[name]} == {1, 2, 4, 5}, name
     assert torch.equal(cache.latents(0).latents_BPC, before)
+
+
+def test_balancing_is_launched_with_and_without_shares_for_few_and_many_replicas(monkeypatch):
+    run, seen = REPLICA_BALANCE.backends["reference"], []
+
+    def call(ids_TK, counts_RE, tables, **options):
+        seen.append((*tables.slots_of_expert_ER.shape, tables.share_ends_ER is not None))
+        run(ids_TK, counts_RE, tables, **options)
+        assert options["out_TK"].tolist() == [[-1]]
+
+    monkeypatch.setitem(REPLICA_BALANCE.backends, "reference", call)
+    warm_up_balance(num_experts=6, num_ranks=3, slots_per_rank=4, device=torch.device("cpu"))
+    assert seen == [(6, 8, False), (6, 8, True), (6, 16, False), (6, 16, True)]

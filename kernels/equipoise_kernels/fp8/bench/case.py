@@ -50,6 +50,7 @@ CASES: Mapping[tuple[str, ...], Cases] = {
     ("C2",): quant_cases.few_rows,
     ("C3",): moe_cases.routing,
     ("C4",): moe_cases.moving,
+    ("C5",): moe_cases.balancing,
     ("D1", "D2", "D3"): mla_cases.attention,
     ("D4",): prefill_cases.attention,
     ("F1",): layer_cases.decode_layer,

@@ -1,4 +1,4 @@
-"""Gates C3 and C4: routing against compiled torch, and moving rows against a plain copy."""
+"""Gates C3 to C5: routing and balancing against torch, and moving rows against a plain copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from equipoise_kernels.formats import QuantizedRows, empty_rows
 from equipoise_kernels.fp8.bench.bench import Bench, fp8_bytes, num_copies
 from equipoise_kernels.fp8.bench.checks import backend_faults, result_faults
-from equipoise_kernels.fp8.bench.moe_inputs import RULE, route_inputs, row_order_of
+from equipoise_kernels.fp8.bench.moe_inputs import RULE, balance_inputs, route_inputs, row_order_of
 from equipoise_kernels.fp8.bench.report import Sample
 from equipoise_kernels.fp8.bench.timing import TimedCall
 from equipoise_kernels.fp8.moe.permute import (
@@ -19,6 +19,10 @@ from equipoise_kernels.fp8.moe.permute import (
     permute_reference,
     permute_triton,
 )
+from equipoise_kernels.fp8.moe.replica_balance import (
+    replica_balance_reference,
+    replica_balance_triton,
+)
 from equipoise_kernels.fp8.moe.route import route_reference, route_triton
 from equipoise_kernels.fp8.moe.routes import RoutingRule, empty_routes
 from equipoise_kernels.fp8.moe.row_order import RowOrder
@@ -27,6 +31,8 @@ from equipoise_kernels.fp8.testing.cases import spread_rows
 _HIDDEN = 7168
 _ROUTED_ROWS = (128, 8192)
 _MOVED_ROWS = 4096
+# Rows of a rank, ranks, slots per rank.
+_BALANCED = ((128, 32, 9), (1024, 32, 10), (128, 144, 2))
 
 
 def routing(
@@ -42,6 +48,15 @@ def moving(
     """C4: bytes per second of `permute` with scales, and of `combine`."""
     order = row_order_of(num_rows, bench.generator, rule=rule)
     return [_permute(bench, order, num_rows, dim), _combine(bench, order, num_rows, dim)]
+
+
+def balancing(
+    bench: Bench,
+    sizes: Sequence[tuple[int, int, int]] = _BALANCED,
+    rule: RoutingRule = RULE,
+) -> list[Sample]:
+    """C5: speed-up over torch, whose launches are captured too."""
+    return [_balancing(bench, *size, rule) for size in sizes]
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -78,6 +93,33 @@ def _routing(bench: Bench, num_rows: int, rule: RoutingRule) -> Sample:
         shape=f"route {num_rows} rows, {rule.num_experts} experts",
         value=compiled_us / times["route"].median_us,
         raw={"us": times["route"].median_us, "compiled_us": compiled_us},
+        faults=faults,
+    )
+
+
+def _balancing(
+    bench: Bench, num_rows: int, num_ranks: int, slots_per_rank: int, rule: RoutingRule
+) -> Sample:
+    inputs = balance_inputs(
+        num_rows, bench.generator, num_ranks=num_ranks, slots_per_rank=slots_per_rank, rule=rule
+    )
+    out, wanted = (torch.full_like(inputs.expert_ids_TK, -7) for _ in range(2))
+    launch: TimedCall = lambda: inputs.run(replica_balance_triton, out_TK=out)  # noqa: E731
+    times, faults = bench.measure(
+        {
+            "balance": [launch],
+            "torch": [lambda: inputs.run(replica_balance_reference, out_TK=wanted)],
+        }
+    )
+    if not torch.equal(out, wanted):
+        faults.append("slots differ from the reference")
+    faults += backend_faults(bench.timer.kernel_names(launch), "replica_ends_kernel")
+    torch_us = times["torch"].median_us if "torch" in times else float("nan")
+    return Sample(
+        gate="C5",
+        shape=f"balance {num_rows} rows, {num_ranks} ranks of {slots_per_rank} slots",
+        value=torch_us / times["balance"].median_us,
+        raw={"us": times["balance"].median_us, "torch_us": torch_us},
         faults=faults,
     )
 

@@ -78,6 +78,68 @@ def route_inputs(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BalanceInputs:
+    """Inputs of `replica_balance` on the middle rank."""
+
+    expert_ids_TK: Tensor
+    counts_RE: Tensor
+    tables: SlotTables
+    slots_per_rank: int
+
+    def run(self, backend: object, *, out_TK: Tensor) -> None:
+        """Launch a backend of `replica_balance`."""
+        backend(  # type: ignore[operator]
+            self.expert_ids_TK,
+            self.counts_RE,
+            self.tables,
+            rank=len(self.counts_RE) // 2,
+            slots_per_rank=self.slots_per_rank,
+            out_TK=out_TK,
+        )
+
+
+def balance_inputs(
+    num_rows: int,
+    generator: torch.Generator,
+    *,
+    num_ranks: int,
+    slots_per_rank: int,
+    rule: RoutingRule = RULE,
+) -> BalanceInputs:
+    """Rows of every rank, of which some experts are chosen far more often; these have replicas.
+
+    The most popular expert has one more replica for every fourth redundant slot, and the next
+    ones one more each.
+    """
+    device, num_experts = generator.device, rule.num_experts
+    redundant = num_ranks * slots_per_rank - num_experts
+    spread = redundant - redundant // 4
+    count_E = torch.ones(num_experts, dtype=torch.int64, device=device)
+    count_E[0] += redundant // 4
+    count_E += torch.bincount(
+        1 + torch.arange(spread, device=device) % (num_experts - 1), minlength=num_experts
+    )
+    places = torch.arange(int(count_E.max()), device=device)
+    used = places < count_E.unsqueeze(1)
+    # Neighbouring replicas are on neighbouring ranks.
+    turns = torch.arange(num_ranks * slots_per_rank, device=device)
+    slots_ER = torch.full(used.shape, -1, device=device)
+    slots_ER[used] = turns % num_ranks * slots_per_rank + turns // num_ranks
+    bias_E = -torch.arange(num_experts, device=device) / num_experts
+    noise = torch.randn(num_ranks, num_rows, num_experts, generator=generator, device=device)
+    ids_RTK = (bias_E + noise).topk(rule.top_k).indices
+    counts_RE = torch.zeros(num_ranks, num_experts, dtype=torch.int64, device=device)
+    flat_RN = ids_RTK.flatten(1)
+    counts_RE.scatter_add_(1, flat_RN, torch.ones_like(flat_RN))
+    return BalanceInputs(
+        expert_ids_TK=ids_RTK[num_ranks // 2].contiguous(),
+        counts_RE=counts_RE,
+        tables=SlotTables(slots_of_expert_ER=slots_ER, replica_count_E=count_E),
+        slots_per_rank=slots_per_rank,
+    )
+
+
 def routed_slots(num_rows: int, generator: torch.Generator, *, rule: RoutingRule = RULE) -> Tensor:
     """Slots int64 [T, K] of random rows."""
     inputs = route_inputs(num_rows, generator, rule=rule)

@@ -76,6 +76,7 @@ GATES: Mapping[str, Gate] = {
              is_more_better=False),
         Gate(name="C3", metric="route: compiled reference / time", must=3.0, target=6.0),
         Gate(name="C4", metric="permute, combine: bytes/s / copy", must=0.60, target=0.75),
+        Gate(name="C5", metric="replica balance: torch's time / time", must=5.0, target=10.0),
         Gate(name="D1", metric="attention, 128 heads: TFLOPS / bf16", must=0.35, target=0.50,
              stretch=0.65),
         Gate(name="D2", metric="attention, 16 heads: cache bytes/s / copy", must=0.60,

@@ -47,8 +47,9 @@ def _line(gate: Gate, runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 def _cell(gate: Gate, reports: Sequence[Mapping[str, Any]]) -> str:
     """The gate's mean in the first report that ran it."""
     for report in reports:
-        (found,) = [one for one in report["gates"] if one["name"] == gate.name]
-        if found["mean"] is not None:
+        # A report has no gates that came after it.
+        found = next((one for one in report["gates"] if one["name"] == gate.name), None)
+        if found is not None and found["mean"] is not None:
             mean, is_valid = found["mean"], report["void_because"] is None
             return f"{mean:.3g} ({found['verdict']})" if is_valid else "void"
     return "- (not run)"

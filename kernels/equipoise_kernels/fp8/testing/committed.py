@@ -16,6 +16,7 @@ from equipoise_kernels.fp8.attention.mla_prefill import MLA_PREFILL
 from equipoise_kernels.fp8.gemm.dense import GEMM
 from equipoise_kernels.fp8.gemm.grouped import GROUPED_GEMM
 from equipoise_kernels.fp8.moe.permute import COMBINE, PERMUTE
+from equipoise_kernels.fp8.moe.replica_balance import REPLICA_BALANCE, LayoutSizes
 from equipoise_kernels.fp8.moe.route import ROUTE
 from equipoise_kernels.fp8.moe.routes import RoutingRule
 from equipoise_kernels.fp8.moe.row_order import ROW_ORDER
@@ -40,6 +41,21 @@ _EIGHT_RANKS = EpShape(
 _RULE = RoutingRule(num_experts=256, num_groups=8, top_groups=4, top_k=8, normalize=True, scale=2.5)
 _MAX_REPLICAS = 8
 
+# Most that the kernels take: few experts with many replicas, many with few, and in between.
+_LAYOUTS = tuple(
+    LayoutSizes(
+        num_experts=_RULE.num_experts,
+        num_ranks=num_ranks,
+        slots_per_rank=slots_per_rank,
+        most_replicas=most_replicas,
+    )
+    for num_ranks, slots_per_rank, most_replicas in (
+        (32, 9, 8),
+        (144, 2, 64),
+        (32, 10, 32),
+        (64, 8, 8),
+    )
+)
 
 _LATENTS = {"rank": 512, "rotary": 64, "block_tokens": 64}
 # Specialisations that need sizes get those of DeepSeek-V3 with 32 slots per rank.
@@ -95,6 +111,8 @@ def committed_configs() -> list[tuple[str, Any]]:
 def committed_specializations() -> list[Specialization]:
     """Everything to compile, each once, including kernels without configurations."""
     found = QUANTIZE_WEIGHT.specializations()
+    for layout in _LAYOUTS:
+        found += REPLICA_BALANCE.specializations(layout)
     for operation, config in committed_configs():
         found += specializations(operation, config)
     return list({what.name: what for what in found}.values())
