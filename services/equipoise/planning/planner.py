@@ -239,14 +239,14 @@ def _improved(
     Those that return begin from one that keeps groups on their nodes.
     """
     problem = task.problem
-    fresh, homes = place_globally(problem), None
+    # Steps stop where chance hides what is left.
+    noise = None if task.samples is None else chance_of_layer(problem, samples=task.samples) / 2
+    fresh, homes = place_globally(problem, noise=noise), None
     if task.locality is not None:
         local = place_locally(problem, locality=task.locality)
         # Groups keep their nodes: to give them others takes most of the moves there are.
         fresh = np.where(returns[:, None], local, cover(problem))
         homes = Homes.of_table(problem, fresh, locality=task.locality)
-    # Steps stop where chance hides what is left.
-    noise = None if task.samples is None else chance_of_layer(problem, samples=task.samples) / 2
     better = improve(
         problem,
         layers=layers,

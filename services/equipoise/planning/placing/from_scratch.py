@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable, Indices
+from equipoise.planning.arrays import ExpertTable, Indices, Weights
 from equipoise.planning.placing.eplb import deal_groups, place
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
+from equipoise.planning.placing.settle import settle
 from equipoise.planning.placing.stay import align, relabel
 from equipoise.planning.placing.twins import repair_twins
 
@@ -13,15 +14,19 @@ SEPARATION_TOLERANCE = 2e-3
 """Relative increase of the busiest rank that placing replicas on different nodes may cost."""
 
 
-def place_globally(problem: Problem) -> ExpertTable:
-    """Place any expert on any rank; int32 [layers, slots].
+def place_globally(problem: Problem, *, noise: Weights | None = None) -> ExpertTable:
+    """Place any expert on any rank, close to what ranks hold; int32 [layers, slots].
 
     In each layer, replicas of an expert are on different nodes, so that the loss of one node does
-    not take them all, unless that makes the busiest rank much busier.
+    not take them all, unless that makes the busiest rank much busier or costs moves. For `noise`
+    see `settle`.
     """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)
-    greedy = _greedy(problem, groups=groups, num_nodes=1)
-    return stay_near(problem, refined_apart(problem, greedy))
+    table = refined_apart(problem, _greedy(problem, groups=groups, num_nodes=1))
+    if problem.is_new:
+        return table
+    table = relabel(table, problem.held, first_slot=problem.first_slot)
+    return settle(problem, table, problem.held, noise=noise)
 
 
 def stay_near(problem: Problem, table: ExpertTable) -> ExpertTable:

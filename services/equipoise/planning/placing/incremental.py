@@ -11,8 +11,10 @@ from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.frontier import LayerPath, Point, hull_along, hull_of, take_steepest
 from equipoise.planning.placing.locality import Homes
 from equipoise.planning.placing.problem import Problem
+from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.relieve import relieve
 from equipoise.planning.placing.search_state import Goal, SearchSpace
+from equipoise.planning.placing.settle import settle
 
 THRESHOLDS = (1.0, 1.02, 1.06, 1.15)
 """Relief thresholds of paths, in multiples of the lowest possible load of the busiest rank."""
@@ -83,8 +85,8 @@ def improve(
     Args:
         problem: the load and the placement in use.
         layers: the layers to improve, bool [layers].
-        fresh: a placement from scratch, int32 [layers, slots], for layers where it is more
-            balanced by `least_gain` than small steps can reach.
+        fresh: a placement from scratch, int32 [layers, slots], for layers where small steps lead
+            to less balance by `least_gain`, or need more moves.
         standing: balancedness of valid layers with their shares, [layers]. Steps split experts
             evenly, so those of a layer with shares must exceed it.
         least_gain: see `fresh`.
@@ -109,7 +111,10 @@ def improve(
     ]
     if max_moves is None and not _reach(paths, busy, target):
         _offer(problem, begin, paths, fresh, least_gain=least_gain)
-    ends, curve = take_steepest(
+        if homes is None:
+            ends = _settled_ends(problem, begin, paths)
+            _offer(problem, begin, paths, ends, least_gain=least_gain)
+    taken, curve = take_steepest(
         [hull_of(of_one) for of_one in paths],
         num_busy=num_busy,
         start=float(begin.reached[busy].mean()) if busy.any() else 1.0,
@@ -119,7 +124,7 @@ def improve(
     )
     steps = [
         step
-        for layer, end in enumerate(ends)
+        for layer, end in enumerate(taken)
         for step in _steps(layer, start[layer], paths[layer][end.path], end, num_busy)
     ]
     steps.sort(key=lambda step: -step.gain / step.moves)
@@ -186,21 +191,39 @@ def _standing(reached: float) -> LayerPath:
     )
 
 
+def _settled_ends(problem: Problem, begin: _Begin, paths: list[list[LayerPath]]) -> ExpertTable:
+    """Refine the most balanced placement of each layer's paths and take back needless moves."""
+    table = begin.table.copy()
+    for layer, of_layer in enumerate(paths):
+        path = max(of_layer, key=lambda path: float(path.balancedness.max()))
+        for slot, expert in path.changed(0, int(path.balancedness.argmax())).tolist():
+            table[layer, slot] = expert
+    anywhere = np.zeros_like(problem.node_of_rank)
+    refined = refine(
+        table, load=problem.load, first_slot=problem.first_slot, block_of_rank=anywhere
+    )
+    gains = problem.balancedness_of_layer(refined) > problem.balancedness_of_layer(table)
+    table = np.where(gains[:, None], refined, table)
+    return settle(problem, table, begin.table, noise=begin.noise)
+
+
 def _offer(
     problem: Problem,
     begin: _Begin,
     paths: list[list[LayerPath]],
-    fresh: ExpertTable,
+    table: ExpertTable,
     *,
     least_gain: float,
 ) -> None:
-    """Add the fresh placement to the paths of layers where it is more balanced."""
-    possible = np.minimum(problem.balancedness_of_layer(fresh), 1.0 / (1.0 + begin.noise))
-    for layer in np.flatnonzero(begin.climbs).tolist():
-        best = max(path.balancedness.max() for path in paths[layer])
-        if possible[layer] > best + least_gain:
-            ends = np.array([begin.reached[layer], possible[layer]])
-            paths[layer].append(_in_one_step(begin.table[layer], fresh[layer], ends))
+    """Add a placement to the paths of layers where it is more balanced, or needs fewer moves."""
+    possible = np.minimum(problem.balancedness_of_layer(table), 1.0 / (1.0 + begin.noise))
+    num_moves = (table != begin.table).sum(axis=1)
+    for layer in np.flatnonzero(begin.climbs & (num_moves > 0)).tolist():
+        ends = [path.point(int(path.balancedness.argmax())) for path in paths[layer]]
+        best = max(ends, key=lambda end: (end.balancedness, -end.moves))
+        if possible[layer] > best.balancedness + least_gain or num_moves[layer] < best.moves:
+            reached = np.array([begin.reached[layer], possible[layer]])
+            paths[layer].append(_in_one_step(begin.table[layer], table[layer], reached))
 
 
 def _in_one_step(start: Slots, fresh: Slots, balancedness: Load) -> LayerPath:
