@@ -198,10 +198,13 @@ def _copy(layer: _Layer, expert: int, slot: int) -> bool:
 @part
 def _bring(layer: _Layer, expert: int, slot: int) -> bool:
     """Swap an expert to a slot from a rank that does not hold it."""
-    for other in range(len(layer.slots)):
+    slots, rank_of_slot, is_held = layer.slots, layer.rank_of_slot, layer.is_held
+    if not _has_room(layer, expert, slot):
+        return False
+    for other in range(len(slots)):
         if (
-            layer.slots[other] == expert
-            and not layer.is_held[expert, layer.rank_of_slot[other]]
+            slots[other] == expert
+            and not is_held[expert, rank_of_slot[other]]
             and _may_swap(layer, slot, other)
         ):
             _swap(layer, slot, other)
@@ -214,12 +217,19 @@ def _may_swap(layer: _Layer, own: int, other: int) -> bool:
     """Whether two experts may change places without making a rank too busy."""
     one, two = layer.slots[own], layer.slots[other]
     here, there = layer.rank_of_slot[own], layer.rank_of_slot[other]
+    has_room = _has_room(layer, two, own) and _has_room(layer, one, other)
+    return has_room and _may_go(layer, one, here, there) and _may_go(layer, two, there, here)
+
+
+@part
+def _has_room(layer: _Layer, expert: int, slot: int) -> bool:
+    """Whether the rank of a slot may carry an expert in place of the one there."""
+    rank, spared = layer.rank_of_slot[slot], layer.slots[slot]
     for kind in range(len(layer.limit)):
-        more = layer.share[two, kind] - layer.share[one, kind]
-        busier = max(layer.carried[here, kind] + more, layer.carried[there, kind] - more)
-        if busier > layer.limit[kind]:
+        more = layer.share[expert, kind] - layer.share[spared, kind]
+        if layer.carried[rank, kind] + more > layer.limit[kind]:
             return False
-    return _may_go(layer, one, here, there) and _may_go(layer, two, there, here)
+    return True
 
 
 @part
