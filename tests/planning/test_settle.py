@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.placing import incremental
 from equipoise.planning.placing.from_scratch import place_globally, stay_near
+from equipoise.planning.placing.frontier import LayerPath, hull_of
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.settle import settle
 from equipoise.planning.placing.stay import align
@@ -134,3 +135,13 @@ def test_incremental_plans_take_needless_moves_back(slots_per_rank, monkeypatch)
     more, without = totals()
     assert moves < more
     assert balance >= without - 1e-3
+
+
+def test_no_move_is_made_for_balance_that_rounding_adds():
+    def path(moves, balancedness):
+        changes = np.full((len(moves) - 1, 2), -1)
+        reached = np.array(balancedness)
+        return LayerPath(changes=changes, moves=np.array(moves), balancedness=reached)
+
+    hull = hull_of([path([0, 20], [0.5, 0.9 + 1e-9]), path([0, 10], [0.5, 0.9])])
+    assert [one.moves for one in hull] == [0, 10]

@@ -13,6 +13,9 @@ import numpy as np
 from equipoise.planning.arrays import Indices, Load
 from equipoise.planning.placing.compiled import compiled
 
+ROUNDING = 1e-8
+"""Balancedness that rounding may add; placements that have been settled have up to 1e-9 less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPath:
@@ -76,7 +79,7 @@ def hull_of(paths: Sequence[LayerPath]) -> Hull:
     )
     order = np.lexsort((-reached, moves))
     highest_before = np.maximum.accumulate(np.append(-np.inf, reached[order][:-1]))
-    better = order[reached[order] > highest_before]
+    better = order[reached[order] > highest_before + ROUNDING]
     chosen = better[_concave(moves[better], reached[better])]
     return [
         paths[path].point(count, path=path)
