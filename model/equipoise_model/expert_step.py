@@ -186,7 +186,7 @@ class ExpertStep:
     def balances(self) -> bool:
         """Whether the slots of this step's rows follow from `counts_by_rank`, on every rank.
 
-        Captured steps' do not: they are small, and exchange nothing that the host waits for.
+        Those of captured steps do not: they are small, and exchange nothing that the host awaits.
         """
         return self.is_balanced and not self.is_captured and any(self.tokens_by_rank)
 

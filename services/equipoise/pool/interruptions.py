@@ -8,7 +8,8 @@ group served, the rank that reports its end first is blamed. If the ranks never 
 first report only shows which timeout was shorter. Then those are blamed that several ranks could
 not connect to (`reachability`). If the reports do not show that, the ranks that were not in the
 latest group that served are blamed if only some were not, otherwise rank 0, which hosts the
-rendezvous.
+rendezvous. If some ranks hang, only those are blamed that others could not reach in the epochs
+before.
 
 If no group works whoever is in it, because ranks cannot exchange rows for example, blame does not
 help. So after a few epochs in a row that failed at once, the next ones open ever later.
@@ -178,7 +179,7 @@ class Interruptions:
         if not (self._enders and is_complete):
             return ()
         if is_hanging:
-            return self._judge_before(now=now)
+            return self._judge_hanging(now=now)
         self._is_judged = True
         enders = tuple(self._enders)
         reporters = frozenset(name for name, is_report in self._enders.items() if is_report)
@@ -228,7 +229,7 @@ class Interruptions:
             what = f"the ranks of epoch {self._roster.epoch} met but formed no group"
         return self._blame_each((seated[0].name,), is_certain=False, what=what, now=now)
 
-    def _judge_before(self, *, now: float) -> Chain:
+    def _judge_hanging(self, *, now: float) -> Chain:
         """Some ranks hang: blame those that others could not reach in the epochs before, if any."""
         found = self._reachability.blame(self._roster.seated(), reporters=())
         if self._serving_since_s is not None or not found.workers:
