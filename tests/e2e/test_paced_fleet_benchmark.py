@@ -11,14 +11,16 @@ import os
 import statistics
 import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import numpy as np
 import pytest
 
 from equipoise.cli.demo.arguments import balancer_arguments, domain_prompts, worker_arguments
 from equipoise.cli.demo.fleet import free_address
 from equipoise.cli.demo.settings import DemoSettings
 from equipoise.cli.demo.traffic import Traffic
+from equipoise.cli.live.balance import imbalance_text
 from equipoise.cli.live.status_feed import StatusFeed
 from equipoise.planning.warm_up import warm_up
 from equipoise_api.v1 import status_pb2
@@ -34,7 +36,7 @@ SETTLE_S = 2 * TURN_S
 
 ROUNDS = int(os.environ.get("EQUIPOISE_ROUNDS", "2"))
 SETTINGS = DemoSettings(clients_per_rank=16)
-OUTPUT_TOKENS = (16, 48)
+OUTPUT_TOKENS = (8, 24)
 STATIC, BALANCED, BY_COUNTS = "static", "balanced", "by-counts"
 POOLS = {STATIC: (), BALANCED: (), BY_COUNTS: ("--replica-choice=balanced",)}
 MIXED = "mixed"
@@ -91,8 +93,9 @@ class PacedFleet:
         )
         assert await process.wait() == 0
 
-    async def served(self, pool, domain, *, for_s, warm_s=5.0):
-        """Tokens per second that clients of all ranks get, from `warm_s` on."""
+    @asynccontextmanager
+    async def traffic(self, pool, domain):
+        """Clients of all ranks of a pool, until the end of the block."""
         traffic = Traffic(
             {domain: self._prompts[domain]},
             addresses=[rank.address for rank in self.feeds[pool].status.ranks],
@@ -101,22 +104,42 @@ class PacedFleet:
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(traffic.run())
-            await asyncio.sleep(warm_s)
-            from_s, before = time.monotonic(), traffic.num_tokens
-            await asyncio.sleep(for_s)
-            rate = (traffic.num_tokens - before) / (time.monotonic() - from_s)
+            yield traffic
             traffic.end()
         assert not [one.failure for one in traffic.completions if one.failure is not None]
-        return rate
+
+    async def served(self, pool, domain, *, for_s):
+        """Tokens per second that clients of all ranks get, from 5 s on."""
+        async with self.traffic(pool, domain) as traffic:
+            return await tokens_per_s(traffic, from_s=5.0, for_s=for_s)
 
     def rollouts(self, pool):
         return self.feeds[pool].status.rollouts_completed
+
+    def cost_of_imbalance(self, pool):
+        """What the pool's status says, and the part of a step that experts would take evenly."""
+        imbalance = self.feeds[pool].status.imbalance
+        return f"{imbalance_text(imbalance)}; experts take {imbalance.expert_share:.0%} of a step"
 
     def balancedness(self, pool):
         """Of the pool's latest window with traffic."""
         windows = sorted(self.feeds[pool].windows.items(), reverse=True)
         found = (one.balancedness for _, one in windows if not math.isnan(one.balancedness))
         return next(found, math.nan)
+
+
+async def tokens_per_s(traffic, *, from_s, for_s):
+    """What clients get in the `for_s` seconds that begin `from_s` from now."""
+    await asyncio.sleep(from_s)
+    began_s, before = time.monotonic(), traffic.num_tokens
+    await asyncio.sleep(for_s)
+    return (traffic.num_tokens - before) / (time.monotonic() - began_s)
+
+
+def ratio_of_means(of, to):
+    """Of two series that were measured in turns, and its standard error."""
+    relative = of / of.mean() - to / to.mean()
+    return of.mean() / to.mean(), relative.std(ddof=1) / math.sqrt(len(relative))
 
 
 async def in_turns(fleet, domain, *pools):
@@ -145,6 +168,7 @@ async def test_balanced_pools_serve_1_4_times_the_tokens_of_a_contiguous_layout(
             for pool in POOLS:
                 await fleet.served(pool, domain, for_s=SETTLE_S)
                 print(f"{domain}, {pool}: {fleet.rollouts(pool)} rollouts so far", flush=True)
+                print(fleet.cost_of_imbalance(pool), flush=True)
             rates = await in_turns(fleet, domain, *POOLS)
             for pool, of_kinds in gains.items():
                 of_kinds.append(rates[pool] / rates[STATIC])
@@ -158,19 +182,27 @@ async def test_balanced_pools_serve_1_4_times_the_tokens_of_a_contiguous_layout(
 
 
 async def test_a_balancer_that_plans_costs_less_than_1_percent_where_traffic_is_balanced(tmp_path):
-    """The same pool in turns, with planning paused and resumed, by the layout for its traffic."""
+    """One pool by the layout for its traffic, with planning paused in half of the turns."""
     warm_up()
+    orders = ("pause", "resume")
     async with AsyncExitStack() as stack:
         fleet = PacedFleet(tmp_path, stack)
         await fleet.start(BALANCED)
-        await fleet.served(BALANCED, MIXED, for_s=2 * SETTLE_S)
-        before, rates = fleet.rollouts(BALANCED), {"pause": [], "resume": []}
-        for turn in range(2 * ROUNDS):
-            for order in ("pause", "resume") if turn % 2 == 0 else ("resume", "pause"):
-                await fleet.order(order, BALANCED)
-                rates[order].append(await fleet.served(BALANCED, MIXED, for_s=TURN_S))
-        print({order: [round(one, 1) for one in these] for order, these in rates.items()})
+        traffic = await stack.enter_async_context(fleet.traffic(BALANCED, MIXED))
+        await asyncio.sleep(3 * SETTLE_S)
+        before, seen = fleet.rollouts(BALANCED), {order: ([], []) for order in orders}
+        for turn in range(32 * ROUNDS):
+            order = orders[turn % 2]
+            rates, steps = seen[order]
+            await fleet.order(order, BALANCED)
+            num_gaps = len(traffic.gaps)
+            rates.append(await tokens_per_s(traffic, from_s=2.0, for_s=TURN_S / 2))
+            steps.append(
+                statistics.median(to_s - from_s for from_s, to_s in traffic.gaps[num_gaps:])
+            )
         print(f"{fleet.rollouts(BALANCED) - before} rollouts meanwhile")
-    paused, planning = (statistics.median(rates[order]) for order in ("pause", "resume"))
-    print(f"{planning / paused:.3f} times")
-    assert planning >= 0.99 * paused
+    (paused, paused_steps), (planning, planning_steps) = (map(np.array, seen[o]) for o in orders)
+    print("tokens per second {:.3f} ± {:.3f} times".format(*ratio_of_means(planning, paused)))
+    ratio, error = ratio_of_means(planning_steps, paused_steps)
+    print(f"decode steps {ratio:.4f} ± {error:.4f} times")
+    assert ratio - error <= 1.01
