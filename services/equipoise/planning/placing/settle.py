@@ -66,6 +66,10 @@ class _Layer(NamedTuple):
     """Replicas of each expert on each rank, [experts, ranks]."""
     num_on_node: Indices
     """Replicas of each expert on each node, [experts, nodes]."""
+    first_replica: Indices
+    """The first slot of each expert, [experts], and the next one after each slot, [slots]; -1 is
+    none."""
+    next_replica: Indices
 
 
 @compiled
@@ -105,14 +109,13 @@ def _begin(
         np.zeros((num_experts, num_ranks), dtype=np.bool_),
         np.zeros((num_experts, num_ranks), dtype=np.int16),
         np.zeros((num_experts, node_of_rank.max() + 1), dtype=np.int64),
+        np.full(num_experts, -1),
+        np.full(len(slots), -1),
     )
-    for slot in range(len(slots)):
-        rank = rank_of_slot[slot]
+    for slot in range(len(slots) - 1, -1, -1):  # Each is put first in its list.
         if held[slot] >= 0:
-            layer.is_held[held[slot], rank] = True
-        layer.num_here[slots[slot], rank] += 1
-        layer.num_on_node[slots[slot], node_of_rank[rank]] += 1
-        layer.num_replicas[slots[slot]] += 1
+            layer.is_held[held[slot], rank_of_slot[slot]] = True
+        _put(layer, slots[slot], slot)
     _weigh(layer)
     return layer
 
@@ -150,16 +153,27 @@ def _separate(layer: _Layer) -> None:
 @part
 def _return(layer: _Layer, held: Slots, first_slot: Indices) -> bool:
     """Bring experts back to each rank in turn; returns whether any came."""
+    # Calls that pass the tuple cost more than what most of them would find.
     slots, rank_of_slot, is_held = layer.slots, layer.rank_of_slot, layer.is_held
-    any_came = False
+    share, num_here, num_replicas = layer.share, layer.num_here, layer.num_replicas
+    room, any_came = np.empty(len(layer.limit)), False
     for slot in range(len(slots)):
-        rank = rank_of_slot[slot]
+        rank, spared = rank_of_slot[slot], slots[slot]
+        if is_held[spared, rank]:
+            continue
+        for kind in range(len(room)):
+            room[kind] = layer.limit[kind] - layer.carried[rank, kind] + share[spared, kind]
         for wanted in range(first_slot[rank], first_slot[rank + 1]):
-            if is_held[slots[slot], rank]:
-                break
             expert = held[wanted]
-            if expert >= 0 and layer.num_here[expert, rank] == 0:
-                any_came |= _copy(layer, expert, slot) or _bring(layer, expert, slot)
+            if expert < 0 or num_here[expert, rank]:
+                continue
+            fits = True
+            for kind in range(len(room)):
+                fits &= share[expert, kind] <= room[kind]
+            came = num_replicas[spared] > 1 and _copy(layer, expert, slot)
+            if came or (fits and _bring(layer, expert, slot)):
+                any_came = True
+                break
     return any_came
 
 
@@ -169,7 +183,7 @@ def _copy(layer: _Layer, expert: int, slot: int) -> bool:
     slots, rank_of_slot, num_replicas = layer.slots, layer.rank_of_slot, layer.num_replicas
     spared, rank = slots[slot], rank_of_slot[slot]
     node = layer.node_of_rank[rank]
-    if num_replicas[spared] < 2 or layer.num_on_node[expert, node] >= _most_on_node(layer, expert):
+    if layer.num_on_node[expert, node] >= _most_on_node(layer, expert):
         return False
     for kind in range(len(layer.limit)):
         limit, was = layer.limit[kind], layer.share[spared, kind]
@@ -177,20 +191,15 @@ def _copy(layer: _Layer, expert: int, slot: int) -> bool:
         if layer.carried[rank, kind] - was + more > limit:
             return False
         rises = layer.load[spared, kind] / (num_replicas[spared] - 1) - was
-        for other in range(len(slots)):
-            if slots[other] != spared or other == slot:
-                continue
+        other = layer.first_replica[spared]
+        while other >= 0:
             there = rank_of_slot[other]
             falls = layer.share[expert, kind] - more if layer.num_here[expert, there] else 0.0
-            if layer.carried[there, kind] + rises - falls > limit:
+            if other != slot and layer.carried[there, kind] + rises - falls > limit:
                 return False
-    num_replicas[spared] -= 1
-    num_replicas[expert] += 1
-    layer.num_on_node[spared, node] -= 1
-    layer.num_on_node[expert, node] += 1
-    layer.num_here[spared, rank] -= 1
-    layer.num_here[expert, rank] += 1
-    slots[slot] = expert
+            other = layer.next_replica[other]
+    _take(layer, slot)
+    _put(layer, expert, slot)
     _weigh(layer)
     return True
 
@@ -198,17 +207,13 @@ def _copy(layer: _Layer, expert: int, slot: int) -> bool:
 @part
 def _bring(layer: _Layer, expert: int, slot: int) -> bool:
     """Swap an expert to a slot from a rank that does not hold it."""
-    slots, rank_of_slot, is_held = layer.slots, layer.rank_of_slot, layer.is_held
-    if not _has_room(layer, expert, slot):
-        return False
-    for other in range(len(slots)):
-        if (
-            slots[other] == expert
-            and not is_held[expert, rank_of_slot[other]]
-            and _may_swap(layer, slot, other)
-        ):
+    rank_of_slot, is_held = layer.rank_of_slot, layer.is_held
+    other = layer.first_replica[expert]
+    while other >= 0:
+        if not is_held[expert, rank_of_slot[other]] and _may_swap(layer, slot, other):
             _swap(layer, slot, other)
             return True
+        other = layer.next_replica[other]
     return False
 
 
@@ -252,12 +257,49 @@ def _most_on_node(layer: _Layer, expert: int) -> int:
 @part
 def _swap(layer: _Layer, own: int, other: int) -> None:
     one, two = layer.slots[own], layer.slots[other]
-    for expert, source, slot in ((one, own, other), (two, other, own)):
-        here, there = layer.rank_of_slot[source], layer.rank_of_slot[slot]
-        layer.slots[slot] = expert
-        layer.carried[there] += layer.share[expert]
-        layer.carried[here] -= layer.share[expert]
-        layer.num_here[expert, there] += 1
-        layer.num_here[expert, here] -= 1
-        layer.num_on_node[expert, layer.node_of_rank[there]] += 1
-        layer.num_on_node[expert, layer.node_of_rank[here]] -= 1
+    here, there = layer.rank_of_slot[own], layer.rank_of_slot[other]
+    _take(layer, own)
+    _take(layer, other)
+    _put(layer, two, own)
+    _put(layer, one, other)
+    for kind in range(len(layer.limit)):
+        less = layer.share[one, kind] - layer.share[two, kind]
+        layer.carried[here, kind] -= less
+        layer.carried[there, kind] += less
+
+
+@part
+def _put(layer: _Layer, expert: int, slot: int) -> None:
+    """Fill a slot, which is in no list."""
+    before, after = -1, layer.first_replica[expert]
+    while after >= 0 and after < slot:
+        before, after = after, layer.next_replica[after]
+    layer.next_replica[slot] = after
+    if before < 0:
+        layer.first_replica[expert] = slot
+    else:
+        layer.next_replica[before] = slot
+    layer.slots[slot] = expert
+    _count(layer, expert, layer.rank_of_slot[slot], 1)
+
+
+@part
+def _take(layer: _Layer, slot: int) -> None:
+    """Take the expert of a slot out of its list."""
+    expert = layer.slots[slot]
+    before = -1
+    at = layer.first_replica[expert]
+    while at != slot:
+        before, at = at, layer.next_replica[at]
+    if before < 0:
+        layer.first_replica[expert] = layer.next_replica[slot]
+    else:
+        layer.next_replica[before] = layer.next_replica[slot]
+    _count(layer, expert, layer.rank_of_slot[slot], -1)
+
+
+@part
+def _count(layer: _Layer, expert: int, rank: int, change: int) -> None:
+    layer.num_replicas[expert] += change
+    layer.num_here[expert, rank] += change
+    layer.num_on_node[expert, layer.node_of_rank[rank]] += change
