@@ -55,7 +55,7 @@ def test_back_in_bf16_readers_get_the_numbers_that_fp8_had_from_more_files(in_fp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--checkpoint", TINY, "--out", "x", "--shard-gib", "0"], "shard_gib must be above 0"),
+        (["--checkpoint", TINY, "--out", "x", "--shard-gib", "0"], "--shard-gib must be above 0"),
         (["--checkpoint", TINY, "--out", "x", "--weights", "bf16", "--ue8m0"], "--weights fp8"),
         (["--checkpoint", TINY, "--out", TINY / "config.json"], "cannot write .*: File exists"),
     ],

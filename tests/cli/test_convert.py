@@ -79,7 +79,7 @@ def test_missing_facts_for_the_target_format_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "fault", "words"),
     [
-        (["--top-k", "0"], InvalidSettingsError, "top_k must be at least 1, not 0"),
+        (["--top-k", "0"], InvalidSettingsError, "--top-k must be at least 1, not 0"),
         (["--experts", "8"], FormatError, r"loads\.json: it has 32 experts, expected 8"),
         (["--format", "vllm"], FormatError, "vllm has no format for loads; use equipoise"),
     ],

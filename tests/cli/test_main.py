@@ -52,14 +52,14 @@ def test_without_a_command_the_commands_are_listed_at_once():
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["balancer", "--listen", "nowhere"], 2, "listen must be host:port with a port"),
+        (["balancer", "--listen", "nowhere"], 2, "--listen must be host:port with a port"),
         (["balancer", "--interval-s", "0"], 2, "interval_s must be from 0.05 to 86400, not 0.0"),
         (
             ["generate", "a", "--temperature", "1e-300"],
             2,
             "--temperature = 1e-300 is out of range: it must be 0 (greedy) or from 0.01 to 100",
         ),
-        (["status", "--address", "h"], 2, "address must be host:port with a port"),
+        (["status", "--address", "h"], 2, "--address must be host:port with a port"),
         (
             ["status", "--address", "127.0.0.1:9"],
             1,

@@ -48,3 +48,18 @@ def test_whatif_shows_what_each_pool_loses():
     assert "price/h" in text
     assert "GPUs lost to imbalance, with 40% of a balanced step in experts" in text
     assert "GPUs lost" not in whatif(*SMALL)
+
+
+def test_a_narrow_terminal_loses_no_figure():
+    narrow = whatif(*SMALL, "--gpu-hour-price", "3", columns="80")
+    wide = whatif(*SMALL, "--gpu-hour-price", "3", columns="160")
+    assert "…" not in narrow
+    assert next(line for line in wide.splitlines() if "◀" in line).split() in [
+        line.split() for line in narrow.splitlines()
+    ]
+
+
+def test_a_share_of_experts_shows_gpus_without_a_price():
+    text = whatif(*SMALL, "--expert-share", "0.4")
+    assert "GPUs lost to imbalance, with 40%" in text
+    assert "price/h" not in text

@@ -169,7 +169,8 @@ def test_the_address_comes_from_the_environment_unless_it_is_given():
     environment = {"EQUIPOISE_ADDRESS": "nonsense"}
     for command in (["status"], ["pause"], ["loads"], ["layout", "show"]):
         error = runner.invoke(program, command, env=environment).exception
-        assert str(error) == "address must be host:port with a port from 1 to 65535, not 'nonsense'"
+        expected = "--address must be host:port with a port from 1 to 65535, not 'nonsense'"
+        assert str(error) == expected
     error = runner.invoke(program, ["status", "--address", "also:bad"], env=environment).exception
     assert "'also:bad'" in str(error)
 

@@ -107,6 +107,9 @@ def counted(events, *, on_device):
     for one in events:
         by_track.setdefault(one["tid"], []).append(one)
     tracks = [counted_track(own, on_device=on_device) for own in by_track.values()]
+    windows = {layer: set().union(*(track[3][layer] for track in tracks)) for layer in (0, 3)}
+    # A track without ranges of layers is in those of the others.
+    tracks = [(*own, of if any(of.values()) else windows) for *own, of in tracks]
     computation = set().union(*(track[0] for track in tracks))
     communication = set().union(*(track[1] for track in tracks))
     exposed = communication - computation
@@ -137,7 +140,7 @@ def counted(events, *, on_device):
                 "experts_us": len(set().union(*(t[2]["experts"] & t[3][layer] for t in tracks))),
             }
             for layer in (0, 3)
-            if any(t[3][layer] for t in tracks)
+            if windows[layer]
         },
         "tracks": {
             str(name): {
@@ -218,6 +221,16 @@ def test_names_can_be_given(trace):
         run(path, "--experts", "(")
 
 
+def test_names_that_match_nothing_are_noted_and_empty_ones_are_an_error(trace):
+    path = trace([event("kernel", "gemm", 0, 5)])
+    assert "note: no name of work matches --experts 'zzz'" in run(path, "--experts", "zzz")
+    assert json.loads(run(path, "--communication", "zzz", "--json"))["notes"] == [
+        "no name of work matches --communication 'zzz'"
+    ]
+    with pytest.raises(InvalidSettingsError, match="--experts must not be empty"):
+        run(path, "--experts", "")
+
+
 def test_the_table_shows_steps_layers_and_streams(trace):
     events = [
         event("user_annotation", "ProfilerStep#1", 0, 50, pid=99),
@@ -229,9 +242,9 @@ def test_the_table_shows_steps_layers_and_streams(trace):
     text = run(trace(events))
     assert "1 device, 2 streams, 2 steps" in text
     assert "hidden share of communication: 33.3%" in text
-    assert "experts' share of a step: 50.0%, 50 us each" in text
+    assert "experts' share of a step: 50.0% (a step takes 50 µs on average)" in text
     rows = [line.split() for line in text.splitlines()]
-    assert ["12", "50", "50", "0", "0", "0", "-"] in rows
+    assert ["12", "50", "50", "0", "35", "10", "71.4%"] in rows
     assert ["0", "27", "0", "0", "0", "75", "50", "33.3%"] in rows
 
 

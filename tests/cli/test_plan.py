@@ -209,7 +209,7 @@ def test_the_text_output_has_the_same_figures(tmp_path):
         ([*POOL, "--slots", "1000000000000"], "--ranks and --slots must be at most 1000000"),
         ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: use 32 or more"),
         ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "cannot be combined"),
-        ([*POOL, "--max-moves", "-1"], "max_moves must be at least 0, not -1"),
+        ([*POOL, "--max-moves", "-1"], "--max-moves must be at least 0, not -1"),
         ([*POOL, "--target-balancedness", "2"], "must be above 0 and at most 1, not 2"),
         ([*POOL, "--max-moves", "3", "--algorithm", "global"], "work with incremental plans only"),
         ([*POOL, "--locality", "1.5"], "locality must be from 0 to 1, not 1.5"),

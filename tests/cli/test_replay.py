@@ -223,7 +223,7 @@ def test_a_png_is_drawn_too(tmp_path):
     ("arguments", "words"),
     [
         ([*POOL, "--windows", "code/0"], "a replay needs at least two windows: name several files"),
-        ([*POOL, "--window-s", "0"], "window_s must be from 0.001 to 86400, not 0"),
+        ([*POOL, "--window-s", "0"], "--window-s must be from 0.001 to 86400, not 0"),
         ([*POOL, "--plot", "x.jpg"], "--plot must end in .svg or .png, not 'x.jpg'"),
         ([*POOL, "--policy", "never=interval=20"], "--policy never: the name is reserved"),
         (

@@ -296,7 +296,7 @@ def test_a_window_with_too_few_steps_gives_an_upper_bound_for_that_reason():
     verdict = verdict_on(costs=dataclasses.replace(MEASURED, step=None))
     assert verdict.step is None
     assert (
-        "by at most 80.0% (the latest window has too few steps for a measurement)" in verdict.reason
+        "by at most 80.0% (the latest window has fewer than 10 steps of a rank)" in verdict.reason
     )
 
 

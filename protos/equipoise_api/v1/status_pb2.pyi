@@ -926,11 +926,11 @@ class ImbalanceStatus(_message.Message):
     PER_ROW_ERROR_S_FIELD_NUMBER: _builtins.int
     EXPERT_SHARE_FIELD_NUMBER: _builtins.int
     step_s: _builtins.float
-    """Mean duration of a step, seconds; 0 if workers do not report it."""
+    """Mean duration of a step, seconds; absent if the latest window has no step times."""
     cost_s: _builtins.float
-    """Seconds of it that evenly loaded ranks would save; 0 if workers do not report step times."""
+    """Seconds of it that evenly loaded ranks would save; absent with step_s."""
     error_s: _builtins.float
-    """Standard error of these seconds; 0 for an upper bound."""
+    """Standard error of these seconds; absent for an upper bound."""
     share: _builtins.float
     """Fraction of a step that evenly loaded ranks would save, 0 to 1."""
     is_measured: _builtins.bool
@@ -938,7 +938,7 @@ class ImbalanceStatus(_message.Message):
     reason: _builtins.str
     """What the fraction is based on, human-readable."""
     num_windows: _builtins.int
-    """Windows that were fitted; 0 if there are too few, and then the constants are 0."""
+    """Windows that were fitted; 0 if there are too few, and then the constants are absent."""
     fixed_s: _builtins.float
     """Seconds of a step without assignments, and their standard error."""
     fixed_error_s: _builtins.float
@@ -951,30 +951,71 @@ class ImbalanceStatus(_message.Message):
     """
     per_row_error_s: _builtins.float
     expert_share: _builtins.float
-    """Fraction of a step of evenly loaded ranks that they would spend in experts, 0 to 1."""
+    """Fraction of a step of evenly loaded ranks that they would spend in experts, 0 to 1; absent for
+    an upper bound.
+    """
     def __init__(
         self,
         *,
-        step_s: _builtins.float = ...,
-        cost_s: _builtins.float = ...,
-        error_s: _builtins.float = ...,
+        step_s: _builtins.float | None = ...,
+        cost_s: _builtins.float | None = ...,
+        error_s: _builtins.float | None = ...,
         share: _builtins.float = ...,
         is_measured: _builtins.bool = ...,
         reason: _builtins.str = ...,
         num_windows: _builtins.int = ...,
-        fixed_s: _builtins.float = ...,
-        fixed_error_s: _builtins.float = ...,
-        per_assignment_s: _builtins.float = ...,
-        per_assignment_error_s: _builtins.float = ...,
-        per_row_s: _builtins.float = ...,
-        per_row_error_s: _builtins.float = ...,
-        expert_share: _builtins.float = ...,
+        fixed_s: _builtins.float | None = ...,
+        fixed_error_s: _builtins.float | None = ...,
+        per_assignment_s: _builtins.float | None = ...,
+        per_assignment_error_s: _builtins.float | None = ...,
+        per_row_s: _builtins.float | None = ...,
+        per_row_error_s: _builtins.float | None = ...,
+        expert_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost_s", b"_cost_s", "_error_s", b"_error_s", "_expert_share", b"_expert_share", "_fixed_error_s", b"_fixed_error_s", "_fixed_s", b"_fixed_s", "_per_assignment_error_s", b"_per_assignment_error_s", "_per_assignment_s", b"_per_assignment_s", "_per_row_error_s", b"_per_row_error_s", "_per_row_s", b"_per_row_s", "_step_s", b"_step_s", "cost_s", b"cost_s", "error_s", b"error_s", "expert_share", b"expert_share", "fixed_error_s", b"fixed_error_s", "fixed_s", b"fixed_s", "per_assignment_error_s", b"per_assignment_error_s", "per_assignment_s", b"per_assignment_s", "per_row_error_s", b"per_row_error_s", "per_row_s", b"per_row_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_s", b"cost_s", "error_s", b"error_s", "expert_share", b"expert_share", "fixed_error_s", b"fixed_error_s", "fixed_s", b"fixed_s", "is_measured", b"is_measured", "num_windows", b"num_windows", "per_assignment_error_s", b"per_assignment_error_s", "per_assignment_s", b"per_assignment_s", "per_row_error_s", b"per_row_error_s", "per_row_s", b"per_row_s", "reason", b"reason", "share", b"share", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost_s", b"_cost_s", "_error_s", b"_error_s", "_expert_share", b"_expert_share", "_fixed_error_s", b"_fixed_error_s", "_fixed_s", b"_fixed_s", "_per_assignment_error_s", b"_per_assignment_error_s", "_per_assignment_s", b"_per_assignment_s", "_per_row_error_s", b"_per_row_error_s", "_per_row_s", b"_per_row_s", "_step_s", b"_step_s", "cost_s", b"cost_s", "error_s", b"error_s", "expert_share", b"expert_share", "fixed_error_s", b"fixed_error_s", "fixed_s", b"fixed_s", "is_measured", b"is_measured", "num_windows", b"num_windows", "per_assignment_error_s", b"per_assignment_error_s", "per_assignment_s", b"per_assignment_s", "per_row_error_s", b"per_row_error_s", "per_row_s", b"per_row_s", "reason", b"reason", "share", b"share", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cost_s: _TypeAlias = _typing.Literal["cost_s"]  # noqa: Y015
+    _WhichOneofArgType__cost_s: _TypeAlias = _typing.Literal["_cost_s", b"_cost_s"]  # noqa: Y015
+    _WhichOneofReturnType__error_s: _TypeAlias = _typing.Literal["error_s"]  # noqa: Y015
+    _WhichOneofArgType__error_s: _TypeAlias = _typing.Literal["_error_s", b"_error_s"]  # noqa: Y015
+    _WhichOneofReturnType__expert_share: _TypeAlias = _typing.Literal["expert_share"]  # noqa: Y015
+    _WhichOneofArgType__expert_share: _TypeAlias = _typing.Literal["_expert_share", b"_expert_share"]  # noqa: Y015
+    _WhichOneofReturnType__fixed_error_s: _TypeAlias = _typing.Literal["fixed_error_s"]  # noqa: Y015
+    _WhichOneofArgType__fixed_error_s: _TypeAlias = _typing.Literal["_fixed_error_s", b"_fixed_error_s"]  # noqa: Y015
+    _WhichOneofReturnType__fixed_s: _TypeAlias = _typing.Literal["fixed_s"]  # noqa: Y015
+    _WhichOneofArgType__fixed_s: _TypeAlias = _typing.Literal["_fixed_s", b"_fixed_s"]  # noqa: Y015
+    _WhichOneofReturnType__per_assignment_error_s: _TypeAlias = _typing.Literal["per_assignment_error_s"]  # noqa: Y015
+    _WhichOneofArgType__per_assignment_error_s: _TypeAlias = _typing.Literal["_per_assignment_error_s", b"_per_assignment_error_s"]  # noqa: Y015
+    _WhichOneofReturnType__per_assignment_s: _TypeAlias = _typing.Literal["per_assignment_s"]  # noqa: Y015
+    _WhichOneofArgType__per_assignment_s: _TypeAlias = _typing.Literal["_per_assignment_s", b"_per_assignment_s"]  # noqa: Y015
+    _WhichOneofReturnType__per_row_error_s: _TypeAlias = _typing.Literal["per_row_error_s"]  # noqa: Y015
+    _WhichOneofArgType__per_row_error_s: _TypeAlias = _typing.Literal["_per_row_error_s", b"_per_row_error_s"]  # noqa: Y015
+    _WhichOneofReturnType__per_row_s: _TypeAlias = _typing.Literal["per_row_s"]  # noqa: Y015
+    _WhichOneofArgType__per_row_s: _TypeAlias = _typing.Literal["_per_row_s", b"_per_row_s"]  # noqa: Y015
+    _WhichOneofReturnType__step_s: _TypeAlias = _typing.Literal["step_s"]  # noqa: Y015
+    _WhichOneofArgType__step_s: _TypeAlias = _typing.Literal["_step_s", b"_step_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cost_s) -> _WhichOneofReturnType__cost_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error_s) -> _WhichOneofReturnType__error_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expert_share) -> _WhichOneofReturnType__expert_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fixed_error_s) -> _WhichOneofReturnType__fixed_error_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fixed_s) -> _WhichOneofReturnType__fixed_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__per_assignment_error_s) -> _WhichOneofReturnType__per_assignment_error_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__per_assignment_s) -> _WhichOneofReturnType__per_assignment_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__per_row_error_s) -> _WhichOneofReturnType__per_row_error_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__per_row_s) -> _WhichOneofReturnType__per_row_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_s) -> _WhichOneofReturnType__step_s | None: ...
 
 Global___ImbalanceStatus: _TypeAlias = ImbalanceStatus  # noqa: Y015
 

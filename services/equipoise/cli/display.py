@@ -6,6 +6,7 @@ from datetime import datetime
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
 
 NO_DATA = "no data"
 """In place of a measure of nothing."""
@@ -48,6 +49,15 @@ def print_view(view: RenderableType) -> None:
     with wide.capture() as caught:
         wide.print(view)
     print(*(line.rstrip() for line in caught.get().splitlines()), sep="\n")
+
+
+def print_whole(table: Table) -> None:
+    """Print a table of figures; a terminal that is too narrow wraps lines but loses no figure."""
+    wide = Console(width=_PIPE_WIDTH, markup=False, highlight=False, emoji=False)
+    needed = wide.measure(table).maximum
+    screen = console()
+    screen.width = max(screen.width, needed)
+    screen.print(table)
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:

@@ -5,13 +5,15 @@ once; this module turns them into a typer command, and a command line back into 
 """
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
+from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import explanations
 
 S = TypeVar("S")
@@ -31,13 +33,17 @@ def options_from_settings(command: Callable[[S], int]) -> Callable[..., None]:
 
     Each field becomes an option; so do the fields of settings inside settings. A field without a
     default is required. A tuple of strings takes comma-separated values and may be repeated.
-    Exceptions of the settings pass through unchanged.
+    Errors of the settings name options as they are typed.
     """
     hints = get_type_hints(command)
     (settings,) = (hint for name, hint in hints.items() if name != "return")
 
     def run(**values: Any) -> None:
-        raise typer.Exit(command(_build(settings, values)))
+        try:
+            chosen = _build(settings, values)
+        except InvalidSettingsError as error:
+            raise InvalidSettingsError(_as_typed(str(error), values)) from None
+        raise typer.Exit(command(chosen))
 
     parameters = _parameters(settings)
     run.__name__ = command.__name__
@@ -96,6 +102,17 @@ def _parameter(field: Field[Any], kind: Any, text: str) -> inspect.Parameter:
         default=default,
         annotation=Annotated[kind, option],
     )
+
+
+def _as_typed(message: str, names: Iterable[str]) -> str:
+    """Replace the names of fields by those of options.
+
+    Names of a single word may be ordinary words, so they count at the beginning only.
+    """
+    several = "|".join(name for name in names if "_" in name) or "$."
+    first = "|".join(names)
+    fields_named = rf"(?<![\w-])(?:no_)?(?:{several})(?!\w)|^(?:{first})(?= )"
+    return re.sub(fields_named, lambda found: f"--{found[0].replace('_', '-')}", message)
 
 
 def _choices(kind: Any) -> list[str]:

@@ -11,7 +11,7 @@ class FormatError(ValueError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Prefix errors with the name of the file.
+    """Prefix errors with the name of the file, if they do not begin with it.
 
     Raises:
         FormatError: for any FormatError or OSError within.
@@ -21,4 +21,5 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}") from None
     except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
+        named = str(error).startswith(f"{path}: ")
+        raise FormatError(str(error) if named else f"{path}: {error}") from None

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.planning.arrays import Load
+from equipoise.planning.slowness import MIN_STEPS
 from equipoise.settings.numbers import format_number
 
 Array = npt.NDArray[np.float64]
@@ -142,16 +143,17 @@ class StepCost:
 class Imbalance:
     """What imbalance costs in one window."""
 
-    step_s: float
-    """Duration of a step in seconds; 0 if unknown."""
-    cost_s: float
-    """Seconds of it that evenly loaded ranks would save; 0 if the duration is unknown."""
-    error_s: float
-    """Standard error of `cost_s`; 0 for an upper bound."""
+    step_s: float | None
+    """Duration of a step in seconds; None if unknown."""
+    cost_s: float | None
+    """Seconds of it that evenly loaded ranks would save; None if the duration is unknown."""
+    error_s: float | None
+    """Standard error of `cost_s`; None for an upper bound."""
     share: float
     """Fraction of a step that evenly loaded ranks would save."""
-    expert_share: float
-    """Fraction of a step of evenly loaded ranks that they would spend in experts."""
+    expert_share: float | None
+    """Fraction of a step of evenly loaded ranks that they would spend in experts; None for an upper
+    bound."""
     is_measured: bool
     """False for an upper bound, as if a step consisted only of expert computation."""
     reason: str
@@ -172,11 +174,11 @@ def imbalance(
     if window is None or cost is None or not (cost.is_known and step_s):
         share = 1.0 - balancedness
         return Imbalance(
-            step_s=step_s,
-            cost_s=share * step_s,
-            error_s=0.0,
+            step_s=step_s or None,
+            cost_s=share * step_s if step_s else None,
+            error_s=None,
             share=share,
-            expert_share=1.0,
+            expert_share=None,
             is_measured=False,
             reason=unknown_cost(cost, num_windows=num_windows),
         )
@@ -198,12 +200,13 @@ def imbalance(
 def unknown_cost(cost: StepCost | None, *, num_windows: int) -> str:
     """Why the cost of an assignment is not known, or not applicable to the latest window."""
     if cost is not None and cost.is_known:
-        return "the latest window has too few steps for a measurement"
+        return f"the latest window has fewer than {MIN_STEPS} steps of a rank"
     if cost is not None:
         return cost.reason
-    if num_windows:
-        return f"{num_windows} windows with step times, but a measurement needs {MIN_WINDOWS}"
-    return "no window has the step times of all ranks yet"
+    return (
+        f"a measurement needs {MIN_WINDOWS} windows with the times of {MIN_STEPS} steps of each "
+        f"rank and no switch; so far {num_windows}"
+    )
 
 
 class StepCostFit:

@@ -170,7 +170,8 @@ class Agent:
                 continue  # `reopen` ended it.
             except NotLeadingError as error:
                 longest_s, leader = min(longest_s, _NOT_LEADING_BACKOFF_S), error.leader_address
-                self._log_change(logging.INFO, f"redirected by {self._address}: {error}")
+                by = "redirected by" if leader else "not accepted by"
+                self._log_change(logging.INFO, f"{by} {self._address}: {error}")
             except LinkLostError as error:
                 if not self._leaving:
                     self._log_change(

@@ -151,7 +151,7 @@ class WorkerSettings:
     """How rows travel to other nodes: `one` sends them to each rank that needs them; `two` sends
     them once to each node, to a rank that forwards them there; `auto` is two if that sends less
     than two thirds of the rows and outputs between nodes, as with --sums-on-nodes. Tokens are the
-    same. What most ranks want is done. FP8 weights have two hops over torch.distributed only."""
+    same. The majority of ranks decides. FP8 weights have two hops over torch.distributed only."""
 
     sums_on_nodes: bool = False
     """With two hops, sum a row's outputs on their node before they return: fewer rows between
@@ -161,7 +161,7 @@ class WorkerSettings:
     replica_choice: ReplicaChoice = ReplicaChoice.HASHED
     """How replicas are chosen: `hashed` by shares of the layout; `balanced` by what all ranks route
     to each expert in a step, so that their loads are even, for one more exchange in each layer.
-    Tokens are the same. What most ranks want is done. Steps captured as CUDA graphs are hashed."""
+    Tokens are the same. The majority of ranks decides. Steps captured as CUDA graphs are hashed."""
 
     speculate: Annotated[int, Range(0)] = 0
     """Draft tokens per generated token, from the checkpoint's multi-token-prediction modules; at
@@ -308,8 +308,7 @@ class WorkerSettings:
             )
         if self.sums_on_nodes and self.batch_invariant:
             raise InvalidSettingsError(
-                "sums_on_nodes makes results depend on the layout: set no_batch_invariant too, or "
-                "remove it"
+                "sums_on_nodes needs no_batch_invariant: it makes results depend on the layout"
             )
         if self.profile_steps and self.profile_folder is None:
             raise InvalidSettingsError("profile_steps needs profile_folder, where the trace goes")

@@ -245,7 +245,7 @@ class PoolMetrics:
             return
         basis = "measured" if imbalance.is_measured else "upper_bound"
         self._gauge("imbalance_ratio", pool, imbalance.share, basis)
-        if imbalance.step_s:
+        if imbalance.step_s is not None and imbalance.cost_s is not None:
             self._gauge("step_seconds", pool, imbalance.step_s)
             self._gauge("imbalance_seconds", pool, imbalance.cost_s, basis)
 

@@ -20,11 +20,30 @@ class CostSettings:
 
     expert_share: Annotated[float, Range(0, 1)] = 1.0
     """Share of a balanced step that is spent in experts: `expert_share` in the JSON of `equipoise
-    status`. By default a step consists only of experts, which gives the most that imbalance can
-    cost."""
+    status`. Shows the GPUs that imbalance costs. By default a step consists only of experts, which
+    gives the most that it can cost."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether tables show the costs; JSON always has the GPUs."""
+        return self.gpu_hour_price is not None or self.expert_share < 1.0
+
+    def cells(self, lost: float) -> tuple[str, ...]:
+        """What a table shows of lost GPUs, under `columns`."""
+        if not self.is_wanted:
+            return ()
+        price = self.price_per_hour(lost)
+        return (f"{lost:.2f}",) if price is None else (f"{lost:.2f}", f"{price:,.2f}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a table."""
+        if not self.is_wanted:
+            return ()
+        return ("GPUs lost",) if self.gpu_hour_price is None else ("GPUs lost", "price/h")
 
     @property
     def basis(self) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import NO_DATA, console, format_count, print_json, progress_bar
+from equipoise.cli.display import (
+    NO_DATA,
+    console,
+    format_count,
+    print_json,
+    print_whole,
+    progress_bar,
+)
 from equipoise.cli.offline.inputs import (
     Case,
     places_text,
@@ -143,8 +150,8 @@ def _show(
                 out.print()
                 out.print(_reasons_table(one.windows))
     out.print("\nall windows", style="bold")
-    out.print(_totals_table(runs, settings, topology))
-    if settings.cost.gpu_hour_price is not None:
+    print_whole(_totals_table(runs, settings, topology))
+    if settings.cost.is_wanted:
         out.print(f"\nGPUs lost to imbalance, {settings.cost.basis}; moves are not included")
     if settings.plot is not None:
         out.print(f"\nwrote {settings.plot}")
@@ -193,15 +200,12 @@ def _verdict(window: ReplayedWindow) -> str:
 
 
 def _totals_table(runs: Sequence[ReplayRun], settings: ReplaySettings, topology: Topology) -> Table:
-    has_price = settings.cost.gpu_hour_price is not None
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("policy")
     columns = ["mean balance", "worst window", "switches", "rejected", "moves", "bytes"]
-    for name in columns + (["GPUs lost", "price/h"] if has_price else []):
-        table.add_column(name, justify="right")
+    for name in (*columns, *settings.cost.columns):
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
-        lost = _lost_gpus(run, settings, topology)
-        money = [f"{lost:.2f}", f"{settings.cost.price_per_hour(lost):,.2f}"] if has_price else []
         table.add_row(
             run.name,
             f"{run.balancedness_mean:.4f}",
@@ -210,6 +214,6 @@ def _totals_table(runs: Sequence[ReplayRun], settings: ReplaySettings, topology:
             str(run.rejections),
             f"{run.moves:,}",
             format_bytes(run.bytes),
-            *money,
+            *settings.cost.cells(_lost_gpus(run, settings, topology)),
         )
     return table

@@ -7,7 +7,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_count, print_json, progress_bar
+from equipoise.cli.display import console, format_count, print_json, print_whole, progress_bar
 from equipoise.cli.offline.inputs import Case, numbers, read_case
 from equipoise.cli.offline.money import CostSettings
 from equipoise.cli.offline.policies import policies_of
@@ -389,8 +389,7 @@ def _show(
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     columns = ["ranks", "redundant", "balance", "worst", "memory", "tokens"]
     columns += ["replayed", "moves/h", "bytes/h"] if replayed else []
-    has_price = cost.gpu_hour_price is not None
-    for name in columns + (["GPUs lost", "price/h"] if has_price else []):
+    for name in (*columns, *cost.columns):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for one in options:
@@ -408,13 +407,11 @@ def _show(
                 f"{one.moves_per_hour:,.0f}",
                 format_bytes(one.bytes_per_hour or 0.0),
             ]
-        if has_price:
-            lost = cost.lost_gpus(one.worth, num_ranks=one.num_ranks)
-            cells += [f"{lost:.2f}", f"{cost.price_per_hour(lost):,.2f}"]
+        cells += cost.cells(cost.lost_gpus(one.worth, num_ranks=one.num_ranks))
         is_chosen = one is chosen
         table.add_row(*cells, "◀" if is_chosen else "", style="bold" if is_chosen else "")
-    out.print(table)
-    if has_price:
+    print_whole(table)
+    if cost.is_wanted:
         out.print(f"\nGPUs lost to imbalance, {cost.basis}")
     out.print(
         "\nworst: balance of the worst layer; memory: of experts, per GPU; tokens: context that a "

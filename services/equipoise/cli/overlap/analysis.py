@@ -159,6 +159,10 @@ class _Process:
         steps = Intervals.union(track.intervals(Of.STEPS) for track in tracks)
         self.steps = steps or Intervals(self._busy.starts[:1], self._busy.ends[-1:])
         self.layers = sorted({layer for track in tracks for layer in track.layers})
+        self._windows = {
+            layer: Intervals.union(track.intervals(layer) for track in tracks)
+            for layer in self.layers
+        }
 
     @property
     def start_ns(self) -> int:
@@ -209,7 +213,7 @@ class _Process:
         def union(sets: list[Intervals]) -> Intervals:
             if within is None:
                 return Intervals.union(sets)
-            windows = [one.track.intervals(within) for one in tracks]
+            windows = [self._window(one.track, within) for one in tracks]
             return Intervals.union(one & window for one, window in zip(sets, windows, strict=True))
 
         communication = union([one.communication for one in tracks])
@@ -221,6 +225,15 @@ class _Process:
             experts_us=union([one.parts[Part.EXPERTS] for one in tracks]).total / 1e3,
             attention_us=union([one.parts[Part.ATTENTION] for one in tracks]).total / 1e3,
         )
+
+    def _window(self, track: Track, layer: int) -> Intervals:
+        """A layer's ranges on a track; on one that names no layer, those of the whole process.
+
+        Threads of a communication library name none.
+        """
+        if track.layers or layer not in self._windows:
+            return track.intervals(layer)
+        return self._windows[layer]
 
     def _notes_on_tracks(self) -> list[str]:
         """Slices of one stream that overlap; those of a thread are nested by nature."""
@@ -239,7 +252,7 @@ class _Process:
         longest, span = int(gaps.max(initial=0)), self.end_ns - self.start_ns
         if longest <= _LONG_GAP_SHARE * span:
             return []
-        gap = f"nothing runs for {longest / 1e3:,.0f} us, {longest / span:.0%} of the span"
+        gap = f"nothing runs for {longest / 1e3:,.0f} µs, {longest / span:.0%} of the span"
         return [f"{gap}: the process was idle, or its clock jumped"]
 
 

@@ -82,6 +82,8 @@ _MAX_KNOWN = 20_000
 
 
 def _compiled(option: str, pattern: str) -> re.Pattern[str]:
+    if not pattern:
+        raise InvalidSettingsError(f"{option} must not be empty: that would match every name")
     try:
         return re.compile(pattern, re.IGNORECASE)
     except re.error as error:

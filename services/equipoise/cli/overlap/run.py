@@ -1,5 +1,6 @@
 """`equipoise overlap`: read a trace, measure it, print a table or JSON, draw a picture."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,19 +28,20 @@ def run(settings: OverlapSettings) -> int:
     )
     with naming(settings.trace):
         overlap = analyse(Timeline.of(read_slices(settings.trace), names))
+    notes = _notes(overlap, settings)
     if settings.plot is not None:
         from equipoise.cli.plots import draw_overlap
 
         draw_overlap(overlap, settings.plot, title=settings.trace.name)
     if settings.json:
-        print_json(document_of(overlap))
+        print_json(document_of(overlap) | {"notes": list(notes)})
     else:
-        _show(overlap)
+        _show(overlap, notes)
     return 0
 
 
 def document_of(overlap: Overlap) -> dict[str, Any]:
-    """The figures as JSON has them; times in microseconds."""
+    """The figures as JSON has them, without notes; times in microseconds."""
     return {
         "timeline": "device" if overlap.on_device else "host",
         "processes": overlap.num_processes,
@@ -60,7 +62,6 @@ def document_of(overlap: Overlap) -> dict[str, Any]:
             }
             for one in overlap.tracks
         ],
-        "notes": list(overlap.notes),
     }
 
 
@@ -68,7 +69,7 @@ def _figures(times: Times) -> dict[str, float | None]:
     return {**asdict(times), "hidden_us": times.hidden_us, "hidden_share": times.hidden_share}
 
 
-def _show(overlap: Overlap) -> None:
+def _show(overlap: Overlap, notes: Sequence[str]) -> None:
     out, times = console(), overlap.times
     kind, tracks = ("device", "stream") if overlap.on_device else ("process", "thread")
     steps = f", {format_count(overlap.num_steps, 'step')}" if overlap.num_steps else ""
@@ -76,7 +77,7 @@ def _show(overlap: Overlap) -> None:
         f"{format_count(overlap.num_processes, kind)}, "
         f"{format_count(len(overlap.tracks), tracks)}{steps}\n"
     )
-    summary = _table("", "us", "of the span")
+    summary = _table("", "µs", "% of span")
     for name, value in (
         ("span", overlap.span_us),
         ("busy", overlap.busy_us),
@@ -92,22 +93,38 @@ def _show(overlap: Overlap) -> None:
         summary.add_row(name, _us(value), f"{value / overlap.span_us:.1%}")
     out.print(summary)
     out.print(f"\nhidden share of communication: {_share(times.hidden_share)}")
-    each = f", {_us(overlap.step_us / overlap.num_steps)} us each" if overlap.num_steps else ""
+    each = ""
+    if overlap.num_steps:
+        each = f" (a step takes {_us(overlap.step_us / overlap.num_steps)} µs on average)"
     out.print(f"experts' share of a step: {overlap.experts_share:.1%}{each}")
     if overlap.layers:
-        out.print()
+        out.print("\nby layer, in µs over the whole trace:")
         out.print(_breakdown("layer", [((str(layer),), one) for layer, one in overlap.layers]))
     else:
         out.print('no range names a layer ("layer 3"): nothing is shown by layer')
-    out.print()
+    out.print(f"\nby {tracks}, in µs:")
     rows = [((f"{row.process} {row.track}",), row.times) for row in overlap.tracks]
     out.print(_breakdown(f"{kind}, {tracks}", rows))
-    for note in overlap.notes:
+    for note in notes:
         out.print(f"note: {note}")
 
 
+def _notes(overlap: Overlap, settings: OverlapSettings) -> tuple[str, ...]:
+    """What makes the figures doubtful, and what the options match nothing of."""
+    found = (
+        ("--communication", settings.communication, overlap.times.communication_us),
+        ("--experts", settings.experts, overlap.times.experts_us),
+    )
+    unmatched = (
+        f"no name of work matches {option} {pattern!r}"
+        for option, pattern, time_us in found
+        if pattern is not None and not time_us
+    )
+    return (*unmatched, *overlap.notes)
+
+
 def _breakdown(what: str, rows: list[tuple[tuple[str], Times]]) -> Table:
-    columns = ("computation", "experts", "attention", "communication", "exposed", "hidden")
+    columns = ("computation", "experts", "attention", "communication", "exposed", "hidden %")
     table = _table(what, *columns)
     for name, one in rows:
         figures = (

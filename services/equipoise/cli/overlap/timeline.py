@@ -138,7 +138,7 @@ class Timeline:
         first_ns, last_ns = min(self._first_ns, one.start_ns), max(self._last_ns, one.end_ns)
         if last_ns - first_ns > MAX_SPAN_NS:
             raise FormatError(
-                f"{one.name[:60]!r} at {one.start_ns / 1e3:.0f} us is more than a day from other "
+                f"{one.name[:60]!r} at {one.start_ns / 1e3:.0f} µs is more than a day from other "
                 "slices: its clock jumped, or several traces were joined; profile again"
             )
         self._first_ns, self._last_ns = first_ns, last_ns
