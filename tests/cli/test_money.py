@@ -1,5 +1,7 @@
 """What imbalance costs in GPUs and money."""
 
+import math
+
 import pytest
 
 from equipoise.cli.offline.money import CostSettings
@@ -25,7 +27,9 @@ def test_only_the_experts_share_of_a_step_is_lost():
     assert CostSettings().price_per_hour(lost) is None
 
 
-@pytest.mark.parametrize("bad", [{"gpu_hour_price": -1.0}, {"expert_share": 1.5}])
+@pytest.mark.parametrize(
+    "bad", [{"gpu_hour_price": -1.0}, {"gpu_hour_price": math.inf}, {"expert_share": 1.5}]
+)
 def test_costs_have_ranges(bad):
     with pytest.raises(InvalidSettingsError):
         CostSettings(**bad)

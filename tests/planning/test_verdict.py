@@ -226,7 +226,7 @@ COST = StepCost(
     per_assignment_error_s=25e-6,
     per_row_s=600e-6,
     per_row_error_s=1e-5,
-    spread_s=1e-4,
+    spread=1e-4,
 )
 MEASURED = MeasuredCosts(step=WINDOW, step_cost=COST, num_windows=20)
 

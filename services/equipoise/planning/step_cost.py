@@ -8,10 +8,12 @@ exchange, in which each assignment is a row.
 A window gives two equations: its step time, and how much longer ranks with more load compute. The
 second one shows the cost of an assignment even if traffic and layout never change. Windows with
 stalls are outliers, so the fit is robust: least absolute deviations first, then Tukey's biweight
-(Beaton and Tukey, 1974) around it.
+(Beaton and Tukey, 1974) around it. If the latest windows all contradict it, the constants have
+changed, and it begins again with them.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +42,12 @@ _ROUNDS = 30
 _CONVERGED = 1e-5
 _TINY = 1e-9
 _RIDGE = 1e-11
+_SINGULAR = 1e-8  # Relative to the best known combination of constants.
+_LEAST_SPREAD = 0.5
 _KNOWN_BY = 2.0
+_MOST = 1e18
+_CHANGED_BY = 4.0  # Standard deviations, and at least this part of a step:
+_LEAST_CHANGE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +55,7 @@ class StepWindow:
     """Means over the steps of one window.
 
     Raises:
-        ValueError: a value is not finite, or is negative.
+        ValueError: a value is not from 0 to 1e18, or a gap in time not finite.
     """
 
     step_s: float
@@ -67,9 +74,9 @@ class StepWindow:
 
     def __post_init__(self) -> None:
         values = (self.step_s, self.max_rank_load, self.mean_rank_load, self.load_gap)
-        if not all(np.isfinite(value) and value >= 0 for value in values):
+        if not all(0 <= value <= _MOST for value in values):
             raise ValueError(f"a window's means must be finite and at least 0, not {values}")
-        if not np.isfinite(self.busy_gap_s) or self.num_steps < 1:
+        if not abs(self.busy_gap_s) <= _MOST or self.num_steps < 1:
             raise ValueError(f"a window needs a finite gap and steps, not {self}")
 
 
@@ -117,8 +124,9 @@ class StepCost:
     """Seconds of an assignment of a rank on average, wherever it runs."""
     per_row_error_s: float
     """Its standard error."""
-    spread_s: float
-    """Standard deviation of a window's step time around the model, without outliers."""
+    spread: float
+    """Standard deviation of a window's step time around the model, as a fraction of it, without
+    outliers."""
 
     @property
     def is_known(self) -> bool:
@@ -129,6 +137,8 @@ class StepCost:
     def reason(self) -> str:
         """Why the cost is known or not."""
         cost, error = self.per_assignment_s * 1e6, self.per_assignment_error_s * 1e6
+        if not self.is_known and error > cost:
+            return f"{self.num_windows} windows are too uncertain: loads have varied too little"
         known = "" if self.is_known else ", too uncertain: loads have varied too little"
         measured = f"{format_number(cost)} ± {format_number(error, digits=2)}"
         return f"{self.num_windows} windows: {measured} µs per assignment{known}"
@@ -233,22 +243,43 @@ class StepCostFit:
         self._is_fitted = False
 
     def cost(self) -> StepCost | None:
-        """Fit the windows, once after each change; None with fewer than `MIN_WINDOWS`."""
+        """Fit the windows, once after each change; None with fewer than `MIN_WINDOWS`.
+
+        Windows from before the constants changed are dropped.
+        """
         if not self._is_fitted:
             enough = len(self._windows) >= MIN_WINDOWS
             self._fitted = _cost_of(self._windows) if enough else None
+            if self._fitted is not None and _has_changed(self._fitted, self._latest):
+                self._windows = deque(self._latest, maxlen=MAX_WINDOWS)
+                self._fitted = _cost_of(self._windows)
             self._is_fitted = True
         return self._fitted
 
+    @property
+    def _latest(self) -> Sequence[StepWindow]:
+        return tuple(self._windows)[-MIN_WINDOWS:]
 
-def _cost_of(windows: deque[StepWindow]) -> StepCost:
-    steps = [(1.0, one.max_rank_load, one.mean_rank_load, one.step_s) for one in windows]
-    gaps = [(0.0, one.load_gap, 0.0, one.busy_gap_s) for one in windows if one.load_gap > 0]
-    equations = np.array(steps + gaps)
-    design, seconds = equations[:, :3], equations[:, 3]
+
+def _has_changed(cost: StepCost, latest: Sequence[StepWindow]) -> bool:
+    """Whether the latest windows all contradict a fit, as outliers do."""
+    least = max(_CHANGED_BY * cost.spread, _LEAST_CHANGE)
+    for one in latest:
+        predicted_s = cost.step_s(
+            max_rank_load=one.max_rank_load, mean_rank_load=one.mean_rank_load
+        )
+        if abs(predicted_s - one.step_s) <= least * one.step_s:
+            return False
+    return True
+
+
+def _cost_of(windows: Sequence[StepWindow]) -> StepCost:
+    design, sums = _equations(windows)
     # Columns of like size, so that one measure of singularity serves all.
     scale = np.maximum(np.abs(design).mean(axis=0), _TINY)
-    constants, errors, spread = _fitted(design / scale, seconds, num_steps=len(steps))
+    design = design / scale
+    constants, errors, spread = _fitted(design, sums, num_steps=len(windows))
+    errors[1] = np.hypot(errors[1], _contradiction(design, sums, num_steps=len(windows)))
     constants, errors = constants / scale, errors / scale
     return StepCost(
         num_windows=len(windows),
@@ -258,55 +289,98 @@ def _cost_of(windows: deque[StepWindow]) -> StepCost:
         per_assignment_error_s=float(errors[1]),
         per_row_s=float(constants[2]),
         per_row_error_s=float(errors[2]),
-        spread_s=spread,
+        spread=spread,
     )
 
 
-def _fitted(design: Array, seconds: Array, *, num_steps: int) -> tuple[Array, Array, float]:
-    """Constants of at least 0, their standard errors, and the spread of step times in seconds.
+def _equations(windows: Sequence[StepWindow]) -> tuple[Array, Array]:
+    """Return what constants are multiplied by, [equations, 3], and their sums, [equations].
+
+    The first ones are about step times, in units of each, because longer steps vary more; the
+    others about gaps, in units of the usual step.
+    """
+    steps = np.array([(1.0, one.max_rank_load, one.mean_rank_load, one.step_s) for one in windows])
+    gaps = [(0.0, one.load_gap, 0.0, one.busy_gap_s) for one in windows if one.load_gap > 0]
+    equations = steps / np.maximum(steps[:, 3:], _TINY)
+    if gaps:
+        equations = np.vstack((equations, np.array(gaps) / max(np.median(steps[:, 3]), _TINY)))
+    return equations[:, :3], equations[:, 3]
+
+
+def _contradiction(design: Array, sums: Array, *, num_steps: int) -> float:
+    """How much more an assignment costs by step times than by comparing ranks, or less.
+
+    0 if that may be chance: then both are right.
+    """
+    if len(design) - num_steps < MIN_WINDOWS:
+        return 0.0
+    by_steps, steps_errors, _ = _fitted(design[:num_steps], sums[:num_steps], num_steps=num_steps)
+    gaps, gaps_s = design[num_steps:, 1:2], sums[num_steps:]
+    by_gaps, gaps_errors, _ = _fitted(gaps, gaps_s, num_steps=len(gaps))
+    differs = abs(float(by_steps[1] - by_gaps[0]))
+    return differs if differs > _KNOWN_BY * np.hypot(steps_errors[1], gaps_errors[0]) else 0.0
+
+
+def _fitted(design: Array, sums: Array, *, num_steps: int) -> tuple[Array, Array, float]:
+    """Constants of at least 0, their standard errors, and the spread of the sums.
 
     The first `num_steps` equations are about step times, the others about gaps.
     """
     free = np.ones(design.shape[1], dtype=bool)
     while True:
         constants = np.zeros(len(free))
-        constants[free], weights, noise = _robust(design[:, free], seconds, num_steps=num_steps)
-        if (constants >= 0).all():
+        constants[free], weights, noise = _robust(design[:, free], sums, num_steps=num_steps)
+        if (constants >= 0).all() or free.sum() == 1:
             break
         # No part of a step takes negative time: leave the most negative one out.
         free[int(np.argmin(constants))] = False
-    residuals = (seconds - design @ constants) / noise
+    constants = np.maximum(constants, 0.0)
+    if weights.sum() < len(free):
+        weights = np.ones(len(sums))  # All are outliers: no constants explain the windows.
+    residuals = (sums - design @ constants) / noise
     degrees = max(1.0, float(weights.sum()) - int(free.sum()))
-    spread = float(np.sqrt((weights * residuals**2).sum() / degrees))
-    # All columns take part, so that a constant that was left out has an error too.
-    design = design / noise[:, None]
-    covariance = np.linalg.pinv(design.T @ (weights[:, None] * design), rcond=1e-12)
-    errors = spread * np.sqrt(np.maximum(covariance.diagonal(), 0.0))
+    # Noise has a lower bound, which residuals may be below.
+    spread = max(float(np.sqrt((weights * residuals**2).sum() / degrees)), _LEAST_SPREAD)
+    # All columns take part, so that a constant that was left out has an error too. A combination
+    # of constants that the windows do not show at all has a large error, not none.
+    _, sizes, directions = np.linalg.svd(
+        np.sqrt(weights)[:, None] * design / noise[:, None], full_matrices=False
+    )
+    sizes = np.maximum(sizes, _SINGULAR * max(sizes[0], _TINY))
+    errors = _student(degrees) * spread * np.sqrt(((directions / sizes[:, None]) ** 2).sum(axis=0))
     return constants, errors, spread * float(noise[0])
 
 
-def _robust(design: Array, seconds: Array, *, num_steps: int) -> tuple[Array, Array, Array]:
+def _student(degrees: float) -> float:
+    """How much wider the middle 95 % of Student's distribution are than those of a normal one.
+
+    Its first terms by Cornish and Fisher (1938).
+    """
+    return 1.0 + 1.21 / degrees + 1.44 / degrees**2
+
+
+def _robust(design: Array, sums: Array, *, num_steps: int) -> tuple[Array, Array, Array]:
     """Constants by biweight from least absolute deviations.
 
-    Also returns the equations' weights, 0 to 1, and their noise in seconds: that of their kind.
+    Also returns the equations' weights, 0 to 1, and their noise: that of their kind.
     """
-    floor = max(_TINY, 1e-6 * float(np.median(np.abs(seconds))))
-    constants = _weighted(design, seconds, np.ones(len(seconds)))
+    floor = max(_TINY, 1e-6 * float(np.median(np.abs(sums))))
+    constants = _weighted(design, sums, np.ones(len(sums)))
     for _ in range(_ROUNDS):
-        before, away = constants, np.abs(seconds - design @ constants)
-        constants = _weighted(design, seconds, 1 / np.maximum(away, floor))
+        before, away = constants, np.abs(sums - design @ constants)
+        constants = _weighted(design, sums, 1 / np.maximum(away, floor))
         if _has_converged(before, constants):
             break
-    away = np.abs(seconds - design @ constants)
-    noise = np.empty_like(seconds)
+    away = np.abs(sums - design @ constants)
+    noise = np.empty_like(sums)
     for kind in (slice(None, num_steps), slice(num_steps, None)):
         noise[kind] = max(floor, _deviation(away[kind], num_constants=design.shape[1]))
-    design, seconds = design / noise[:, None], seconds / noise
-    weights = np.ones(len(seconds))
+    design, sums = design / noise[:, None], sums / noise
+    weights = np.ones(len(sums))
     for _ in range(_ROUNDS):
-        ratio = np.abs(seconds - design @ constants) / _CUTOFF
+        ratio = np.abs(sums - design @ constants) / _CUTOFF
         weights = np.where(ratio < 1, (1 - np.minimum(ratio, 1) ** 2) ** 2, 0.0)
-        before, constants = constants, _weighted(design, seconds, weights)
+        before, constants = constants, _weighted(design, sums, weights)
         if _has_converged(before, constants):
             break
     return constants, weights, noise
@@ -323,10 +397,10 @@ def _has_converged(before: Array, after: Array) -> bool:
     return bool(np.abs(after - before).max() <= _CONVERGED * np.abs(after).max())
 
 
-def _weighted(design: Array, seconds: Array, weights: Array) -> Array:
+def _weighted(design: Array, sums: Array, weights: Array) -> Array:
     """Constants of least weighted squares; small ones where the windows do not tell them apart."""
     weighted = design.T * weights
     normal = weighted @ design
     # Rounding makes a singular matrix slightly indefinite; this is far below any noise.
     normal.flat[:: len(normal) + 1] += _RIDGE * normal.trace()
-    return np.linalg.solve(normal, weighted @ seconds).astype(np.float64, copy=False)
+    return np.linalg.solve(normal, weighted @ sums).astype(np.float64, copy=False)

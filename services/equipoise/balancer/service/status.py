@@ -320,7 +320,7 @@ def _imbalance_status(pool: Pool) -> pb.ImbalanceStatus | None:
     imbalance, cost = pool.windows.imbalance, pool.windows.step_cost
     if imbalance is None:
         return None
-    constants = {} if cost is None else fields_of(cost, but=("spread_s",))
+    constants = {} if cost is None else fields_of(cost, but=("spread",))
     return pb.ImbalanceStatus(**fields_of(imbalance), **constants)
 
 
