@@ -28,14 +28,13 @@ class Range:
     """Lowest valid value, or the bound just below it if `is_open`."""
 
     high: float = math.inf
-    """Highest valid value; infinity, which itself is invalid, for no upper bound."""
+    """Highest valid value; infinity for no upper bound."""
 
     is_open: bool = False
     """Whether `low` itself is invalid."""
 
     def __contains__(self, value: float) -> bool:
-        is_above = self.low < value if self.is_open else self.low <= value
-        return is_above and value <= self.high and value < math.inf
+        return (self.low < value if self.is_open else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
         low, high = _plain(self.low), _plain(self.high)

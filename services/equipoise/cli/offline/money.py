@@ -14,7 +14,7 @@ class CostSettings:
         InvalidSettingsError: a value is out of range.
     """
 
-    gpu_hour_price: Annotated[float | None, Range(0)] = None
+    gpu_hour_price: Annotated[float | None, Range(0, 1_000_000)] = None
     """Price of a GPU for an hour, in any currency: shows the GPUs and the money that imbalance
     costs."""
 

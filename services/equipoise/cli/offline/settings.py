@@ -360,11 +360,11 @@ class WhatIfSettings:
     """Tokens of a rank in a step. For each number, draw steps from the loads and show what workers
     gain by --replica-choice balanced, which chooses replicas by what all ranks route in a step."""
 
-    assignment_us: Annotated[float | None, Range(0, is_open=True)] = None
+    assignment_us: Annotated[float | None, Range(0, 1e9, is_open=True)] = None
     """Microseconds per assignment on the busiest rank, as `equipoise status` shows, to convert the
     assignments that balanced steps save."""
 
-    exchange_us: Annotated[float | None, Range(0, is_open=True)] = None
+    exchange_us: Annotated[float | None, Range(0, 1e9, is_open=True)] = None
     """Microseconds that the choice takes in a layer: an exchange of one number per expert between
     the ranks, and the division. Balanced steps pay if they save more."""
 
