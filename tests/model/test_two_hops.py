@@ -124,6 +124,13 @@ def test_what_one_hop_would_send_is_known_without_sending_it(runs, nodes):
         assert one["spread"].remote_nodes == two["spread"].remote_nodes <= one["spread"].direct_rows
 
 
+def test_between_nodes_of_one_rank_one_hop_sends_no_row_twice(runs):
+    for send in ("one hop", "two hops"):
+        for rank in of_ranks(runs, "8x1", "fast", send):
+            spread = rank["spread"]
+            assert spread.sent_rows == spread.direct_rows == spread.remote_nodes > 0
+
+
 @pytest.mark.parametrize("nodes", NODES)
 def test_sums_on_nodes_return_as_many_outputs_as_rows_came(runs, nodes):
     totals = {

@@ -22,6 +22,7 @@ from tests.model.expert_parallel_rank import CONFIG, NUM_ROWS, RankModel, rows_o
 
 NODES = {
     "4x1": (0, 1, 2, 3),
+    "8x1": (0, 1, 2, 3, 4, 5, 6, 7),
     "2x2": (0, 0, 1, 1),
     "4x2": (0, 0, 1, 1, 2, 2, 3, 3),
     "uneven": (0, 0, 0, 0, 1, 1),

@@ -29,7 +29,6 @@ def test_a_window_has_the_means_over_the_rows_of_all_ranks():
     assert traffic.remote_nodes == traffic.sent_rows == pytest.approx(1.0)
     assert traffic.direct_rows == traffic.sent_outputs == pytest.approx(2.0)
     assert traffic.rows_per_step == pytest.approx((3 + 1) / 2)
-    assert traffic.crossings == pytest.approx(2 * (1 + 2))
     assert traffic.is_two_hop
 
 

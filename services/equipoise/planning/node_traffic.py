@@ -61,11 +61,6 @@ class NodeTraffic:
         """Whether rows travelled in two hops, mostly."""
         return self.sent_rows < (self.remote_nodes + self.direct_rows) / 2
 
-    @property
-    def crossings(self) -> float:
-        """Rows and outputs that a rank sent to other nodes, or received from them, per step."""
-        return self.rows_per_step * (self.sent_rows + self.sent_outputs)
-
 
 class NodeCounters:
     """Cumulative counts of the ranks of an epoch, and of the open window.
