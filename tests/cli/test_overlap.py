@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
-from equipoise.cli.overlap import timeline
+from equipoise.cli.overlap import names, timeline
 from equipoise.cli.overlap.intervals import Collector, Intervals
+from equipoise.cli.overlap.names import Names
 from equipoise.formats.errors import FormatError
 from equipoise.settings.errors import InvalidSettingsError
 
@@ -302,7 +303,7 @@ def test_a_trace_without_work_is_an_error(trace, events):
         run(trace(events))
 
 
-def test_a_trace_with_too_many_intervals_or_tracks_is_an_error(trace, monkeypatch):
+def test_a_trace_with_too_many_intervals_is_an_error(trace, monkeypatch):
     monkeypatch.setattr(timeline, "MAX_INTERVALS", 1000)
     apart = [event("kernel", "gemm", 2 * number, 1) for number in range(1000)]
     with pytest.raises(FormatError, match="more than 1,000 separate intervals: profile fewer"):
@@ -312,6 +313,59 @@ def test_a_trace_with_too_many_intervals_or_tracks_is_an_error(trace, monkeypatc
         run(trace(tracks))
     joined = [event("kernel", "gemm", number, 1) for number in range(2000)]
     assert json.loads(run(trace(joined), "--json"))["computation_us"] == 2000
+
+
+def test_a_trace_with_too_many_tracks_is_an_error(trace, monkeypatch):
+    monkeypatch.setattr(timeline, "MAX_TRACKS", 10)
+    tracks = [event("kernel", "gemm", 0, 1, tid=number) for number in range(11)]
+    assert len(json.loads(run(trace(tracks[:10]), "--json"))["tracks"]) == 10
+    with pytest.raises(FormatError, match="more than 10 threads or streams: profile fewer"):
+        run(trace(tracks))
+
+
+@pytest.mark.parametrize("limit", ["MAX_INTERVALS", "MAX_TRACKS"])
+def test_threads_before_the_first_kernel_exceed_no_limit(trace, monkeypatch, limit):
+    monkeypatch.setattr(timeline, limit, 100)
+    threads = [event("cpu_op", "aten::mm", 2 * at, 1, tid=at) for at in range(200)]
+    path = trace([*threads, event("kernel", "gemm", 0, 5), *threads])
+    assert json.loads(run(path, "--json"))["computation_us"] == 5
+    with pytest.raises(FormatError, match="more than 100 "):
+        run(trace(threads))
+
+
+def test_a_process_is_asked_only_for_its_own_layers(trace, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "equipoise.cli.overlap.analysis._Process._window",
+        lambda _, track, layer: asked.append(layer) or track.intervals(layer),
+    )
+    events = []
+    for one in range(40):
+        events.append(event("kernel", "gemm", 10 * one, 5, pid=one))
+        events.append(event("gpu_user_annotation", f"layer {one}", 10 * one, 3, pid=one))
+    layers = json.loads(run(trace(events), "--json"))["layers"]
+    assert [(row["layer"], row["computation_us"]) for row in layers] == [(n, 3) for n in range(40)]
+    assert set(asked) == set(range(40))
+    assert len(asked) < 10 * 40
+
+
+def test_remembered_names_are_bounded_by_their_characters(monkeypatch):
+    monkeypatch.setattr(names, "_MAX_KNOWN_CHARS", 10_000)
+    found = Names()
+    for number in range(100):
+        assert found["x" * 4000 + f" layer {number}"].layer == number
+        assert sum(map(len, found._known)) <= 10_000 + 4100
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[31mred", "two\nlines"])
+def test_names_of_tracks_are_shown_printable(trace, tmp_path, name):
+    events = [event("kernel", "gemm", 0, 10, tid=name), event("kernel", "gemm", 5, 9, tid=name)]
+    path = trace(events)
+    (row,) = json.loads(run(path, "--json"))["tracks"]
+    assert row["track"].isprintable()
+    text = run(path, "--plot", tmp_path / "picture.svg", columns="400")
+    assert row["track"] in text
+    assert all(line.isprintable() for line in text.splitlines())
 
 
 def test_sets_of_time_are_exact_where_they_are_cut_into_pieces(monkeypatch):

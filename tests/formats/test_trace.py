@@ -55,6 +55,16 @@ def test_a_name_with_bytes_that_are_not_utf_8_is_read(trace):
     assert [one.name for one in read_slices(trace(data))] == ["k\ufffd"]
 
 
+def test_long_names_of_tracks_and_processes_are_told_apart(trace):
+    same = "x" * 4000
+    path = trace([KERNEL | {"tid": same + end, "pid": same + end} for end in "aab"])
+    first, again, other = read_slices(path)
+    assert (first.track, first.process) == (again.track, again.process)
+    assert first.track != other.track
+    assert first.process != other.process
+    assert len(first.track) < 250
+
+
 BAD = {
     "empty": (b"", "it is empty"),
     "no json": (b"MZ\x90\x00", "it begins with neither"),

@@ -5,6 +5,7 @@ slices of time; others are skipped. Times are microseconds, possibly with a frac
 """
 
 import gzip
+import hashlib
 import io
 import zlib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from equipoise.formats.errors import FormatError, naming
 from equipoise.formats.json_stream import array_items
+from equipoise.telemetry.logs import printable
 
 EVENTS_KEY = "traceEvents"
 MAX_TIME_US = 2.0**53
@@ -21,6 +23,7 @@ MAX_TIME_US = 2.0**53
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_NAME_CHARS = 4096
+_MAX_LABEL_CHARS = 200
 
 
 class Slice(NamedTuple):
@@ -31,9 +34,9 @@ class Slice(NamedTuple):
     name: str
     """What it did; cut at 4,096 characters."""
     process: str
-    """Process, or device of a kernel."""
+    """Process, or device of a kernel: printable, at most 200 characters and a digest."""
     track: str
-    """Thread, or stream of a kernel."""
+    """Thread, or stream of a kernel: likewise."""
     start_ns: int
     end_ns: int
 
@@ -92,11 +95,20 @@ def _slice(event: Any, number: int) -> Slice | None:
     return Slice(
         category=str(event.get("cat", "")).lower()[:_MAX_NAME_CHARS],
         name=name,
-        process=str(event.get("pid", ""))[:_MAX_NAME_CHARS],
-        track=str(event.get("tid", ""))[:_MAX_NAME_CHARS],
+        process=_label(event.get("pid", "")),
+        track=_label(event.get("tid", "")),
         start_ns=start_ns,
         end_ns=start_ns + duration_ns,
     )
+
+
+def _label(value: Any) -> str:
+    """Return text to show; what is long or does not print is told apart by a digest."""
+    text = str(value)
+    if len(text) <= _MAX_LABEL_CHARS and text.isprintable():
+        return text
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{printable(text[:_MAX_LABEL_CHARS])[:_MAX_LABEL_CHARS]} #{digest}"
 
 
 def _time_ns(event: dict[str, Any], key: str, number: int, name: str) -> int:

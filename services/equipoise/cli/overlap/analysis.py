@@ -5,6 +5,7 @@ Communication is hidden while the same process computes on any of its tracks, an
 several processes are added up.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -107,7 +108,10 @@ def analyse(timeline: Timeline) -> Overlap:
     """Measure a timeline that has work."""
     by_process = groupby(timeline.tracks, key=lambda track: track.process)
     processes = [_Process(list(tracks), on_device=timeline.on_device) for _, tracks in by_process]
-    layers = sorted({layer for one in processes for layer in one.layers})
+    layers: defaultdict[int, list[Times]] = defaultdict(list)
+    for one in processes:
+        for layer in one.layers:
+            layers[layer].append(one.times(within=layer))
     start_ns = min(one.start_ns for one in processes)
     end_ns = max(one.end_ns for one in processes)
     edges = np.linspace(start_ns, max(end_ns, start_ns + NUM_BINS), NUM_BINS + 1).astype(np.int64)
@@ -123,9 +127,7 @@ def analyse(timeline: Timeline) -> Overlap:
         step_us=step_ns / 1e3,
         times=_summed([one.times() for one in processes]),
         experts_share=sum(one.experts_in_steps_ns for one in processes) / max(1, step_ns),
-        layers=tuple(
-            (layer, _summed([one.times(within=layer) for one in processes])) for layer in layers
-        ),
+        layers=tuple((layer, _summed(times)) for layer, times in sorted(layers.items())),
         tracks=tuple(row for one in processes for row in one.rows()),
         notes=tuple(note for one in processes for note in one.notes()),
         bins=tuple((float(c), float(h), float(e)) for c, h, e in bins),

@@ -60,9 +60,10 @@ class Intervals:
         """The time in both."""
         if not self or not other:
             return NEVER
+        few, many = sorted((self, other), key=len)
         pieces = [
-            _common(self.starts[at : at + _PIECE], self.ends[at : at + _PIECE], other)
-            for at in range(0, len(self), _PIECE)
+            _common(few, many.starts[at : at + _PIECE], many.ends[at : at + _PIECE])
+            for at in range(0, len(many), _PIECE)
         ]
         starts, ends = (np.concatenate(one) for one in zip(*pieces, strict=True))
         return Intervals(starts, ends)
@@ -91,14 +92,14 @@ class Intervals:
 NEVER = Intervals(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
-def _common(starts: Times, ends: Times, other: Intervals) -> tuple[Times, Times]:
+def _common(few: Intervals, starts: Times, ends: Times) -> tuple[Times, Times]:
     """Pairs of overlapping intervals are found by search, and cut to what they share."""
-    first = np.searchsorted(other.ends, starts, side="right")
-    after = np.searchsorted(other.starts, ends, side="left")
+    first = np.searchsorted(ends, few.starts, side="right")
+    after = np.searchsorted(starts, few.ends, side="left")
     counts = after - first
-    own = np.repeat(np.arange(len(starts)), counts)
+    own = np.repeat(np.arange(len(few)), counts)
     theirs = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts) + first[own]
-    return np.maximum(starts[own], other.starts[theirs]), np.minimum(ends[own], other.ends[theirs])
+    return np.maximum(few.starts[own], starts[theirs]), np.minimum(few.ends[own], ends[theirs])
 
 
 class Collector:

@@ -40,7 +40,7 @@ class Meaning:
 
 
 class Names:
-    """Reads names; each different name is matched once.
+    """Reads names, and remembers what recent ones say.
 
     Args:
         communication: regular expression of names of communication; case is ignored.
@@ -57,12 +57,15 @@ class Names:
             Part.ATTENTION: _compiled("attention", ATTENTION),
         }
         self._known: dict[str, Meaning] = {}
+        self._known_chars = 0
 
     def __getitem__(self, name: str) -> Meaning:
         known = self._known.get(name)
         if known is None:
-            if len(self._known) >= _MAX_KNOWN:
+            if self._known_chars > _MAX_KNOWN_CHARS:
                 self._known.clear()
+                self._known_chars = 0
+            self._known_chars += len(name) + _CHARS_PER_MEANING
             known = self._known[name] = self._read(name)
         return known
 
@@ -78,7 +81,10 @@ class Names:
         )
 
 
-_MAX_KNOWN = 20_000
+_MAX_KNOWN_CHARS = 2**22
+"""A character needs up to 4 bytes."""
+_CHARS_PER_MEANING = 200
+"""What a name needs besides its characters, in characters."""
 
 
 def _compiled(option: str, pattern: str) -> re.Pattern[str]:

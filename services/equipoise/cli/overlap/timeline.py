@@ -15,6 +15,9 @@ from equipoise.formats.trace import Slice
 MAX_INTERVALS = 3_500_000
 """Separate intervals held at once; the analysis needs up to 95 bytes for each."""
 
+MAX_TRACKS = 4096
+"""Threads, or streams, of all processes."""
+
 MAX_SPAN_NS = 86_400 * 10**9
 """A trace of more than a day has a clock that jumped."""
 
@@ -73,13 +76,16 @@ class Timeline:
     """Collects slices.
 
     Raises (from `add` and `check`):
-        FormatError: the slices have too many intervals, span more than a day, or none is of work.
+        FormatError: the slices have too many intervals or tracks, span more than a day, or none is
+            of work. Threads may have too many if a device follows.
     """
 
     def __init__(self, names: Names) -> None:
         self._names = names
         self._tracks: dict[tuple[str, str], Track] = {}
         self._num_intervals = 0
+        self._excess: str | None = None
+        """What threads have too much of; they are no longer collected."""
         self._first_ns: int | None = None
         self._last_ns = 0
         self.on_device = False
@@ -125,7 +131,9 @@ class Timeline:
             self._add_ranges(one, meaning)
 
     def check(self) -> None:
-        """Check that there is something to analyse."""
+        """Check that there is something to analyse, and that it is complete."""
+        if self._excess is not None:
+            raise FormatError(self._excess)
         if not self.tracks:
             raise FormatError(
                 "it has no work of any duration (category kernel or cpu_op): profile with "
@@ -149,6 +157,7 @@ class Timeline:
             self.on_device = True
             self._tracks.clear()
             self._num_intervals = 0
+            self._excess = None
 
     def _add_work(self, one: Slice, meaning: Meaning) -> None:
         if meaning.is_communication:
@@ -172,6 +181,8 @@ class Timeline:
                 self._note(one, key)
 
     def _note(self, one: Slice, key: Key) -> None:
+        if self._excess is not None:
+            return
         track = self._tracks.get((one.process, one.track))
         if track is None:
             track = Track(process=one.process, name=one.track)
@@ -183,9 +194,16 @@ class Timeline:
             self._num_intervals += _INTERVALS_PER_COLLECTOR
         self._num_intervals += collector.add(one.start_ns, one.end_ns)
         if self._num_intervals > MAX_INTERVALS:
-            raise FormatError(
-                f"it has more than {MAX_INTERVALS:,} separate intervals: profile fewer steps"
-            )
+            self._exceed(f"{MAX_INTERVALS:,} separate intervals: profile fewer steps")
+        elif len(self._tracks) > MAX_TRACKS:
+            self._exceed(f"{MAX_TRACKS:,} threads or streams: profile fewer processes")
+
+    def _exceed(self, limit: str) -> None:
+        """Fail on a device; threads are forgotten, because a device may follow."""
+        self._excess = f"it has more than {limit}"
+        if self.on_device:
+            raise FormatError(self._excess)
+        self._tracks.clear()
 
 
 _WORK = {Of.WORK, Of.COMMUNICATION, Of.COPIES}
