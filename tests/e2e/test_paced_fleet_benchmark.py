@@ -8,6 +8,7 @@ are balanced, one of these also chooses replicas by what all ranks route.
 import asyncio
 import math
 import os
+import signal
 import statistics
 import sys
 import time
@@ -39,7 +40,7 @@ SETTINGS = DemoSettings(clients_per_rank=16)
 OUTPUT_TOKENS = (8, 24)
 STATIC, BALANCED, BY_COUNTS = "static", "balanced", "by-counts"
 POOLS = {STATIC: (), BALANCED: (), BY_COUNTS: ("--replica-choice=balanced",)}
-MIXED = "mixed"
+MIXED, KIND = "mixed", "english"
 
 
 class PacedFleet:
@@ -53,7 +54,7 @@ class PacedFleet:
         }
         together = zip(*self._prompts.values(), strict=True)
         self._prompts[MIXED] = [one for same in together for one in same]
-        self.feeds = {}
+        self.feeds, self._workers = {}, {}
 
     async def start(self, *pools):
         fleet = await self._stack.enter_async_context(ForkedFleet(self._folder))
@@ -79,11 +80,22 @@ class PacedFleet:
                     balancer=self._address,
                 )
                 pace = [f"--pace-us-per-row={PACE_US}", "--step-timeout-s=60"]
-                await fleet.start(f"{pool}-{rank}", [*arguments, *pace, *POOLS[pool]])
-        for feed in self.feeds.values():
-            await feed.until(
-                lambda status: status.health == status_pb2.POOL_HEALTH_SERVING, timeout_s=BOUND_S
-            )
+                self._workers[f"{pool}-{rank}"] = [*arguments, *pace, *POOLS[pool]]
+        for worker, arguments in self._workers.items():
+            await fleet.start(worker, arguments)
+        for pool in pools:
+            await self._until(pool, status_pb2.POOL_HEALTH_SERVING)
+
+    async def replace(self, pool, rank):
+        """Kill a rank; start it again once the others serve without it."""
+        worker = f"{pool}-{rank}"
+        await self._fleet.stop(worker, with_signal=signal.SIGKILL)
+        await self._until(pool, status_pb2.POOL_HEALTH_DEGRADED)
+        await self._fleet.start(worker, self._workers[worker])
+        await self._until(pool, status_pb2.POOL_HEALTH_SERVING)
+
+    async def _until(self, pool, health):
+        await self.feeds[pool].until(lambda status: status.health == health, timeout_s=BOUND_S)
 
     async def order(self, command, pool):
         """Run a command of `equipoise` about a pool."""
@@ -179,6 +191,28 @@ async def test_balanced_pools_serve_1_4_times_the_tokens_of_a_contiguous_layout(
         print(f"{pool}: {statistics.harmonic_mean(kinds):.2f} times, mixed {mixed:.2f} times")
         assert mixed >= 0.99
     assert statistics.harmonic_mean(gains[BALANCED][:-1]) >= 1.4
+
+
+async def test_a_pool_regains_what_balance_gains_after_a_rank_is_lost(tmp_path):
+    """By the contiguous layout, then balanced, then with a rank killed and started again."""
+    warm_up()
+    async with AsyncExitStack() as stack:
+        fleet = PacedFleet(tmp_path, stack)
+        await fleet.start(BALANCED)
+        await fleet.order("pause", BALANCED)
+        rates = {}
+        for state in ("skewed", "balanced", "recovered"):
+            if state == "balanced":
+                await fleet.order("resume", BALANCED)
+            elif state == "recovered":
+                await fleet.replace(BALANCED, 1)
+            await fleet.served(BALANCED, KIND, for_s=2 * SETTLE_S)
+            rates[state] = await fleet.served(BALANCED, KIND, for_s=2 * TURN_S)
+            shown = f"{rates[state]:.1f} tokens/s at {fleet.balancedness(BALANCED):.2f}"
+            print(f"{state}: {shown}; {fleet.cost_of_imbalance(BALANCED)}", flush=True)
+        # What each rollout was expected to gain, and what it gained.
+        await fleet.order("decisions", BALANCED)
+    assert min(rates["balanced"], rates["recovered"]) >= 1.2 * rates["skewed"]
 
 
 async def test_a_balancer_that_plans_costs_less_than_1_percent_where_traffic_is_balanced(tmp_path):
