@@ -267,6 +267,14 @@ def test_the_picture_is_the_same_each_time(trace, tmp_path, name):
         run(path, "--plot", tmp_path / "picture.gif")
 
 
+def test_long_names_leave_room_in_the_picture(trace, tmp_path, recwarn):
+    names = ["a" * 300 + end for end in "xy"]
+    path = trace([event("kernel", "gemm", 0, 5, tid=name) for name in names])
+    run(path, "--plot", tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_bytes().count("…".encode()) == 2
+    assert not recwarn.list
+
+
 def test_slices_that_overlap_in_a_stream_are_counted_once_and_noted(trace):
     events = [event("kernel", "gemm", 0, 10), event("kernel", "gemm", 5, 10)]
     document = json.loads(run(trace(events), "--json"))

@@ -113,6 +113,7 @@ class PacedFleet:
             addresses=[rank.address for rank in self.feeds[pool].status.ranks],
             clients_per_rank=SETTINGS.clients_per_rank,
             clock=time.monotonic,
+            timeout_s=BOUND_S,
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(traffic.run())
@@ -240,3 +241,4 @@ async def test_a_balancer_that_plans_costs_less_than_1_percent_where_traffic_is_
     ratio, error = ratio_of_means(planning_steps, paused_steps)
     print(f"decode steps {ratio:.4f} ± {error:.4f} times")
     assert ratio - error <= 1.01
+    assert error <= 0.05, "too noisy to tell"

@@ -23,6 +23,7 @@ _GREY, _BLUE, *_OTHERS = (
 _MARKED_WINDOWS = 60
 """More markers than this blur into a line."""
 _PERCENTILES = (50, 90, 99)
+_LABEL_CHARS = 40
 
 
 def draw_loads(times_mean: Load, path: Path, *, title: str, highest: float) -> None:
@@ -127,7 +128,7 @@ def draw_overlap(overlap: Overlap, path: Path, *, title: str) -> None:
         FormatError: the file cannot be written.
     """
     bars = [(f"layer {layer}", times) for layer, times in overlap.layers] or [
-        (f"{row.process} {row.track}", row.times) for row in overlap.tracks
+        (_label(f"{row.process} {row.track}"), row.times) for row in overlap.tracks
     ]
     height = min(20.0, 0.25 * len(bars))
     figure = Figure(figsize=(9, 4 + height), layout="constrained")
@@ -147,16 +148,23 @@ def draw_overlap(overlap: Overlap, path: Path, *, title: str) -> None:
     over_time.set_xlabel("ms")
     over_time.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     rows = [(t.computation_us - t.hidden_us, t.hidden_us, t.exposed_us) for _, t in reversed(bars)]
-    left = np.zeros(len(bars))
+    left, places = np.zeros(len(bars)), range(len(bars))
     for colour, values in zip(colours, np.array(rows).T / 1e3, strict=True):
-        below.barh([name for name, _ in reversed(bars)], values, left=left, color=colour)
+        below.barh(places, values, left=left, color=colour)
         left = left + values
+    below.set_yticks(places, [name for name, _ in reversed(bars)])
     below.set_xlabel("ms")
     over_time.set_xlim(0, edges_ms[-1])
     below.set_xlim(0, left.max() * 1.02)
     for axes in (over_time, below):
         axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
+
+
+def _label(name: str) -> str:
+    """The beginning and the end of a name, which leave room for what it labels."""
+    half = _LABEL_CHARS // 2
+    return name if len(name) <= _LABEL_CHARS else f"{name[:half]}…{name[-half:]}"
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -16,7 +16,7 @@ from equipoise.telemetry.logs import printable
 from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
 
 REQUEST_TIMEOUT_S = 60.0
-"""Deadline of a request."""
+"""Deadline of a request, unless it is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,7 @@ class Traffic:
         addresses: Sequence[str],
         clients_per_rank: int,
         clock: Callable[[], float],
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         assert all(prompts.values())
         self.completions: list[Completion] = []
@@ -107,6 +108,7 @@ class Traffic:
         self._addresses = tuple(addresses)
         self._clients_per_rank = clients_per_rank
         self._clock = clock
+        self._timeout_s = timeout_s
         self._domain = next(iter(prompts))
         self._ending = False
         self._num_requests = 0
@@ -152,7 +154,7 @@ class Traffic:
                 prompt=prompt.tokens,
                 max_tokens=prompt.max_tokens,
             ),
-            timeout=REQUEST_TIMEOUT_S,
+            timeout=self._timeout_s,
         )
         try:
             async for response in call:
