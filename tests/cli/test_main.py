@@ -53,7 +53,7 @@ def test_without_a_command_the_commands_are_listed_at_once():
     ("arguments", "status", "message"),
     [
         (["balancer", "--listen", "nowhere"], 2, "--listen must be host:port with a port"),
-        (["balancer", "--interval-s", "0"], 2, "interval_s must be from 0.05 to 86400, not 0.0"),
+        (["balancer", "--interval-s", "0"], 2, "--interval-s must be from 0.05 to 86400, not 0.0"),
         (
             ["generate", "a", "--temperature", "1e-300"],
             2,

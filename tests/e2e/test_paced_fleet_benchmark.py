@@ -132,7 +132,8 @@ class PacedFleet:
     def cost_of_imbalance(self, pool):
         """What the pool's status says, and the part of a step that experts would take evenly."""
         imbalance = self.feeds[pool].status.imbalance
-        return f"{imbalance_text(imbalance)}; experts take {imbalance.expert_share:.0%} of a step"
+        share = f"; experts take {imbalance.expert_share:.0%} of a step"
+        return imbalance_text(imbalance) + (share if imbalance.is_measured else "")
 
     def balancedness(self, pool):
         """Of the pool's latest window with traffic."""
@@ -216,7 +217,7 @@ async def test_a_pool_regains_what_balance_gains_after_a_rank_is_lost(tmp_path):
     assert min(rates["balanced"], rates["recovered"]) >= 1.2 * rates["skewed"]
 
 
-async def test_a_balancer_that_plans_costs_less_than_1_percent_where_traffic_is_balanced(tmp_path):
+async def test_planning_costs_no_measurable_throughput_where_traffic_is_balanced(tmp_path):
     """One pool by the layout for its traffic, with planning paused in half of the turns."""
     warm_up()
     orders = ("pause", "resume")
@@ -241,4 +242,4 @@ async def test_a_balancer_that_plans_costs_less_than_1_percent_where_traffic_is_
     ratio, error = ratio_of_means(planning_steps, paused_steps)
     print(f"decode steps {ratio:.4f} ± {error:.4f} times")
     assert ratio - error <= 1.01
-    assert error <= 0.05, "too noisy to tell"
+    assert error <= 0.05, "too noisy to tell anything"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
+from equipoise.planning.errors import InvalidPolicyError
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import explanations
 
@@ -41,8 +42,8 @@ def options_from_settings(command: Callable[[S], int]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         try:
             chosen = _build(settings, values)
-        except InvalidSettingsError as error:
-            raise InvalidSettingsError(_as_typed(str(error), values)) from None
+        except (InvalidPolicyError, InvalidSettingsError) as error:
+            raise type(error)(_as_typed(str(error), values)) from None
         raise typer.Exit(command(chosen))
 
     parameters = _parameters(settings)

@@ -55,7 +55,7 @@ class StepWindow:
     """Means over the steps of one window.
 
     Raises:
-        ValueError: a value is not from 0 to 1e18, or a gap in time not finite.
+        ValueError: a value is not from 0 to 1e18, or a gap in time not from -1e18 to 1e18.
     """
 
     step_s: float
@@ -75,9 +75,9 @@ class StepWindow:
     def __post_init__(self) -> None:
         values = (self.step_s, self.max_rank_load, self.mean_rank_load, self.load_gap)
         if not all(0 <= value <= _MOST for value in values):
-            raise ValueError(f"a window's means must be finite and at least 0, not {values}")
+            raise ValueError(f"a window's means must be from 0 to {_MOST:g}, not {values}")
         if not abs(self.busy_gap_s) <= _MOST or self.num_steps < 1:
-            raise ValueError(f"a window needs a finite gap and steps, not {self}")
+            raise ValueError(f"a window needs steps, and a gap of at most {_MOST:g} s, not {self}")
 
 
 def compare_ranks(load: Load, busy_s: Load) -> tuple[float, float]:
@@ -137,11 +137,12 @@ class StepCost:
     def reason(self) -> str:
         """Why the cost is known or not."""
         cost, error = self.per_assignment_s * 1e6, self.per_assignment_error_s * 1e6
-        if not self.is_known and error > cost:
-            return f"{self.num_windows} windows are too uncertain: loads have varied too little"
-        known = "" if self.is_known else ", too uncertain: loads have varied too little"
-        measured = f"{format_number(cost)} ± {format_number(error, digits=2)}"
-        return f"{self.num_windows} windows: {measured} µs per assignment{known}"
+        measured = f"{format_number(cost)} ± {format_number(error, digits=2)} µs per assignment"
+        if self.is_known:
+            return f"{self.num_windows} windows: {measured}"
+        why = "loads have varied too little, or ranks' computing times contradict step times"
+        found = "" if error > cost else f" ({measured})"
+        return f"{self.num_windows} windows leave the cost uncertain{found}: {why}"
 
     def step_s(self, *, max_rank_load: float, mean_rank_load: float) -> float:
         """Predict the duration of a step."""
@@ -322,7 +323,7 @@ def _contradiction(design: Array, sums: Array, *, num_steps: int) -> float:
 
 
 def _fitted(design: Array, sums: Array, *, num_steps: int) -> tuple[Array, Array, float]:
-    """Constants of at least 0, their standard errors, and the spread of the sums.
+    """Constants of at least 0, their standard errors, and the spread of step times as a fraction.
 
     The first `num_steps` equations are about step times, the others about gaps.
     """

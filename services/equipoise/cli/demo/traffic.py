@@ -16,7 +16,7 @@ from equipoise.telemetry.logs import printable
 from equipoise_api.v1 import worker_pb2, worker_pb2_grpc
 
 REQUEST_TIMEOUT_S = 60.0
-"""Deadline of a request, unless it is given."""
+"""Default deadline of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
