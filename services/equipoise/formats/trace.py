@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from equipoise.formats.errors import FormatError, naming
 from equipoise.formats.json_stream import array_items
-from equipoise.telemetry.logs import printable
 
 EVENTS_KEY = "traceEvents"
 MAX_TIME_US = 2.0**53
@@ -108,7 +107,8 @@ def _label(value: Any) -> str:
     if len(text) <= _MAX_LABEL_CHARS and text.isprintable():
         return text
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    return f"{printable(text[:_MAX_LABEL_CHARS])[:_MAX_LABEL_CHARS]} #{digest}"
+    escaped = repr(text[:_MAX_LABEL_CHARS])[1:-1]
+    return f"{escaped[:_MAX_LABEL_CHARS]} #{digest}"
 
 
 def _time_ns(event: dict[str, Any], key: str, number: int, name: str) -> int:
