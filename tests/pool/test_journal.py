@@ -118,7 +118,16 @@ def test_a_request_that_the_store_confirmed_too_late_counts(known):
 def test_newer_records_of_a_balancer_that_led_an_empty_store_are_not_overruled(known):
     newer = replace(known.last_decision, sequence=1, time_unix_s=500.0)
     stored = PoolMemory(audit=orders(1, at=500.0), hold=Hold(), last_decision=newer)
-    assert known.forgotten_by(stored) is None
+    lost = known.forgotten_by(stored)
+    assert (lost.hold, lost.decision) == (None, None)
+    merged = lost.added_to(stored)
+    assert [(one.sequence, one.time_unix_s) for one in merged.audit] == [
+        (4, 103.0),
+        (3, 102.0),
+        (2, 101.0),
+        (1, 501.0),
+    ]
+    assert merged.hold is stored.hold
 
 
 MEMBERS = EpochMembers(epoch=57, workers=("a", "b"))
@@ -167,8 +176,27 @@ def test_a_later_balancers_hold_is_kept_whatever_the_clocks_say(known, ahead_s):
     stored = memory(1, hold=pinned, last_decision=known.last_decision)
     record = replace(stored.audit[0], who="bob", time_unix_s=130.0 - ahead_s)
     stored = replace(stored, audit=(record,))
-    assert known.forgotten_by(stored) is None
+    lost = known.forgotten_by(stored)
+    assert lost.hold is None
+    assert len(lost.audit) == 3, "the audit has the records of both"
     assert known.dropped_by(stored) == "paused by ann"
+    # Once merged, the hold in the store stays.
+    merged = Journal(known._policy, lost.added_to(stored))
+    assert merged.forgotten_by(lost.added_to(stored)) is None
+    assert merged.forgotten_by(stored).hold is pinned
+
+
+def test_a_rejected_request_overrules_no_hold(known):
+    """The store went back to what it had before this balancer led."""
+    earlier = replace(AN_ORDER, sequence=1, what="rebalance", time_unix_s=50.0, accepted=False)
+    stored = PoolMemory(audit=(earlier,), last_decision=known.last_decision)
+    lost = known.forgotten_by(stored)
+    assert lost.hold is PAUSED
+    assert known.dropped_by(stored) == ""
+    assert [one.what for one in lost.added_to(stored).audit] == [
+        *(one.what for one in known.audit),
+        "rebalance",
+    ]
 
 
 def test_no_hold_is_dropped_within_one_history(known):

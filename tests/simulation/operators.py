@@ -30,8 +30,9 @@ class _Request:
 class Operators:
     """An operator on a machine of its own, which nothing happens to.
 
-    What the store loses of its requests has to be kept by each leader that knew it at the time,
-    as leader or as follower, unless another one has recorded requests since.
+    What the store loses of its requests has to be kept by each leader that knew it at the time, as
+    leader or as follower. The hold that follows from them gives way to what a leader that did not
+    know them has recorded, since or before.
     """
 
     def __init__(self, world: Any) -> None:
@@ -42,6 +43,8 @@ class Operators:
         self._pinned: bool | None = None
         # Requests that the store has lost, by their reason, and the processes that knew them then.
         self._lost: dict[str, frozenset[Process]] = {}
+        # Those of them whose hold gives way to what the store has or gets instead.
+        self._overruled: set[str] = set()
 
     def ask(self, operation: str) -> None:
         """Send a request to the balancer that leads."""
@@ -109,10 +112,11 @@ class Operators:
     def note_loss(self, before: Data, after: Data) -> None:
         """The store has lost contents."""
         for reason in self._recorded(before) - self._recorded(after):
-            witnesses = frozenset(
-                one.process for one in self._world.living_balancers() if self._knows(one, reason)
-            )
+            knowing = [one for one in self._world.living_balancers() if self._knows(one, reason)]
+            witnesses = frozenset(one.process for one in knowing)
             self._lost[reason] = self._lost.get(reason, witnesses) & witnesses
+            if any(self._knows_less(one, after) for one in knowing):
+                self._overruled.add(reason)
 
     def note_records(self, after: Data) -> None:
         """The store has recorded requests, or has them again."""
@@ -126,7 +130,7 @@ class Operators:
             del self._lost[reason]
         for reason, witnesses in self._lost.items():
             if witnesses.isdisjoint(writers):
-                self._lost[reason] = frozenset()  # What is newer counts.
+                self._overruled.add(reason)
 
     def _recorded(self, data: Data) -> set[str]:
         """Reasons of the requests that a store has a record of."""
@@ -141,6 +145,14 @@ class Operators:
         records = pools.find(POOL).pool.journal.audit
         return any(f"({reason})" in one.what for one in records)
 
+    def _knows_less(self, balancer: Any, data: Data) -> bool:
+        """Whether a store has an accepted request that a balancer does not know."""
+        accepted = "".join(one.what for one in data.get(("audit", POOL), ()) if one.accepted)
+        return any(
+            f"({one.reason})" in accepted and not self._knows(balancer, one.reason)
+            for one in self._requests
+        )
+
     def _is_excused(self, reason: str) -> bool:
         """Whether a request may be lost: the leader did not know it when the store lost it."""
         leader = self._world.leader()
@@ -149,7 +161,9 @@ class Operators:
     def unsettled(self, pool: Any) -> str:
         """What an operator was promised and the leader does not keep."""
         hold = pool.journal.hold
-        if any(self._is_excused(one.reason) for one in self._requests):
+        if any(
+            one.reason in self._overruled or self._is_excused(one.reason) for one in self._requests
+        ):
             return ""
         if self._paused is not None and bool(hold.paused) != self._paused:
             return (

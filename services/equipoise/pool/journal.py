@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from equipoise.planning.policy import StoreDown
 from equipoise.pool.effects import (
@@ -104,16 +105,11 @@ class Journal:
     def forgotten_by(self, stored: PoolMemory) -> ForgottenRecords | None:
         """What the store has lost of these records, as it was read; None if nothing.
 
-        A store that lost its last writes has an earlier record of this history as its latest, or
-        none. If that is a record unknown here, another balancer led since the loss, and what it
-        recorded counts: neither clocks nor numbers of two balancers say whose hold is newer.
-        Epochs and generations are never reused, so the highest count either way.
-
         A record written after the loss may have the number of a lost one, so records are compared
-        by their contents.
+        by their contents. Epochs and generations are never reused, so the highest count.
         """
-        is_ours = not stored.audit or _is_among(stored.audit[0], self._audit)
-        audit = self._lost_audit(stored.audit) if is_ours else ()
+        is_ours = self._has_our_hold(stored)
+        audit = self._lost_audit(stored.audit)
         decision = self.last_decision
         if decision is not None and not _is_decision_lost(decision, stored.last_decision):
             decision = None
@@ -129,6 +125,17 @@ class Journal:
             next_generation=self._next_generation if is_behind else 0,
         )
         return lost if lost.kinds else None
+
+    def _has_our_hold(self, stored: PoolMemory) -> bool:
+        """Whether the hold here is at least as new as that of a store with these records.
+
+        A store that lost its last writes has an earlier record of this history as its latest, or
+        none. If the latest are unknown here and one of them was accepted, another balancer led
+        since the loss, or the store went back to what it had before this one led: neither clocks
+        nor numbers of two balancers say whose hold is newer, and that in the store counts.
+        """
+        unknown = takewhile(lambda one: not _is_among(one, self._audit), stored.audit)
+        return not any(one.accepted for one in unknown)
 
     def _lost_audit(self, stored: Sequence[AuditRecord]) -> tuple[AuditRecord, ...]:
         """Records that are not `stored`, oldest first; taken numbers are replaced by the next."""
@@ -149,10 +156,8 @@ class Journal:
         if not self._audit or not stored.audit or stored.hold.reason == self.hold.reason:
             return ""
         has_overlap = stored.audit[-1].sequence <= self._audit[0].sequence
-        is_one_history = _is_among(self._audit[0], stored.audit) or _is_among(
-            stored.audit[0], self._audit
-        )
-        return self.hold.reason if has_overlap and not is_one_history else ""
+        is_lost = has_overlap and not _is_among(self._audit[0], stored.audit)
+        return self.hold.reason if is_lost and not self._has_our_hold(stored) else ""
 
     def late_decisions(self) -> Chain:
         """Decisions that the store missed, once it works again."""
