@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.planning.layout import Layout, count_moves
-from equipoise.planning.placing import incremental
+from equipoise.planning.placing import from_scratch, incremental
 from equipoise.planning.placing.from_scratch import place_globally, stay_near
 from equipoise.planning.placing.frontier import LayerPath, hull_of
 from equipoise.planning.placing.problem import Problem
@@ -105,7 +105,7 @@ def test_with_two_slots_a_rank_many_moves_are_not_needed():
         )
         assert made.balancedness >= problem.balancedness(fresh) - 1e-6
         moves, needed = moves + count_moves(problem.held, fresh), needed + made.moves
-    assert needed < 0.7 * moves, (needed, moves)
+    assert needed < 0.75 * moves, (needed, moves)
 
 
 @pytest.mark.parametrize("slots_per_rank", [2, 6])
@@ -131,7 +131,8 @@ def test_incremental_plans_take_needless_moves_back(slots_per_rank, monkeypatch)
         return moves, balance
 
     moves, balance = totals()
-    monkeypatch.setattr(incremental, "settle", lambda _, table, held, noise: table)
+    for module in (incremental, from_scratch):
+        monkeypatch.setattr(module, "settle", lambda _, table, held, noise: table)
     more, without = totals()
     assert moves < more
     assert balance >= without - 1e-3

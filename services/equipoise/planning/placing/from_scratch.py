@@ -1,14 +1,18 @@
 """Placements from scratch: the published greedy, made valid, refined, and matched to the ranks."""
 
+from functools import partial
+
 import numpy as np
 
 from equipoise.planning.arrays import ExpertTable, Indices, Weights
 from equipoise.planning.placing.eplb import deal_groups, place
+from equipoise.planning.placing.pairs import pair
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.settle import settle
 from equipoise.planning.placing.stay import align, relabel
 from equipoise.planning.placing.twins import repair_twins
+from equipoise.planning.placing.weighted import TWO_SLOTS
 
 SEPARATION_TOLERANCE = 2e-3
 """Relative increase of the busiest rank that placing replicas on different nodes may cost."""
@@ -94,16 +98,22 @@ def refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
 
 
 def _greedy(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable:
-    """The published placement without needless twins."""
+    """The published placement without needless twins, or even pairs where ranks have two slots."""
     slots_of_rank = np.diff(problem.first_slot)
     table = place(problem.load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
-    return repair_twins(
-        table,
+    without_twins = partial(
+        repair_twins,
         load=problem.load,
         num_ranks=problem.topology.num_ranks,
         num_nodes=num_nodes,
         slots_of_rank=slots_of_rank,
     )
+    repaired = without_twins(table)
+    if (slots_of_rank != TWO_SLOTS).any():
+        return repaired
+    paired = without_twins(pair(table, load=problem.load, num_nodes=num_nodes))
+    of_repaired, of_paired = (problem.rank_loads(one).max(axis=1) for one in (repaired, paired))
+    return np.where((of_paired < of_repaired)[:, None], paired, repaired)
 
 
 def _near(problem: Problem, table: ExpertTable, *, num_nodes: int) -> ExpertTable:
