@@ -10,8 +10,9 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
 - A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
   so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
 - A register that failed over may have lost its latest records, and with them a leader that this
-  candidate has never seen. So no older record is free at once, terms are skipped, and no leader
-  continues its term: it may have been suspended together with its clock while the lost one led.
+  candidate has never seen. So no older record, nor one of a lower term than the store has seen, is
+  free at once, terms are skipped, and no leader continues its term: it may have been suspended
+  together with its clock while the lost one led.
   Its holder may replace such a record one round before others do: it knows more of what was lost.
   How many terms are skipped is random, so that no two leaders that lost the same use the same one;
   so is the first term, because an empty register may have lost all.
@@ -312,9 +313,9 @@ def _note(state: LeaderState, sighting: Sighting | None, now: float) -> LeaderSt
 
 def _is_free(state: LeaderState, seen: Sighting) -> bool:
     # A lease of ours from a term that ended cannot be held by another candidate. But if the
-    # register lost a later one, its leader may not know yet.
+    # register lost a later one, which the store may have seen, its leader may not know yet.
     record = seen.record
-    is_latest = seen.is_latest and record.term == state.register_term
+    is_latest = seen.is_latest and record.term == state.highest_term
     if is_latest and record.holder in {"", state.candidate.name}:
         return True
     # The record may be damaged: no balancer has a longer duration, and ours is safe for its peers.
@@ -346,12 +347,14 @@ def _who_leads(state: LeaderState, seen: Sighting) -> str:
             f"the lease went back from term {state.register_term} to {record.term}, and the leader "
             f"of the later one may lead for up to {longest_s:g} s"
         )
-    if not seen.is_latest and record.holder in {"", state.candidate.name}:
-        return (
-            f"the register failed over after the lease of term {record.term} was written, and the "
-            f"leader of a later one may lead for up to {state.timing.duration_s:g} s"
-        )
-    return f"{record.holder} leads"
+    if record.holder not in {"", state.candidate.name}:
+        return f"{record.holder} leads"
+    is_lost = f"term {state.highest_term} was seen, which the lease does not have"
+    if not seen.is_latest:
+        is_lost = f"the register failed over after the lease of term {record.term} was written"
+    return (
+        f"{is_lost}, and the leader of a later one may lead for up to {state.timing.duration_s:g} s"
+    )
 
 
 def _vacancy(state: LeaderState, now: float) -> WriteRegister:
