@@ -30,6 +30,7 @@ def pool(*, num_experts, num_ranks, slots_per_rank, num_layers=2, num_groups=1, 
 
 
 FEW_SLOTS = pool(num_experts=28, num_ranks=16, slots_per_rank=2)
+HALF_REDUNDANT = pool(num_experts=13, num_ranks=14, slots_per_rank=2)
 MANY_SLOTS = pool(num_experts=16, num_ranks=4, slots_per_rank=5, num_groups=4)
 
 
@@ -51,7 +52,7 @@ def layout_of(made, model, topology, generation=1):
 @given(
     seed=st.integers(0, 2**32 - 1),
     sigma=st.floats(0.1, 2.5),
-    chosen=st.sampled_from([FEW_SLOTS, MANY_SLOTS]),
+    chosen=st.sampled_from([FEW_SLOTS, HALF_REDUNDANT, MANY_SLOTS]),
     algorithm=st.sampled_from(list(Algorithm)),
     weighted=st.sampled_from([Weighting.AUTO, Weighting.ON]),
 )
@@ -84,6 +85,17 @@ def test_few_redundant_slots_are_worth_more_with_uneven_shares():
         assert re.search("replicas serve uneven shares in [12] of 2 layers", made.reason)
         gains.append(made.balancedness - even.balancedness)
     assert np.mean(gains) > 0.015
+
+
+def test_a_redundant_slot_for_each_of_two_makes_all_ranks_level():
+    model, topology = HALF_REDUNDANT
+    for seed in range(4):
+        load = skewed(seed, num_experts=13)
+        made = plan(
+            load, model=model, topology=topology, algorithm=Algorithm.GLOBAL, weighted=Weighting.ON
+        )
+        layout_of(made, model, topology)
+        assert made.balancedness > 0.9999
 
 
 def test_replicas_of_an_expert_share_no_node_where_chains_are_short():

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.planning.arrays import EMPTY
 from equipoise.planning.balance import balancedness, rank_loads
 from equipoise.planning.placing.weighted import WeightedPlacement, needs_weights, place_weighted
 from tests.support.eplb import eplb
@@ -21,7 +22,9 @@ def pools(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     num_ranks = draw(st.integers(2, 24))
     slots_per_rank = draw(st.integers(2, 6))
     num_slots = num_ranks * slots_per_rank
-    redundant = draw(st.integers(1, min(num_ranks - 1, num_slots // 2)))
+    # With two slots per rank there may be as many redundant ones as experts, and more.
+    most = num_slots - 2 if slots_per_rank == 2 else min(num_ranks - 1, num_slots // 2)
+    redundant = draw(st.integers(1, max(most, 1)))
     num_experts = num_slots - redundant
     seed, skew = draw(st.integers(0, 2**32 - 1)), draw(st.floats(0.1, 4.0))
     rng = np.random.default_rng(seed)
@@ -40,11 +43,25 @@ def test_every_expert_is_served_once_in_parts_and_never_twice_on_a_rank(
     for layer in range(len(load)):
         experts, shares = placement.expert_of_slot[layer], placement.share_of_slot[layer]
         assert (shares >= 0).all()
+        is_used = experts != EMPTY
+        assert not shares[~is_used].any()
         parts = np.zeros(load.shape[1])
-        np.add.at(parts, experts, shares)
+        np.add.at(parts, experts[is_used], shares[is_used])
         np.testing.assert_allclose(parts, 1.0)
         on_rank = np.sort(experts.reshape(num_ranks, -1), axis=1)
-        assert (on_rank[:, 1:] != on_rank[:, :-1]).all()
+        assert ((on_rank[:, 1:] != on_rank[:, :-1]) | (on_rank[:, 1:] == EMPTY)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 40), st.integers(0, 60), st.integers(0, 2**32 - 1), st.floats(0.1, 3.0))
+def test_a_redundant_slot_for_each_of_two_makes_all_ranks_level(
+    num_ranks: int, beyond: int, seed: int, skew: float
+) -> None:
+    num_experts = max(num_ranks - beyond, 2)
+    load = np.random.default_rng(seed).lognormal(0.0, skew, (2, num_experts))
+    placement = place_weighted(load, num_slots=2 * num_ranks, num_ranks=num_ranks)
+    of_ranks = loads_of_ranks(placement, load, num_ranks)
+    np.testing.assert_allclose(of_ranks, of_ranks.mean(axis=1, keepdims=True).repeat(num_ranks, 1))
 
 
 def test_two_equal_chains_come_out_level() -> None:
@@ -80,9 +97,16 @@ def test_an_idle_layer_is_shared_evenly() -> None:
 
 @pytest.mark.parametrize(
     ("num_slots", "num_experts", "num_ranks", "expected"),
-    [(288, 256, 144, True), (288, 256, 32, False), (256, 256, 32, False), (9, 8, 9, False)],
+    [
+        (288, 256, 144, True),
+        (512, 256, 256, True),
+        (768, 256, 256, False),
+        (288, 256, 32, False),
+        (256, 256, 32, False),
+        (9, 8, 9, False),
+    ],
 )
-def test_weights_are_for_pools_with_fewer_redundant_slots_than_ranks(
+def test_weights_are_for_few_redundant_slots_or_two_slots_per_rank(
     num_slots: int, num_experts: int, num_ranks: int, expected: bool
 ) -> None:
     needed = needs_weights(num_slots=num_slots, num_experts=num_experts, num_ranks=num_ranks)

@@ -10,6 +10,7 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, Bools, ExpertTable, Indices, ShareTable
 from equipoise.planning.placing.blanks import with_blanks
+from equipoise.planning.placing.cover import fill
 from equipoise.planning.placing.from_scratch import stay_near
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.split import split
@@ -82,6 +83,8 @@ def _chained(problem: Problem) -> Placed:
     """Place in chains of ranks on different nodes, close to what the ranks hold."""
     topology = problem.topology
     made = place_weighted(problem.load, num_slots=topology.num_slots, num_ranks=topology.num_ranks)
+    for row, load in zip(made.expert_of_slot, problem.load, strict=True):
+        fill(row, load, topology)  # What serves nothing is a reserve.
     shares = whole_shares(
         made.share_of_slot, made.expert_of_slot, num_experts=problem.model.num_experts
     )

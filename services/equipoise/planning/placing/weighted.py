@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
+from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled
 
 TWO_SLOTS = 2
@@ -26,15 +26,21 @@ class WeightedPlacement:
     """Experts and shares of slots."""
 
     expert_of_slot: ExpertTable
-    """int32 [layers, slots]."""
+    """int32 [layers, slots]; `EMPTY` where a slot is not needed."""
     share_of_slot: Weights
     """[layers, slots]: the fraction of its expert's load; those of an expert sum to 1."""
 
 
 def needs_weights(*, num_slots: int, num_experts: int, num_ranks: int) -> bool:
-    """Whether chains apply; with a redundant slot for every rank there would be one chain only."""
-    redundant = num_slots - num_experts
-    return 0 < redundant < num_ranks and num_slots // num_ranks >= TWO_SLOTS
+    """Whether chains apply.
+
+    With a redundant slot for every rank there is one chain only. That is worth it with two slots
+    per rank, because other placements can hardly use that many replicas.
+    """
+    redundant, per_rank = num_slots - num_experts, num_slots // num_ranks
+    return redundant > 0 and (
+        per_rank == TWO_SLOTS or (per_rank > TWO_SLOTS and redundant < num_ranks)
+    )
 
 
 def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPlacement:
@@ -45,6 +51,8 @@ def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPla
     """
     num_layers, num_experts = load.shape
     assert needs_weights(num_slots=num_slots, num_experts=num_experts, num_ranks=num_ranks)
+    # A chain has fewer redundant slots than ranks. Experts without load take the place of others.
+    blanks = np.zeros(max(num_slots - num_experts - num_ranks + 1, 0))
     expert_of_slot = np.empty((num_layers, num_slots), np.int32)
     share_of_slot = np.empty((num_layers, num_slots), np.float64)
     for layer in range(num_layers):
@@ -52,11 +60,13 @@ def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPla
         # An idle layer is placed as if all experts had the same load.
         weights = load[layer] * num_ranks / total if total > 0 else np.ones(num_experts)
         _place_layer(
-            np.ascontiguousarray(weights, np.float64),
+            np.concatenate((weights, blanks)),
             num_ranks,
             expert_of_slot[layer],
             share_of_slot[layer],
         )
+    is_blank = expert_of_slot >= num_experts
+    expert_of_slot[is_blank], share_of_slot[is_blank] = EMPTY, 0.0
     return WeightedPlacement(expert_of_slot=expert_of_slot, share_of_slot=share_of_slot)
 
 
