@@ -65,18 +65,17 @@ def rollout_model(
     breaks: int,
     forgets: int = 0,
     lies: int = 0,
-    first_generation: int = 1,
 ) -> Model[World]:
     """Return the model: how many plans are made, and how often what may fail."""
-    first = Content(first_generation, 0)
+    first = Content(1, 0)
     return Model(
         initial=World(
             balancer=Balancer(
                 current=first,
-                next_generation=first_generation + 1,
+                next_generation=2,
                 heard=((first, None),) * NUM_RANKS,
             ),
-            store=Store(committed=first, proposed=None, highest=first_generation),
+            store=Store(committed=first, proposed=None, highest=1),
             ranks=tuple(Rank(running=first) for _ in range(NUM_RANKS)),
             plans_left=plans,
             crashes_left=crashes,

@@ -62,7 +62,7 @@ def test_a_pool_is_full_when_its_workers_report_too_much_and_has_room_when_they_
     harness, workers = restarted
     first, second, *_ = workers
     harness.hello(claiming(first))
-    monkeypatch.setattr(room, "MAX_BYTES", 14_000)
+    monkeypatch.setattr(room, "MAX_BYTES", 11_000)
     with pytest.raises(RejectedWorkerError, match=r"pool tiny.*worker-\d|report would") as caught:
         harness.hello(claiming(second, swapped=1))
     assert caught.value.kind == room.POOL_FULL

@@ -64,8 +64,9 @@ class Seams:
         for target, name, value in _REPLACED:
             setattr(target, name, value)
         logging.disable(logging.CRITICAL)
-        # Nobody lists all tasks, and registering each weakly takes longer than making it.
-        asyncio.tasks._all_tasks.add = id  # type: ignore[attr-defined]
+        if sys.version_info < (3, 14):
+            # Nobody lists all tasks, and registering each weakly takes longer than making it.
+            asyncio.tasks._all_tasks.add = id  # type: ignore[attr-defined]
         # Dead processes leave coroutines that were never cancelled.
         sys.unraisablehook = lambda _about: None
         gc.collect()
