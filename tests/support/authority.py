@@ -17,6 +17,11 @@ from cryptography.x509.oid import NameOID
 from equipoise.trust.settings import Tls
 
 _DAY = timedelta(days=1)
+_CA_USES = {"key_cert_sign", "crl_sign"}
+_USES = _CA_USES | {
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "encipher_only", "decipher_only"),
+}
 
 
 class Authority:
@@ -33,7 +38,10 @@ class Authority:
             self._key.public_key(),
             since=now - _DAY,
             until=now + _DAY,
-            extension=x509.BasicConstraints(ca=True, path_length=None),
+            extensions=(
+                x509.BasicConstraints(ca=True, path_length=None),
+                x509.KeyUsage(**{use: use in _CA_USES for use in _USES}),
+            ),
         )
         self.ca_file = folder / "ca.pem"
         self.ca_file.write_bytes(made.public_bytes(Encoding.PEM))
@@ -56,7 +64,7 @@ class Authority:
             key.public_key(),
             since=until - 2 * _DAY,
             until=until,
-            extension=x509.SubjectAlternativeName(names),
+            extensions=(x509.SubjectAlternativeName(names),),
         )
         stem = name.replace("/", "-")
         cert, private = self.folder / f"{stem}.pem", self.folder / f"{stem}.key"
@@ -64,8 +72,10 @@ class Authority:
         cert.write_bytes(made.public_bytes(Encoding.PEM))
         return Tls(tls_ca=str(self.ca_file), tls_cert=str(cert), tls_key=str(private))
 
-    def _signed(self, name, public_key, *, since, until, extension):
-        return (
+    def _signed(self, name, public_key, *, since, until, extensions):
+        """With the identifiers of both keys, which clients of Python 3.13 and later require."""
+        issuer = self._key.public_key()
+        builder = (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(self._name)
@@ -73,9 +83,15 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(since)
             .not_valid_after(until)
-            .add_extension(extension, critical=False)
-            .sign(self._key, hashes.SHA256())
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False
+            )
         )
+        for one in extensions:
+            is_critical = not isinstance(one, x509.SubjectAlternativeName)
+            builder = builder.add_extension(one, critical=is_critical)
+        return builder.sign(self._key, hashes.SHA256())
 
 
 def write_key(folder, identity):
