@@ -86,6 +86,22 @@ def test_a_pin_that_follows_an_unpin_at_once_holds(serving_harness):
     assert at_once(serving_harness, Pin(), Unpin()).pin is None
 
 
+def test_a_resume_that_is_still_being_written_does_not_end_the_pause_of_a_rollback(
+    balanced, operator
+):
+    start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+    operator.ask(Pause(), reason="the night")
+    assert at_once(balanced, Resume(), RollBack(layout=start)).paused == "ann: the night"
+
+
+def test_a_rollback_that_leaves_planning_on_resumes_nothing(balanced, operator):
+    start = contiguous_layout(num_layers=3, num_experts=32, num_ranks=4, slots_per_rank=10)
+    operator.ask(Pause())
+    answer = operator.ask(RollBack(layout=start, keep_planning=True))
+    assert "planning stays paused by ann" in answer.reason
+    assert balanced.pool.journal.hold.paused
+
+
 def rearranged(layout, *, generation=1):
     """Another valid placement for the same ranks."""
     table = (layout.expert_of_slot + 1) % layout.num_experts

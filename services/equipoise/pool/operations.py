@@ -230,16 +230,19 @@ class OperatorRequests:
         assert rollout is not None, "placements differ, so there is a wave"
         goal = rollout.target.generation + self._rollouts.waves_left
         words = f"generation {goal} places experts as generation {target.generation} did; "
-        new_hold = None
-        if operation.keep_planning:
-            words += "planning continues"
-        elif hold.paused:
+        if hold.paused:
             words += f"planning stays paused by {hold.paused}"
+        elif operation.keep_planning:
+            words += "planning continues"
         else:
             words += "planning is paused, because the next plan would undo it: resume it when ready"
-            new_hold = replace(hold, paused=f"{request.by} (rollback)")
+        new_hold = None
+        if not operation.keep_planning:
+            new_hold = replace(hold, paused=hold.paused or f"{request.by} (rollback)")
         answer = Answer(accepted=True, reason=words, generation=goal)
-        return (*_answered(request, answer, now=now, hold=new_hold, before=hold), *chain)
+        # Paused even if a resume is still being written.
+        before = replace(hold, paused="")
+        return (*_answered(request, answer, now=now, hold=new_hold, before=before), *chain)
 
     def _rebalance(self, request: AdminRequest, operation: Rebalance, *, now: float) -> Chain:
         held = self._journal.hold.reason
