@@ -98,12 +98,12 @@ class FalseReports:
             self._check_named(self._liars["generation"], "a generation that its pool does not run")
         if "step" in self._liars and stays:
             self._have_it_switch()
-        if "loss" in self._liars:
-            why = f"{self._liars['loss']} reports false losses"
-            self._count_epochs(why, allowed=MAX_EPOCHS_OF_LOSSES)
-        if self._world.crashing:
+        if self._world.crashing:  # Which takes longer to show, also if it is the one that lies.
             why = f"{self._world.crashing} crashes again and again"
             self._count_epochs(why, allowed=MAX_EPOCHS_OF_CRASHES)
+        elif "loss" in self._liars:
+            why = f"{self._liars['loss']} reports false losses"
+            self._count_epochs(why, allowed=MAX_EPOCHS_OF_LOSSES)
 
     def _have_it_switch(self) -> None:
         """Have the ranks switch once more; the one that reports another step is named for it."""
