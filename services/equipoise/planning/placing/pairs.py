@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, ExpertTable, Indices, Load, Slots, Weights
+from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 
 TOLERANCE = 5e-5
@@ -21,7 +21,8 @@ NUM_WORST = 3
 less balanced; with eight, the search takes twice as long for at most 0.002 more."""
 
 MOST_WORK = 4_000_000
-"""Bound on the compared pairs per layer, about 10 ms: what 512 slots need."""
+"""Bound on the compared pairs per layer, about 10 ms: what 512 slots need. With 1,024 slots it is
+enough for a step or two, and with 2,048 for none."""
 
 
 def pair(table: ExpertTable, *, load: Load, num_nodes: int) -> ExpertTable:
@@ -77,12 +78,13 @@ def _search(load: Weights, count: Indices, num_slots: int, work: int) -> Indices
     replicas = _lightest_first(load, count, num_slots)
     best, least, overload = replicas.expert_at, np.inf, np.inf
     while replicas.mean > 0:
-        heaviest, is_worst = _worst(replicas)
+        heaviest, worst = _worst(replicas)
         if heaviest < least:
             best, least = replicas.expert_at, heaviest
-        if heaviest <= replicas.mean * (1.0 + TOLERANCE) or work <= 0:
+        num_changes = len(worst) * (np.sum(replicas.num_replicas > 1) + len(load))
+        if heaviest <= replicas.mean * (1.0 + TOLERANCE) or num_changes * num_slots // 2 > work:
             break
-        loses, gains, overload, spent = _best_change(replicas, is_worst, overload)
+        loses, gains, overload, spent = _best_change(replicas, worst, overload)
         if loses < 0:
             break
         work -= spent
@@ -106,22 +108,19 @@ def _lightest_first(load: Weights, count: Indices, num_slots: int) -> _Replicas:
 
 
 @part
-def _worst(replicas: _Replicas) -> tuple[float, Bools]:
-    """Find the load of the heaviest pair, and whether each expert is in one of the heaviest."""
+def _worst(replicas: _Replicas) -> tuple[float, Indices]:
+    """Find the load of the heaviest pair, and the experts in the heaviest ones."""
     expert_at, share_at = replicas.expert_at, replicas.share_at
     num_ranks = len(share_at) // 2
     weight = share_at[:num_ranks] + share_at[::-1][:num_ranks]
-    order = np.argsort(-weight, kind="mergesort")
-    is_worst = np.zeros(len(replicas.load), dtype=np.bool_)
-    for rank in order[:NUM_WORST]:
-        is_worst[expert_at[rank]] = True
-        is_worst[expert_at[len(expert_at) - 1 - rank]] = True
-    return weight[order[0]], is_worst
+    order = np.argsort(-weight, kind="mergesort")[:NUM_WORST]
+    worst = np.unique(np.concatenate((expert_at[order], expert_at[len(expert_at) - 1 - order])))
+    return weight[order[0]], worst
 
 
 @part
 def _best_change(
-    replicas: _Replicas, is_worst: Bools, overload: float
+    replicas: _Replicas, worst: Indices, overload: float
 ) -> tuple[int, int, float, int]:
     """Find experts to take a replica from and to give it to, or -1; the overload; and the pairs.
 
@@ -136,8 +135,10 @@ def _best_change(
             or _excess(load[loses] / (count[loses] - 1) + lightest, replicas) >= least
         ):
             continue
-        for gains in range(len(load)):
-            if gains != loses and count[gains] > 0 and (is_worst[gains] or is_worst[loses]):
+        is_worst = (worst == loses).any()
+        for index in range(len(load) if is_worst else len(worst)):
+            gains = index if is_worst else int(worst[index])
+            if gains != loses and count[gains] > 0:
                 spent += len(replicas.share_at) // 2
                 total = _overload_after(replicas, loses, gains, least)
                 if total < least:
