@@ -1,6 +1,7 @@
 """What a pool keeps of Hellos, and how much of it."""
 
 import sys
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -79,10 +80,14 @@ def test_names_count_with_the_width_of_their_characters(make_harness, hello_of, 
     wide = tuple(f"{number:02}={'a' * 246}😀" for number in range(64))
     most = room.MAX_BYTES // sum(map(sys.getsizeof, wide))
     assert 10 < most < 20
-    for number in range(most - 1):  # Their other names take a little, too.
-        harness.hello(hello_of(f"worker-{number}", num_ranks=MAX_RANKS, backends=wide))
+    hellos = (
+        hello_of(f"worker-{number}", num_ranks=MAX_RANKS, backends=wide)
+        for number in range(most + 1)
+    )
+    for _ in range(most - 1):  # Their other names take a little, too.
+        harness.hello(next(hellos))
     with pytest.raises(RejectedWorkerError, match="report would take 1 MiB") as full:
-        harness.hello(hello_of("one-more", num_ranks=MAX_RANKS, backends=wide))
+        deque(map(harness.hello, hellos), maxlen=0)
     assert full.value.kind == room.POOL_FULL
 
 
