@@ -218,7 +218,7 @@ def test_terms_go_on_from_the_highest_that_anybody_has_heard_of(pair):
     # The register lost that term, and its leader may not know yet.
     run((leader,), from_s=9.0, to_s=11.5)
     assert 4001 not in leader.terms
-    assert "term 4000 was seen, which the lease does not have" in leader.state.reason
+    assert "the store has seen term 4000, but the lease has term" in leader.state.reason
     run((leader,), from_s=11.5, to_s=13.0)
     assert leader.terms[-1] == 4001
     leader.apply(Outranked(term=4001), 13.0)

@@ -199,6 +199,14 @@ def test_a_rejected_request_overrules_no_hold(known):
     ]
 
 
+def test_rejected_requests_do_not_hide_the_accepted_one_that_another_balancer_recorded(known):
+    """The store reads the latest records only, and a resume came before these."""
+    rejected = replace(AN_ORDER, what="pin", accepted=False, time_unix_s=200.0)
+    audit = tuple(replace(rejected, sequence=number) for number in range(20, 4, -1))
+    assert known.forgotten_by(PoolMemory(audit=audit)).hold is None
+    assert known.forgotten_by(PoolMemory(audit=(*audit, *orders(1, 2, 3)))).hold is PAUSED
+
+
 def test_no_hold_is_dropped_within_one_history(known):
     ended = Hold()
     assert known.dropped_by(memory(1, 2, 3, 4, hold=ended)) == ""

@@ -1,7 +1,6 @@
 """What a pool keeps of Hellos, and how much of it."""
 
 import sys
-from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -78,16 +77,12 @@ def test_names_count_with_the_width_of_their_characters(make_harness, hello_of, 
     monkeypatch.setattr(room, "MAX_BYTES", 1 << 20)
     harness = make_harness()
     wide = tuple(f"{number:02}={'a' * 246}😀" for number in range(64))
-    most = room.MAX_BYTES // sum(map(sys.getsizeof, wide))
-    assert 10 < most < 20
-    hellos = (
-        hello_of(f"worker-{number}", num_ranks=MAX_RANKS, backends=wide)
-        for number in range(most + 1)
-    )
-    for _ in range(most - 1):  # Their other names take a little, too.
-        harness.hello(next(hellos))
+    most = room.MAX_BYTES // bytes_of(hello_of("worker-0", num_ranks=MAX_RANKS, backends=wide))
+    assert 10 < most <= room.MAX_BYTES // sum(map(sys.getsizeof, wide))
+    for number in range(most):
+        harness.hello(hello_of(f"worker-{number}", num_ranks=MAX_RANKS, backends=wide))
     with pytest.raises(RejectedWorkerError, match="report would take 1 MiB") as full:
-        deque(map(harness.hello, hellos), maxlen=0)
+        harness.hello(hello_of("one-more", num_ranks=MAX_RANKS, backends=wide))
     assert full.value.kind == room.POOL_FULL
 
 

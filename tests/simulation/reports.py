@@ -98,7 +98,7 @@ class FalseReports:
             self._check_named(self._liars["generation"], "a generation that its pool does not run")
         if "step" in self._liars and stays:
             self._have_it_switch()
-        if self._world.crashing:  # Which takes longer to show, also if it is the one that lies.
+        if self._world.crashing:  # More epochs pass before it is excluded than one that only lies.
             why = f"{self._world.crashing} crashes again and again"
             self._count_epochs(why, allowed=MAX_EPOCHS_OF_CRASHES)
         elif "loss" in self._liars:

@@ -132,9 +132,12 @@ class Journal:
         A store that lost its last writes has an earlier record of this history as its latest, or
         none. If the latest are unknown here and one of them was accepted, another balancer led
         since the loss, or the store went back to what it had before this one led: neither clocks
-        nor numbers of two balancers say whose hold is newer, and that in the store counts.
+        nor numbers of two balancers say whose hold is newer, and that in the store counts. It also
+        does if all are unknown and earlier ones are out of sight: one of these may be accepted.
         """
-        unknown = takewhile(lambda one: not _is_among(one, self._audit), stored.audit)
+        unknown = [*takewhile(lambda one: not _is_among(one, self._audit), stored.audit)]
+        if unknown and len(unknown) == len(stored.audit) and unknown[-1].sequence > 1:
+            return False
         return not any(one.accepted for one in unknown)
 
     def _lost_audit(self, stored: Sequence[AuditRecord]) -> tuple[AuditRecord, ...]:

@@ -10,9 +10,9 @@ compare-and-set. Follows the leader election of Kubernetes and Patroni, without 
 - A leader counts from before it *sent* its last successful renewal, and only to `renew_deadline_s`,
   so it stops at least `duration_s - renew_deadline_s` before any candidate may start.
 - A register that failed over may have lost its latest records, and with them a leader that this
-  candidate has never seen. So no older record, nor one of a lower term than the store has seen, is
-  free at once, terms are skipped, and no leader continues its term: it may have been suspended
-  together with its clock while the lost one led.
+  candidate has never seen. So neither an older record nor one with a lower term than the store has
+  seen is free at once, terms are skipped, and no leader continues its term: it may have been
+  suspended together with its clock while the lost one led.
   Its holder may replace such a record one round before others do: it knows more of what was lost.
   How many terms are skipped is random, so that no two leaders that lost the same use the same one;
   so is the first term, because an empty register may have lost all.
@@ -349,12 +349,10 @@ def _who_leads(state: LeaderState, seen: Sighting) -> str:
         )
     if record.holder not in {"", state.candidate.name}:
         return f"{record.holder} leads"
-    is_lost = f"term {state.highest_term} was seen, which the lease does not have"
+    found = f"the store has seen term {state.highest_term}, but the lease has term {record.term}"
     if not seen.is_latest:
-        is_lost = f"the register failed over after the lease of term {record.term} was written"
-    return (
-        f"{is_lost}, and the leader of a later one may lead for up to {state.timing.duration_s:g} s"
-    )
+        found = f"the register failed over after the lease of term {record.term} was written"
+    return f"{found}, and a later leader may lead for up to {state.timing.duration_s:g} s"
 
 
 def _vacancy(state: LeaderState, now: float) -> WriteRegister:

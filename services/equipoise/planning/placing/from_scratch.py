@@ -1,4 +1,4 @@
-"""Placements from scratch: the published greedy, made valid, refined, and matched to the ranks."""
+"""Placements from scratch: the published greedy or pairs, refined, and matched to the ranks."""
 
 from functools import partial
 
@@ -6,13 +6,12 @@ import numpy as np
 
 from equipoise.planning.arrays import ExpertTable, Indices, Weights
 from equipoise.planning.placing.eplb import deal_groups, place
-from equipoise.planning.placing.pairs import pair
+from equipoise.planning.placing.pairs import TWO_SLOTS, pair
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.settle import settle
 from equipoise.planning.placing.stay import align, relabel
 from equipoise.planning.placing.twins import repair_twins
-from equipoise.planning.placing.weighted import TWO_SLOTS
 
 SEPARATION_TOLERANCE = 2e-3
 """Relative increase of the busiest rank that placing replicas on different nodes may cost."""
@@ -98,7 +97,7 @@ def refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
 
 
 def _greedy(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable:
-    """The published placement without needless twins, or even pairs where ranks have two slots."""
+    """The published placement without needless twins, or pairs where these are more balanced."""
     slots_of_rank = np.diff(problem.first_slot)
     table = place(problem.load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
     without_twins = partial(

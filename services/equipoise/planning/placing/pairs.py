@@ -13,16 +13,18 @@ import numpy as np
 from equipoise.planning.arrays import ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled, part
 
+TWO_SLOTS = 2
+
 TOLERANCE = 5e-5
 """A rank within this fraction of the mean of its node counts as even."""
 
 NUM_WORST = 3
 """Each step relieves one of this many pairs. With one, pools of 288 to 512 slots are 0.001 to 0.003
-less balanced; with eight, the search takes twice as long for at most 0.002 more."""
+less balanced; with eight, the search takes two to three times as long for at most 0.002 more."""
 
 MOST_WORK = 4_000_000
-"""Bound on the compared pairs per layer, about 10 ms: what 512 slots need. With 1,024 slots it is
-enough for a step or two, and with 2,048 for none."""
+"""Bound on the compared pairs per layer, about 10 ms: what 512 slots need. With 2,048 slots it
+allows no step."""
 
 
 def pair(table: ExpertTable, *, load: Load, num_nodes: int) -> ExpertTable:

@@ -15,8 +15,8 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled
+from equipoise.planning.placing.pairs import TWO_SLOTS
 
-TWO_SLOTS = 2
 TOLERANCE = 1e-9
 """Fraction of the mean rank load below which two loads count as equal."""
 
@@ -38,9 +38,8 @@ def needs_weights(*, num_slots: int, num_experts: int, num_ranks: int) -> bool:
     per rank, because other placements can hardly use that many replicas.
     """
     redundant, per_rank = num_slots - num_experts, num_slots // num_ranks
-    return redundant > 0 and (
-        per_rank == TWO_SLOTS or (per_rank > TWO_SLOTS and redundant < num_ranks)
-    )
+    is_worth_it = redundant < num_ranks or per_rank == TWO_SLOTS
+    return redundant > 0 and per_rank >= TWO_SLOTS and is_worth_it
 
 
 def place_weighted(load: Load, *, num_slots: int, num_ranks: int) -> WeightedPlacement:
