@@ -162,13 +162,14 @@ def place(request, tmp_path):
 
 async def fill(place):
     store = place.open()
+    await store.fence(term=TERM)
     for pool in ("bad", "good"):
         await store.adopt(pool, layout_of(1), term=TERM)
         await store.put_proposed(pool, layout_of(2), term=TERM)
         await store.put_membership(pool, EpochMembers(epoch=4, workers=("w",)), term=TERM)
         await store.put_average(pool, "slow", ONES, term=TERM)
         await store.add_decision(pool, A_DECISION, term=TERM)
-        await store.add_audit(pool, AN_ORDER, hold=Hold(paused="ann"), term=TERM)
+        await store.add_audit(pool, AN_ORDER, hold=Hold(paused="ann"), after=0, term=TERM)
     await store.close()
 
 

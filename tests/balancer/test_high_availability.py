@@ -263,6 +263,7 @@ async def test_ranks_of_a_high_term_are_led_in_the_first_one_after_everything_wa
                 await store.highest_term()  # Its connection ended with the former server.
             with pytest.raises(StoreError, match="emptied"):
                 await store.highest_term()
+            store.reopen()
             assert await store.highest_term() == term
     finally:
         first.end()

@@ -88,6 +88,7 @@ async def pools_of(tmp_path, worker_of, hello_of, names):
     book = PolicyBook(Policy())
     assert book.offer(TEXT, source="test", now=0.0)
     store = SqliteStore(tmp_path / "state.sqlite")
+    await store.fence(term=1)
     tasks = []
     async with (
         pools_on(store, book) as pools,
@@ -182,6 +183,7 @@ async def test_a_pool_that_does_not_end_is_left_behind_and_named(
 
     monkeypatch.setattr(pools_module.PoolRunner, "run", deaf)
     store = SqliteStore(tmp_path / "state.sqlite")
+    await store.fence(term=1)
     book = PolicyBook(Policy())
     async with (
         asyncio.timeout(WAIT_S),

@@ -17,6 +17,7 @@ from equipoise.balancer.leadership.leader_state import (
     Outranked,
     Overtaken,
     Saw,
+    StartsOver,
     Ticked,
     Wrote,
 )
@@ -37,7 +38,7 @@ def pair():
 
 
 def test_the_table_answers_every_event_in_every_role():
-    events = {Due, Saw, Wrote, Overtaken, Failed, Ticked, Outranked, GaveUp}
+    events = {Due, Saw, Wrote, Overtaken, Failed, Ticked, Outranked, GaveUp, StartsOver}
     assert set(TABLE) == set(itertools.product(LeaderRole, events))
 
 

@@ -74,6 +74,23 @@ async def test_a_term_that_the_store_rejects_after_a_failover_ends():
         assert second.holds()
 
 
+async def test_a_leader_whose_store_lost_contents_leads_again_before_another_one_can():
+    """It knows most of what was lost; a lease that is not in that store is not lost with it."""
+    register = SoleRegister(term=5)
+    one, other = elector_of(register), elector_of(register, "b")
+    async with one.running():
+        first = await soon(one.tenure())
+        async with other.running():
+            await soon(other.until_looked())
+            first.start_over("the store was emptied")
+            assert not first.holds()
+            second = await soon(one.tenure())
+            assert second.term == first.term + 1
+            second.outranked(second.term - 1)  # It went back to before the fence of this term.
+            assert (await soon(one.tenure())).term == second.term + 1
+            assert not other.leads()
+
+
 async def test_two_of_them_share_one_register_and_the_second_follows_the_first():
     register = SoleRegister(term=0)
     one, other = elector_of(register), elector_of(register, "b")

@@ -114,8 +114,10 @@ async def test_two_balancers_at_a_server_that_fails_leave_a_linearizable_history
 @pytest.mark.parametrize(
     ("script", "good", "bad"),
     [
-        ("PRELUDE", "tonumber(term) < tonumber(highest_term)", "false"),
-        ("ADD_AUDIT", "if ARGV[6] ~= '' then", "if false then"),
+        ("OWN_TERM", "term ~= highest_term or", ""),
+        ("FENCE", "tonumber(term) <= tonumber(highest_term)", "false"),
+        ("ADD_AUDIT", "latest ~= ARGV[4]", "false"),
+        ("ADD_AUDIT", "if ARGV[7] ~= '' then", "if false then"),
         ("RECALL", "layout(committed), proposed", "layout(proposed), proposed"),
         ("ADOPT", "redis.call('HSET', pool, 'committed', generation)", ""),
         ("PUT_MEMBERSHIP", "tonumber(latest) > tonumber(epoch)", "false"),
@@ -148,18 +150,19 @@ async def test_a_failover_loses_what_the_replica_lacked_and_nothing_else(tmp_pat
         first = Client(f"127.0.0.1:{primary.port}", history, term=1)
         second = Client(f"127.0.0.1:{replica.port}", history, term=2)
         async with closing(first, second):
-            for what in (("fence",), ("propose", 1), ("commit", 1, None), ("pause", "ann")):
+            for what in (("fence",), ("propose", 1), ("commit", 1, None), ("pause", "ann", 0)):
                 await first.do(*what)
             with Redis.from_url(primary.url) as client:
                 await until_replicated(client)
                 if not is_replicated:
                     link.hold()
-                await first.do("pause", "bob")
+                await first.do("pause", "bob", 1)
                 if is_replicated:
                     await until_replicated(client)
             promote(replica)
-            for what in (("fence",), ("recall",), ("pause", "eve")):
+            for what in (("fence",), ("recall",)):
                 assert await second.do(*what) is not UNKNOWN
+            assert await second.do("pause", "eve", second.latest_audit) is not UNKNOWN
     assert is_linearizable(history, step, State()) == is_replicated
 
 

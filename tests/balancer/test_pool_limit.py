@@ -78,6 +78,7 @@ class Bench:
 async def bench(tmp_path, hello_of, monkeypatch):
     monkeypatch.setattr(pools_module, "MAX_POOLS", 3)
     store = Store(tmp_path / "state.sqlite")
+    await store.fence(term=1)
     for name in ("a", "b", "c"):
         await store.adopt(name, layout_of(1), term=1)
     yield Bench(store, hello_of)
@@ -119,7 +120,7 @@ async def test_a_pool_is_kept_while_its_workers_may_come_back(bench):
 async def test_a_pool_that_an_operator_holds_is_kept(bench):
     record = AuditRecord(time_unix_s=0.0, who="ann", what="pause", accepted=True, outcome="paused")
     for name in ("a", "b"):
-        await bench.store.add_audit(name, record, hold=Hold(paused="ann"), term=1)
+        await bench.store.add_audit(name, record, hold=Hold(paused="ann"), after=0, term=1)
     async with bench.leading() as pools:
         bench.now += KEEP_POOL_S
         await bench.join("new")

@@ -73,7 +73,7 @@ class Tenure:
     def outranked(self, term):
         self.ended_by = term
 
-    def give_up(self, reason):
+    def start_over(self, reason):
         self.ended_by = reason
 
 
@@ -335,7 +335,7 @@ async def test_what_was_written_in_time_is_not_pushed_after_the_term(
     pool_runner.admit(hello_of(num_ranks=1, slots_per_rank=32), mailbox)
     await asyncio.wait_for(writing.wait(), WAIT_S)
     revision = pool_runner.pool.revision
-    tenure.give_up("this process was paused, say")
+    tenure.start_over("this process was paused, say")
     may_end.set()
     await until(pool_runner, lambda: pool_runner.pool.revision != revision)
     assert not pool_runner.leads
@@ -371,7 +371,7 @@ async def test_a_plan_that_is_ready_after_the_term_is_neither_written_nor_pushed
     task = asyncio.create_task(runner.run())
     await asyncio.wait_for(planning.wait(), WAIT_S)
     if not leads_on:
-        tenure.give_up("the lease ran out meanwhile")
+        tenure.start_over("the lease ran out meanwhile")
     may_end.set()
     await until(runner, lambda: not runner.pool.decisions.is_proposing)
     assert runner.pool.rollouts.current is not None, "the plan itself is good"

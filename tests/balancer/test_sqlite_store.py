@@ -21,6 +21,7 @@ async def test_a_second_balancer_on_one_file_is_an_error(tmp_path, monkeypatch):
     first = SqliteStore(tmp_path / "state")
     with pytest.raises(StoreError, match="locked by another process"):
         SqliteStore(tmp_path / "state")
+    await first.fence(term=TERM)
     await first.put_proposed("p", layout_of(1), term=TERM)
     await first.close()
     await SqliteStore(tmp_path / "state").close()
@@ -40,6 +41,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 
 async def test_a_full_disk_takes_no_half_of_a_write_and_is_written_to_again_with_room(tmp_path):
     store = SqliteStore(tmp_path / "state")
+    await store.fence(term=TERM)
     await store.put_proposed("p", layout_of(1), term=TERM)
     await store.commit("p", 1, previous=None, term=TERM)
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
@@ -84,6 +86,7 @@ async def test_another_schema_version_is_rejected_with_the_remedy(tmp_path):
 async def test_a_file_of_the_first_version_is_upgraded_and_used(tmp_path):
     path = tmp_path / "state"
     first = SqliteStore(path)
+    await first.fence(term=TERM)
     await first.adopt("p", layout_of(1), term=TERM)
     await first.close()
     for statement in (
@@ -99,7 +102,7 @@ async def test_a_file_of_the_first_version_is_upgraded_and_used(tmp_path):
     second = SqliteStore(path)
     assert same((await second.recall("p")).committed, layout_of(1))
     assert await second.commits("p") == (1,)
-    await second.add_audit("p", AN_ORDER, hold=Hold(paused="ann"), term=TERM)
+    await second.add_audit("p", AN_ORDER, hold=Hold(paused="ann"), after=0, term=TERM)
     await second.adopt("p", weighted(layout_of(2)), term=TERM)
     await second.close()
     third = SqliteStore(path)
@@ -110,6 +113,7 @@ async def test_a_file_of_the_first_version_is_upgraded_and_used(tmp_path):
 async def test_pages_that_were_overwritten_are_found_at_the_start(tmp_path):
     path = tmp_path / "state"
     store = SqliteStore(path)
+    await store.fence(term=TERM)
     for generation in range(1, 40):
         await store.put_proposed("p", layout_of(generation), term=TERM)
     await store.close()
@@ -135,6 +139,7 @@ async def test_pages_that_were_overwritten_are_found_at_the_start(tmp_path):
 )
 async def test_a_senseless_layout_is_never_given_out(tmp_path, damage):
     store = SqliteStore(tmp_path / "state")
+    await store.fence(term=TERM)
     await store.adopt("p", layout_of(1), term=TERM)
     await store.close()
     poke(tmp_path / "state", damage)
@@ -156,6 +161,7 @@ async def test_a_senseless_layout_is_never_given_out(tmp_path, damage):
 )
 async def test_a_senseless_average_is_never_given_out(tmp_path, damage):
     store = SqliteStore(tmp_path / "state")
+    await store.fence(term=TERM)
     await store.put_average("p", "slow", ONES, term=TERM)
     await store.close()
     poke(tmp_path / "state", damage)
@@ -208,6 +214,7 @@ def knowing(file, pool):
 
 async def test_writes_that_wait_are_made_durable_together_and_fail_alone(tmp_path):
     file = SqliteFile(tmp_path / "state")
+    await file.fence(term=TERM)
     statements = []
     file.db.set_trace_callback(statements.append)
     writes = [(knowing(file, name), TERM) for name in ("a", "b", "b", "c")]
@@ -225,6 +232,7 @@ async def test_writes_that_wait_are_made_durable_together_and_fail_alone(tmp_pat
 
 async def test_a_write_that_undoes_the_transaction_fails_all_that_were_in_it(tmp_path):
     file = SqliteFile(tmp_path / "state")
+    await file.fence(term=TERM)
 
     def undo():
         # What SQLite does by itself when the disk is full.

@@ -17,6 +17,7 @@ from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    StoreAheadError,
     StoreConflictError,
     StoreFault,
     TermOverError,
@@ -27,6 +28,7 @@ from tests.simulation.store import SimStore, StoreServer
 from tests.support.store_records import A_DECISION, AN_ORDER, ONES, layout_of, same, weighted
 
 TERM = 1
+PAUSED = Hold(paused="ann")
 
 
 @pytest.fixture(params=["sqlite", "redis", "simulated"])
@@ -44,6 +46,7 @@ def open_store(request, tmp_path):
 @pytest.fixture
 async def store(open_store):
     opened = open_store()
+    await opened.fence(term=TERM)
     yield opened
     await opened.close()
 
@@ -61,6 +64,7 @@ async def test_a_new_store_knows_nothing_and_starts_at_generation_1(store):
 
 async def test_everything_put_is_there_after_a_restart(open_store):
     first = open_store()
+    await first.fence(term=TERM)
     layout = layout_of(1, shift=2)
     record = AverageRecord(
         half_life_s=60.0,
@@ -92,6 +96,7 @@ async def test_everything_put_is_there_after_a_restart(open_store):
 
 async def test_shares_are_kept_to_the_last_unit(open_store):
     first = open_store()
+    await first.fence(term=TERM)
     await first.adopt("p", weighted(layout_of(1)), term=TERM)
     await first.put_proposed("p", layout_of(2), term=TERM)
     await first.put_proposed("p", weighted(layout_of(3)), term=TERM)
@@ -125,12 +130,13 @@ async def test_saying_the_same_proposal_or_commit_again_is_no_conflict(store):
 
 async def test_audit_records_and_holds_survive_a_restart(open_store):
     first = open_store()
+    await first.fence(term=TERM)
     assert await first.audit("p", limit=9) == ()
     assert (await first.recall("p")).hold.reason == ""
     pin = Hold(paused="ann", pinned="bob: a test", pin=layout_of(4, shift=1), pinned_generation=4)
-    entry = await first.add_audit("p", AN_ORDER, hold=pin, term=TERM)
+    entry = await first.add_audit("p", AN_ORDER, hold=pin, after=0, term=TERM)
     assert entry == replace(AN_ORDER, sequence=1)
-    await first.add_audit("p", replace(AN_ORDER, what="look"), hold=None, term=TERM)
+    await first.add_audit("p", replace(AN_ORDER, what="look"), hold=None, after=1, term=TERM)
     await first.close()
 
     second = open_store()
@@ -142,32 +148,48 @@ async def test_audit_records_and_holds_survive_a_restart(open_store):
     hold = (await second.recall("p")).hold
     assert (hold.paused, hold.pinned, hold.pinned_generation) == ("ann", "bob: a test", 4)
     assert hold.pin.same_placement(pin.pin)
-    await second.add_audit("p", AN_ORDER, hold=Hold(), term=TERM)
+    await second.add_audit("p", AN_ORDER, hold=Hold(), after=2, term=TERM)
     assert not (await second.recall("p")).hold.reason
     with pytest.raises(TermOverError):
-        await second.add_audit("p", AN_ORDER, hold=pin, term=TERM - 1)
+        await second.add_audit("p", AN_ORDER, hold=pin, after=3, term=TERM - 1)
     assert not (await second.recall("p")).hold.reason
     await second.close()
 
 
+async def test_an_audit_record_that_does_not_follow_the_latest_changes_nothing(store):
+    """A request whose answer was late, or that arrives when its balancer has given up waiting."""
+    await store.add_audit("p", AN_ORDER, hold=Hold(paused="ann"), after=0, term=TERM)
+    lost = ForgottenRecords(audit=(replace(AN_ORDER, sequence=5),), hold=Hold(), next_generation=9)
+    for after in (0, 2):
+        with pytest.raises(StoreAheadError, match="pool p"):
+            await store.add_audit("p", AN_ORDER, hold=Hold(), after=after, term=TERM)
+        with pytest.raises(StoreAheadError, match="pool p"):
+            await store.restore("p", replace(lost, after=after), term=TERM)
+    memory = await store.recall("p")
+    assert (memory.hold.paused, memory.next_generation) == ("ann", 1)
+    assert memory.audit == (replace(AN_ORDER, sequence=1),)
+
+
 async def test_what_it_lost_is_written_back_under_the_same_numbers(open_store):
     store = open_store()
-    kept = [await store.add_audit("p", AN_ORDER, hold=Hold(), term=TERM) for _ in range(2)]
-    lost = [replace(AN_ORDER, sequence=number, what=f"lost {number}") for number in (2, 3, 4)]
+    await store.fence(term=TERM)
+    kept = await store.add_audit("p", AN_ORDER, hold=Hold(), after=0, term=TERM)
+    lost = tuple(replace(AN_ORDER, sequence=number, what=f"lost {number}") for number in (2, 3, 4))
     decision, hold = replace(A_DECISION, sequence=7), Hold(paused="ann")
-    records = ForgottenRecords(audit=tuple(lost), hold=hold, decision=decision)
-    for _ in range(2):  # Again, because the answer to the first one may be lost.
+    records = ForgottenRecords(after=1, audit=lost, hold=hold, decision=decision)
+    await store.restore("p", records, term=TERM)
+    with pytest.raises(StoreAheadError):  # The answer to the first one was lost.
         await store.restore("p", records, term=TERM)
-    await store.restore("new", records, term=TERM)
+    await store.restore("new", replace(records, after=0), term=TERM)
     await store.close()
 
     store = open_store()
     assert await store.pools() == ("new", "p")
-    assert await store.audit("p", limit=9) == (lost[2], lost[1], *reversed(kept))
+    assert await store.audit("p", limit=9) == (*reversed(lost), kept)
     assert await store.audit("new", limit=9) == tuple(reversed(lost))
     assert await store.decisions("p", limit=9) == (decision,)
     assert (await store.recall("p")).hold.paused == "ann"
-    assert (await store.add_audit("p", AN_ORDER, hold=None, term=TERM)).sequence == 5
+    assert (await store.add_audit("p", AN_ORDER, hold=None, after=4, term=TERM)).sequence == 5
     assert (await store.add_decision("p", A_DECISION, term=TERM)).sequence == 8
     with pytest.raises(TermOverError):
         await store.restore("p", records, term=TERM - 1)
@@ -176,6 +198,7 @@ async def test_what_it_lost_is_written_back_under_the_same_numbers(open_store):
 
 async def test_numbers_that_it_lost_are_written_back_and_never_fall(open_store):
     store = open_store()
+    await store.fence(term=TERM)
     members = EpochMembers(epoch=57, workers=("a", "b"))
     lost = ForgottenRecords(members=members, next_generation=10)
     for _ in range(2):
@@ -198,12 +221,8 @@ async def test_numbers_that_it_lost_are_written_back_and_never_fall(open_store):
 
 
 async def test_only_the_newest_audit_records_are_kept(store):
-    await asyncio.gather(
-        *(
-            store.add_audit("p", AN_ORDER, hold=None, term=TERM)
-            for _ in range(MAX_AUDIT_ENTRIES + 3)
-        )
-    )
+    for after in range(MAX_AUDIT_ENTRIES + 3):
+        await store.add_audit("p", AN_ORDER, hold=None, after=after, term=TERM)
     kept = await store.audit("p", limit=2 * MAX_AUDIT_ENTRIES)
     assert len(kept) == MAX_AUDIT_ENTRIES
     assert kept[0].sequence == MAX_AUDIT_ENTRIES + 3
@@ -267,41 +286,53 @@ async def test_a_balancer_that_was_succeeded_can_write_nothing_that_matters(stor
 
 
 async def test_a_store_that_does_not_look_at_the_term_would_be_noticed(store, monkeypatch):
-    monkeypatch.setattr(SqliteFile, "_fence", lambda _self, _term: None)
+    monkeypatch.setattr(SqliteFile, "_check_term", lambda _self, _write: None)
     monkeypatch.setattr(SimStore, "_fenced", lambda _self, data, change, _term: change(data))
-    compared = "tonumber(term) < tonumber(highest_term)"
-    assert compared in redis_scripts.PRELUDE
+    compared = "term ~= highest_term or server() ~= fenced_by"
+    assert compared in redis_scripts.OWN_TERM
     monkeypatch.setattr(
-        redis_scripts, "PRELUDE", redis_scripts.PRELUDE.replace(compared, "term == 'never'")
+        redis_scripts, "OWN_TERM", redis_scripts.OWN_TERM.replace(compared, "false")
     )
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         await check_fenced(store)
 
 
-async def check_fenced(store):
-    """Term 2 wrote, so the store rejects writes of term 1."""
-    await store.put_proposed("p", layout_of(1), term=2)
-    await store.put_membership("p", EpochMembers(epoch=1, workers=("w",)), term=2)
-    late = [
-        lambda: store.put_proposed("p", layout_of(2), term=1),
-        lambda: store.commit("p", 1, previous=None, term=1),
-        lambda: store.adopt("p", layout_of(1), term=1),
-        lambda: store.put_membership("p", EpochMembers(epoch=2, workers=("w",)), term=1),
-        lambda: store.put_proposed("other", layout_of(1), term=1),
-        lambda: store.put_average("p", "slow", ONES, term=1),
-        lambda: store.add_decision("p", A_DECISION, term=1),
-        lambda: store.fence(term=1),
+def writes_of(store, *, term):
+    """One of each kind."""
+    return [
+        lambda: store.put_proposed("p", layout_of(2), term=term),
+        lambda: store.commit("p", 1, previous=None, term=term),
+        lambda: store.adopt("p", layout_of(1), term=term),
+        lambda: store.put_membership("p", EpochMembers(epoch=2, workers=("w",)), term=term),
+        lambda: store.put_proposed("other", layout_of(1), term=term),
+        lambda: store.put_average("p", "slow", ONES, term=term),
+        lambda: store.add_decision("p", A_DECISION, term=term),
+        lambda: store.add_audit("p", AN_ORDER, hold=PAUSED, after=0, term=term),
+        lambda: store.restore("p", ForgottenRecords(hold=PAUSED), term=term),
+        lambda: store.forget("p", term=term),
     ]
-    for write in late:
-        with pytest.raises(TermOverError, match="term 1 is over, a balancer of term 2") as caught:
-            await write()
-        assert (caught.value.highest_term, caught.value.fault) == (2, StoreFault.CONFLICT)
-    assert (await store.recall("p")).averages.get("slow") is None
+
+
+async def check_fenced(store):
+    """Term 3 was fenced last, so the store rejects writes of terms 2 and 4."""
+    await store.fence(term=3)
+    await store.put_proposed("p", layout_of(1), term=3)
+    await store.put_membership("p", EpochMembers(epoch=1, workers=("w",)), term=3)
+    for term in (2, 4):
+        for write in writes_of(store, term=term):
+            with pytest.raises(TermOverError, match=f"term {term} is over") as caught:
+                await write()
+            assert (caught.value.highest_term, caught.value.fault) == (3, StoreFault.CONFLICT)
+    for term in (2, 3):
+        with pytest.raises(TermOverError):
+            await store.fence(term=term)
+    memory = await store.recall("p")
+    assert memory.averages.get("slow") is memory.committed is None
+    assert (memory.audit, memory.hold.paused) == ((), "")
     assert await store.decisions("p", limit=1) == ()
-    assert (await store.recall("p")).committed is None
-    assert (await store.recall("p")).next_generation == 2
-    assert (await store.recall("p")).members.epoch == 1
-    await store.commit("p", 1, previous=None, term=3)
+    assert (memory.next_generation, memory.members.epoch) == (2, 1)
+    await store.fence(term=5)
+    await store.commit("p", 1, previous=None, term=5)
 
 
 async def test_a_new_leader_fences_before_it_writes_anything(open_store):
@@ -318,7 +349,7 @@ async def test_a_new_leader_fences_before_it_writes_anything(open_store):
 
 
 async def test_neighbouring_terms_differ_up_to_the_last_one(store):
-    for term in (1, 2**24 + 1, MAX_TERM):
+    for term in (TERM + 1, 2**24 + 1, MAX_TERM):
         await store.fence(term=term)
         with pytest.raises(TermOverError):
             await store.fence(term=term - 1)
@@ -361,7 +392,7 @@ async def test_a_pool_is_forgotten_whole_and_alone_and_starts_anew(store):
         await store.put_membership(pool, EpochMembers(epoch=3, workers=("a",)), term=TERM)
         await store.put_average(pool, "slow", ONES, term=TERM)
         await store.add_decision(pool, A_DECISION, term=TERM)
-        await store.add_audit(pool, AN_ORDER, hold=Hold(paused="ann"), term=TERM)
+        await store.add_audit(pool, AN_ORDER, hold=Hold(paused="ann"), after=0, term=TERM)
     with pytest.raises(TermOverError):
         await store.forget("gone", term=TERM - 1)
     assert await store.pools() == ("gone", "kept")

@@ -262,7 +262,7 @@ async def test_what_the_balancer_still_knows_is_written_back_once_the_damaged_ro
     monkeypatch.setattr(runner_module, "COMPARE_S", 0.1)
     store = SqliteStore(tmp_path / "state")
     await store.adopt("bad", layout_of(7), term=0)
-    await store.add_audit("bad", AN_ORDER, hold=Hold(paused="ann"), term=0)
+    await store.add_audit("bad", AN_ORDER, hold=Hold(paused="ann"), after=0, term=0)
     async with seated(store) as (seat, elector):
         led = await next_term(seat, elector)
         assert led.find("bad").pool.journal.hold.paused == "ann"

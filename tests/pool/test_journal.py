@@ -213,3 +213,25 @@ def test_no_hold_is_dropped_within_one_history(known):
     assert known.dropped_by(memory(1, 2, hold=ended)) == ""
     assert known.dropped_by(memory(*range(30, 46), hold=ended)) == ""
     assert known.dropped_by(PoolMemory()) == ""
+
+
+def test_a_hold_that_two_balancers_merged_is_not_overruled_by_a_third(known):
+    """The store lost the pause; bob pinned; a balancer that knew the pause wrote that back."""
+    (pause, second, first), pinned = known.audit, Hold(pinned="bob", pin=layout_of(1))
+    pin = replace(AN_ORDER, sequence=3, who="bob", what="pin", time_unix_s=200.0)
+    merged = PoolMemory(audit=(replace(pause, sequence=4), pin, second, first), hold=pinned)
+    assert not known.continues_in(merged.audit)
+    lost = known.forgotten_by(replace(merged, last_decision=known.last_decision))
+    assert lost is None
+    assert known.dropped_by(merged) == "paused by ann"
+
+
+def test_records_are_lost_however_many_others_came_since(known):
+    """As long as the store still has all of those."""
+    others = [
+        replace(AN_ORDER, sequence=number, who="bob", accepted=False, time_unix_s=200.0 + number)
+        for number in range(19, 0, -1)
+    ]
+    lost = known.forgotten_by(PoolMemory(audit=tuple(others), last_decision=known.last_decision))
+    assert [one.sequence for one in lost.audit] == [20, 21, 22]
+    assert (lost.after, lost.hold) == (19, PAUSED)

@@ -253,13 +253,44 @@ def test_a_paused_pool_goes_on_to_its_pin_under_the_next_balancer(
     assert harness.pool.journal.hold.paused
 
 
+def test_a_pool_that_is_pinned_during_a_rollout_goes_back_afterwards(
+    serving_harness, operator, skewed
+):
+    before = running(serving_harness)
+    serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
+    answer = operator.ask(Pin())
+    assert answer.accepted
+    assert "the rollout of generation 2 continues to completion; then" in answer.reason
+    serving_harness.carry_out_rollout()
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    assert running(serving_harness).same_placement(before)
+
+
+def test_a_plan_that_an_operator_requested_is_not_adopted_if_the_pool_is_pinned_meanwhile(
+    serving_harness, operator, skewed
+):
+    operator.ask(Pause())
+    serving_harness.run_traffic(skewed(1), seconds=10)
+    operator.ask(Resume())
+    request = AdminRequest(ticket=99, who="eve", reason="", what="rebalance", operation=Rebalance())
+    plan = serving_harness.controller.administer(request, now=serving_harness.now)
+    assert operator.ask(Pin()).accepted
+    serving_harness.perform(plan)
+    answer = next(
+        one.answer for one in serving_harness.writes if getattr(one, "request", None) is request
+    )
+    assert not answer.accepted
+    assert "pinned by ann: because while this was planned" in answer.reason
+    assert running(serving_harness).generation == 1
+
+
 def test_a_pool_that_missed_its_pin_goes_there_at_the_end_of_the_interval(
     serving_harness, operator, skewed
 ):
     serving_harness.run_traffic(skewed(1), seconds=10, carry_out=False)
     target = rearranged(running(serving_harness))
     answer = operator.ask(Pin(layout=target))
-    assert "as soon as possible (generation 2 is being rolled out" in answer.reason
+    assert "the rollout of generation 2 continues to completion; then" in answer.reason
     serving_harness.carry_out_rollout()
     assert running(serving_harness).generation == 2
     serving_harness.run_traffic(skewed(1), seconds=10)

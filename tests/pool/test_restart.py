@@ -37,6 +37,7 @@ def restart(tmp_path, make_harness):
 
     async def restarted(harness, *, forget=()):
         store = SqliteStore(tmp_path / "state.sqlite")
+        await store.fence(term=1)
         for write in harness.writes:
             if not isinstance(write, forget):
                 await put(store, write)

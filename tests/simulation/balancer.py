@@ -21,7 +21,7 @@ from equipoise_api.v1 import admin_pb2
 from tests.simulation.leases import TIMING
 from tests.simulation.loop import Process, outside
 from tests.simulation.network import ServerContext
-from tests.simulation.register import SimRegister
+from tests.simulation.register import LEASES, SimRegister
 from tests.simulation.store import NAME, Link, SimStore
 
 UNIX_S = 1.7e9
@@ -39,20 +39,20 @@ OPERATIONS = {
 
 
 class StoreLink(Link):
-    """The network between a balancer and the store.
+    """The network between a balancer and the store, or the lease's server, on the machine `name`.
 
     What is on its way when a cut begins, or the server hangs, arrives afterwards, although its
     sender no longer waits: a timeout does not take a request back.
     """
 
-    def __init__(self, world: Any, process: Process) -> None:
-        self._world, self._process = world, process
+    def __init__(self, world: Any, process: Process, *, name: str) -> None:
+        self._world, self._process, self._name = world, process, name
 
     def carry(self, request: Callable[[], None]) -> None:
-        self._later(lambda: self._arrive(request, self._process.name, NAME))
+        self._later(lambda: self._arrive(request, self._process.name, self._name))
 
     def answer(self, deliver: Callable[[], None]) -> None:
-        self._later(lambda: self._arrive(deliver, NAME, self._process.name))
+        self._later(lambda: self._arrive(deliver, self._name, self._process.name))
 
     def _later(self, function: Callable[[], None], after_s: float | None = None) -> None:
         loop = self._world.loop
@@ -98,14 +98,15 @@ class SimBalancer:
         """When its machine was suspended, if it still is."""
         self.woke_s = 0.0
         """When it resumed after that, by its own clock."""
-        link, name = StoreLink(world, process), f"{process.name}-{boot}"
+        name = f"{process.name}-{boot}"
         term_offset = 1 + crc32(name.encode()) % 10_000
-        self.store = SimStore(world.store, link)
+        self.store = SimStore(world.store, StoreLink(world, process, name=NAME))
+        leases_at = NAME if world.leases is world.store else LEASES
         self.policies = PolicyBook(world.policy)
         if world.policy_text:
             self.offer_policy(world.policy_text)
         self.elector = Elector(
-            SimRegister(world.store, link),
+            SimRegister(world.leases, StoreLink(world, process, name=leases_at)),
             candidate=Candidate(name=name, address=address, term_offset=term_offset),
             timing=TIMING,
             clock=self.monotonic_s,

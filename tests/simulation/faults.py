@@ -9,6 +9,7 @@ from equipoise.wire.balancer_messages import BalancerMessage
 from tests.simulation import byzantine, liars
 from tests.simulation.gaps import AFTER_S
 from tests.simulation.loop import Process, outside
+from tests.simulation.register import LEASES
 from tests.simulation.schedule import BALANCERS, WORKERS
 from tests.simulation.store import NAME
 from tests.simulation.takeover import StoreLosses
@@ -186,7 +187,7 @@ class Faults(StoreLosses):
             self._cut("cut_both", source, target, for_s)
 
     def do_isolate(self, name: str, for_s: float) -> None:
-        for other in (*WORKERS, *BALANCERS, NAME):
+        for other in (*WORKERS, *BALANCERS, NAME, LEASES):
             if other != name:
                 for source, target in permutations((name, other)):
                     self._cut("isolate", source, target, for_s)
@@ -332,8 +333,10 @@ class Faults(StoreLosses):
     def do_corrupt_transfers(self, for_s: float) -> None:
         self._set(self, "corrupts_transfers", True, for_s, False)
 
-    def do_operator(self, operation: str) -> None:
+    def do_operator(self, operation: str, then: str, after_s: float) -> None:
         self.operators.ask(operation)
+        if then:
+            self._until(after_s, self.operators.ask, then)
 
     def do_edit_policy(self, number: int) -> bool:
         self.policy_text = EDITS[number]

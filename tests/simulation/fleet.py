@@ -65,6 +65,15 @@ def places_of(seed: int, name: str) -> int:
     return PLACES + 2 * (name == ROOMY and chance < 0.125)
 
 
+def keeps_lease_apart(seed: int) -> bool:
+    """Whether the lease of a schedule is in a register of its own, as in Kubernetes.
+
+    It is in a third of the schedules. That register loses nothing, and faults of the store leave it
+    alone; in the others, it is in the store.
+    """
+    return random.Random(f"lease {seed}").random() < 1 / 3
+
+
 def phase_of(seed: int) -> Phase:
     """The phase of the pool in the schedule of a seed: mixed in half of them."""
     phases = (Phase.MIXED, Phase.DECODE, Phase.MIXED, Phase.PREFILL)

@@ -100,7 +100,8 @@ class Observer:
         # A lost lease is noticed at the next renewal. Until then the incarnation of the store, not
         # the term, keeps the older leader from writing if the new one had never seen a lease.
         world, since_s = self._world, self._world.loop.time() - TIMING.duration_s
-        is_blind = after.term == after.candidate.term_offset and world.lost_s >= since_s
+        can_be_lost = world.leases is world.store and world.lost_s >= since_s
+        is_blind = can_be_lost and after.term == after.candidate.term_offset
         for other in self._world.living_balancers():
             state = other.elector.state
             if other is balancer or state.role is not LeaderRole.LEADING:
@@ -243,7 +244,7 @@ class Observer:
     def _check_obeyed(self, worker: Any, message: Any) -> None:
         """A worker obeys no term before another; a store that forgot may have begun again."""
         highest = self.obeyed(worker)
-        if message.term < highest and not self._world.store.num_losses:
+        if message.term < highest and not self._world.leases.num_losses:
             self.violate(
                 "old-term-obeyed",
                 f"{worker.process.name} takes a {type(message).__name__} of term {message.term} "

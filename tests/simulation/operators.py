@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from equipoise.pool.counters import answer_timeout_s
+from equipoise.pool.records import Hold
 from equipoise_api.v1 import admin_pb2
 from tests.simulation.balancer import OPERATIONS
 from tests.simulation.fleet import POOL
@@ -188,6 +189,29 @@ class Operators:
                         "request-unanswered", f"{request.operation} after {waited_s:.0f} s"
                     )
         self._check_records()
+        self._check_hold()
+
+    def _check_hold(self) -> None:
+        """The hold follows from the accepted requests on record, if no store has lost any."""
+        world, paused, pinned = self._world, False, False
+        for one in world.store.data.get(("audit", POOL), ()):
+            match one.what.split()[0] if one.accepted else "":
+                case "pause" | "roll":
+                    paused = True
+                case "resume":
+                    paused = False
+                case "pin":
+                    pinned = True
+                case "unpin":
+                    pinned = False
+        hold = world.store.data.get(("hold", POOL), Hold())
+        follows = (bool(hold.paused), bool(hold.pinned)) == (paused, pinned)
+        if not world.store.num_losses and not follows:
+            world.observer.violate(
+                "hold-unrecorded",
+                f"by its audit the pool is {'' if paused else 'not '}paused and "
+                f"{'' if pinned else 'not '}pinned, but it is {hold.reason or 'neither'}",
+            )
 
     def _check_records(self) -> None:
         """The store has an audit record of every accepted request, unless that may be lost."""

@@ -1,4 +1,4 @@
-"""`SimRegister`: the lease in the simulated store, with the server that it was written to."""
+"""`SimRegister`: the lease in a simulated server, with the ID that this had as it was written."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,12 @@ from equipoise.balancer.leadership.register import RegisterError, record_from_te
 from equipoise.balancer.store.store import StoreError
 from tests.simulation.store import Client, Data
 
+LEASES = "leases"
+"""The machine of a register of its own."""
+
 
 class SimRegister(Client):
-    """A `LeaseRegister` in the same server."""
+    """A `LeaseRegister` in the store's server, or in one of its own."""
 
     async def read(self) -> Sighting | None:
         return await self._answer(self._held)

@@ -40,6 +40,11 @@ CLOCKS_S = (-1.7e9, -86_400.0, -60.0, 60.0, 86_400.0, 3e8)
 WORKERS = ("w0", "w1", "w2", "w3")
 BALANCERS = ("b0", "b1")
 
+OPERATIONS = ("Pause", "Resume", "Pin", "Unpin", "TriggerRebalance", "Rollback")
+
+SECOND_S = 4.0
+"""Seconds within which an operator may follow up a request, perhaps before its answer."""
+
 NUM_PATTERNS = 5
 """Kinds of traffic."""
 
@@ -138,7 +143,9 @@ MAKERS: dict[str, Any] = {
     "idle": lambda r: (_duration(r),),
     "planner_hangs": lambda r: (_duration(r),),
     "operator": lambda r: (
-        r.choice(("Pause", "Resume", "Pin", "Unpin", "TriggerRebalance", "Rollback")),
+        r.choice(OPERATIONS),
+        r.choice(("", *OPERATIONS)),
+        round(r.uniform(0.0, SECOND_S), 2),
     ),
     "edit_policy": lambda r: (r.randrange(4),),
     "byzantine_term": lambda r: (r.choice(("next", "huge", "lease", "leap")),),

@@ -15,6 +15,7 @@ from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    StoreAheadError,
     StoreConflictError,
     StoreError,
     StoreFault,
@@ -51,6 +52,8 @@ class StoreServer:
         """How often contents were lost, wholly or in part."""
         self.num_failovers = 0
         self._before: deque[Data] = deque(maxlen=8)
+        self.before_term: Data = {}
+        """The contents before the latest fence."""
         self._num_incarnations = 0
         self.on_effect: Callable[[str], None] = lambda _kind: None
         self.on_write: Callable[[Data, Data], None] = lambda _before, _after: None
@@ -90,6 +93,8 @@ class StoreServer:
         result = change(after)
         before, self.data = self.data, after
         self._before.append(before)
+        if before.get("term") != after.get("term"):
+            self.before_term = before
         self.on_write(before, after)
         return result
 
@@ -162,6 +167,9 @@ class SimStore(Client):
         super().__init__(server, link or Link())
         self._incarnation: int | None = None
 
+    def reopen(self) -> None:
+        self._incarnation = None
+
     async def _checked(self, step: Callable[[], Any]) -> Any:
         """Carry out a step on the contents that are known as it is sent, and on no others."""
         known = self._incarnation
@@ -169,7 +177,6 @@ class SimStore(Client):
         def checked() -> Any:
             opened = self._server.open() if known is None else known
             if self._server.data.get("incarnation") != opened:
-                self._incarnation = None
                 raise StoreError("the store lost its contents", fault=StoreFault.LOST)
             self._incarnation = opened
             return step()
@@ -196,18 +203,22 @@ class SimStore(Client):
         raise _timed_out()
 
     def _fenced(self, data: Data, change: Callable[[Data], Any], term: int) -> Any:
-        server = self._server.num_failovers
-        has_failed_over = term == data["term"] and server != data["server"]
-        if term < data["term"] or has_failed_over:
+        if (term, self._server.num_failovers) != (data["term"], data["server"]):
             raise TermOverError(store=NAME, term=term, highest_term=data["term"])
-        data["term"], data["server"] = term, server
         return change(data)
 
     async def highest_term(self) -> int:
         return await self._read(lambda data: data["term"])
 
     async def fence(self, *, term: int) -> None:
-        await self._write(lambda _data: None, term=term)
+        def change(data: Data) -> None:
+            if term <= data["term"]:
+                raise TermOverError(store=NAME, term=term, highest_term=data["term"])
+            data["term"], data["server"] = term, self._server.num_failovers
+
+        self.reopen()
+        await self._checked(lambda: self._server.write(change))
+        await self._answered()
 
     async def pools(self) -> tuple[str, ...]:
         return await self._read(lambda data: tuple(sorted(_pools(data))))
@@ -321,9 +332,10 @@ class SimStore(Client):
         return await self._read(read)
 
     async def add_audit(
-        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, after: int, term: int
     ) -> AuditRecord:
         def change(data: Data) -> AuditRecord:
+            _check_audit(data, pool, after)
             if hold is not None:
                 data["hold", pool] = hold
             return _append(data, "audit", pool, record, limit=MAX_AUDIT_ENTRIES)
@@ -336,6 +348,7 @@ class SimStore(Client):
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         def change(data: Data) -> None:
             _know(data, pool)
+            _check_audit(data, pool, lost.after)
             for record in lost.audit:
                 _put_back(data, "audit", pool, record, limit=MAX_AUDIT_ENTRIES)
             if lost.decision is not None:
@@ -353,6 +366,11 @@ class SimStore(Client):
 
     async def close(self) -> None:
         pass
+
+
+def _check_audit(data: Data, pool: str, after: int) -> None:
+    if data.get(("num", pool, "audit"), 0) != after:
+        raise StoreAheadError(f"pool {pool}: the store has audit records that are not known")
 
 
 def _know(data: Data, pool: str) -> None:

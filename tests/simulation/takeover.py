@@ -15,6 +15,8 @@ from tests.simulation.fleet import POOL
 from tests.simulation.loop import outside
 from tests.simulation.schedule import BALANCERS, NUM_PATTERNS
 
+BACK = ("goes back", "goes far back")
+
 LOOK_S = 0.1
 TAKEOVER_S = 20.0
 """Seconds within which another balancer takes over, or the first wakes without one."""
@@ -40,8 +42,8 @@ class StoreLosses:
 
     def do_set_store_back_behind_leader(self: Any, loss_s: float, wake_s: float) -> None:
         """The store goes back to what it was when a leader was suspended; another one has led."""
-        kind = "set_store_back_behind_leader"
-        self._lose(kind, _lose_behind_leader, "goes back", loss_s, wake_s, lasts_s=TAKEOVER_S)
+        kind, how = "set_store_back_behind_leader", self.rng.choice(BACK)
+        self._lose(kind, _lose_behind_leader, how, loss_s, wake_s, lasts_s=TAKEOVER_S)
 
     def do_set_store_back_behind_split(
         self: Any, one: str, other: str, loss_s: float, wake_s: float
@@ -111,16 +113,19 @@ async def _lose_behind_leader(world: Any, how: str, loss_s: float, wake_s: float
     """Suspend a leader, its clock included, until another has led and the store lost contents.
 
     The store is emptied `loss_s` after the suspension ("emptied first"), or `loss_s` after another
-    balancer leads ("emptied"), or returns then to what it had before ("goes back"). The first wakes
-    `wake_s` after both. Returns whether all of that came about.
+    balancer leads ("emptied"), or returns then to what it had before ("goes back"), or to what it
+    had before the fence of that leader ("goes far back"). The first wakes `wake_s` after both.
+    Returns whether all of that came about.
     """
     leader, began_s, before = world.leader(), world.loop.time(), world.store.data
+    if how == "goes far back":
+        before = world.store.before_term
     if not _suspend(world, leader):
         return False
     is_led = _is_led_without(leader)
     has_led = how == "emptied first" or await _until(world, is_led, TAKEOVER_S)
     await asyncio.sleep(loss_s)
-    goes_back = how == "goes back"
+    goes_back = how in BACK
     is_lost = _set_back(world, before) if goes_back else world.lose_records(world.store.forget)
     if how == "emptied first":
         has_led = await _until(world, is_led, began_s + TAKEOVER_S - world.loop.time())

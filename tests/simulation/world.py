@@ -28,6 +28,7 @@ from tests.simulation.fleet import (
     POLICY,
     POOL,
     SHAPE,
+    keeps_lease_apart,
     phase_of,
     places_of,
     settings_of,
@@ -67,6 +68,7 @@ class World(Faults):
         self.network = Network(self.loop, self.rng)
         self.rendezvous = Rendezvous(self.network)
         self.store = StoreServer()
+        self.leases = StoreServer() if keeps_lease_apart(schedule.seed) else self.store
         self.observer = Observer(self)
         self.store.on_write = self.observer.written
         self.effects: set[str] = set()
@@ -99,8 +101,7 @@ class World(Faults):
         self._stops: dict[str, asyncio.Event] = {}
         self._ends_s = 0.0
         self.lost_s = -1e9
-        self.operators = operators.Operators(self)
-        self.watch = LeaderWatch(self)
+        self.operators, self.watch = operators.Operators(self), LeaderWatch(self)
         self.rot, self.gaps = BitRot(self), ReportGaps(self)
         self.broken_groups = BrokenGroups(self)
         self.reports = FalseReports(self)

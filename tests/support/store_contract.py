@@ -27,9 +27,12 @@ def step(state, what):
     if name == "new server":
         return replace(state, is_fenced=False), "ok"
     *arguments, term = arguments
-    if term < state.term or (term == state.term and not state.is_fenced):
+    if name == "fence":
+        is_new = term > state.term
+        return (replace(state, term=term, is_fenced=True), "ok") if is_new else (state, "over")
+    if term != state.term or not state.is_fenced:
         return state, "over"
-    return WRITES[name](replace(state, term=term, is_fenced=True), *arguments)
+    return WRITES[name](state, *arguments)
 
 
 def propose(state, generation):
@@ -57,27 +60,30 @@ def member(state, epoch):
     return (state, "conflict") if epoch < state.epoch else (replace(state, epoch=epoch), "ok")
 
 
-def restore(state, text, sequence, epoch, highest):
+def restore(state, text, after, sequence, epoch, highest):
+    if after != state.num_audit:
+        return state, "conflict"
     return replace(
         state,
         hold=text,
-        num_audit=max(state.num_audit, sequence),
+        num_audit=sequence,
         epoch=max(state.epoch, epoch),
         highest=max(state.highest, highest),
     ), "ok"
 
 
-def hold(state, text):
-    sequence = state.num_audit + 1
-    return replace(state, hold=text, num_audit=sequence), sequence
+def hold(state, text, after):
+    state, result = rebalance(state, text, after)
+    return (state, result) if result == "conflict" else (replace(state, hold=text), result)
 
 
-def rebalance(state, _who):
-    return replace(state, num_audit=state.num_audit + 1), state.num_audit + 1
+def rebalance(state, _who, after):
+    if after != state.num_audit:
+        return state, "conflict"
+    return replace(state, num_audit=after + 1), after + 1
 
 
 WRITES = {
-    "fence": lambda state: (state, "ok"),
     "propose": propose,
     "commit": commit,
     "adopt": adopt,

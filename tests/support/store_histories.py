@@ -60,13 +60,14 @@ def step_of_branches(branches, what):
 class Client:
     """A balancer's store, which records what it is asked and what it answers.
 
-    It takes another term when its own ends with a failover. With a `branch`, that is the first part
-    of every operation.
+    It begins another term when its own ends with a failover. With a `branch`, that is the first
+    part of every operation.
     """
 
     def __init__(self, address, history, *, term, branch=None) -> None:
         self.store = RedisStore(f"redis://{address}/0", timeout_s=TIMEOUT_S)
-        self.history, self.term, self.latest_audit = history, term, 1
+        self.history, self.term, self.latest_audit = history, term, 0
+        self._is_fenced = False
         self._branch = () if branch is None else (branch,)
         self._calls = {
             "fence": lambda: self.store.fence(term=self.term),
@@ -76,19 +77,18 @@ class Client:
             "adopt": lambda g: self.store.adopt("p", _layout(g), term=self.term),
             "member": lambda e: self.store.put_membership("p", _members(e), term=self.term),
             "restore": self._restore,
-            "pause": lambda who: self._request(who, Hold(paused=who)),
-            "pin": lambda who: self._request(who, Hold(pinned=who, pin=_layout(1))),
-            "rebalance": lambda who: self._request(who, None),
+            "pause": lambda who, after: self._request(who, Hold(paused=who), after),
+            "pin": lambda who, after: self._request(who, Hold(pinned=who, pin=_layout(1)), after),
+            "rebalance": lambda who, after: self._request(who, None, after),
         }
 
-    async def _request(self, who, held):
+    async def _request(self, who, held, after):
         record = replace(AN_ORDER, who=who)
-        record = await self.store.add_audit("p", record, hold=held, term=self.term)
-        self.latest_audit = record.sequence
-        return record
+        return await self.store.add_audit("p", record, hold=held, after=after, term=self.term)
 
-    async def _restore(self, who, sequence, epoch, highest):
+    async def _restore(self, who, after, sequence, epoch, highest):
         lost = ForgottenRecords(
+            after=after,
             audit=(replace(AN_ORDER, who=who, sequence=sequence),),
             hold=Hold(paused=who),
             members=_members(epoch),
@@ -102,9 +102,11 @@ class Client:
         called_s, result, term = loop.time(), UNKNOWN, self.term
         try:
             result = _plain(name, await self._calls[name](*arguments))
+            self._note(name, result)
         except TermOverError as error:
             result = "over"
-            self.term += TERMS_OF_A_CLIENT if error.highest_term == term else 0
+            if error.highest_term <= term:
+                self.term, self._is_fenced = term + TERMS_OF_A_CLIENT, False
         except StoreConflictError:
             result = "conflict"
         except StoreError:
@@ -115,22 +117,33 @@ class Client:
             self.history.append(Operation(what=what, called_s=called_s, result=result, **times))
         return result
 
+    def _note(self, name, result):
+        """Note the number of the latest audit record, and whether the term has begun."""
+        if name in {"pause", "pin", "rebalance"}:
+            self.latest_audit = result
+        elif name == "recall" and isinstance(result, tuple):
+            self.latest_audit = result[2]
+        elif name == "fence":
+            self._is_fenced = True
+
     async def act(self, chance, generations):
         """Do one thing that a leader does; the generations are used up by all."""
+        if not self._is_fenced:
+            await self.do("fence")
         who = f"{self.term}-{chance.randrange(1000)}"
         match chance.randrange(8):
             case 0:
                 await self.do("recall")
             case 1:
-                await self.do(chance.choice(["pause", "pin", "rebalance"]), who)
+                await self.do(chance.choice(["pause", "pin", "rebalance"]), who, self.latest_audit)
             case 2:
                 await self.do("adopt", _maybe_used(chance, generations))
             case 3:
                 await self.do("member", _maybe_used(chance, generations))
             case 4:
-                sequence = self.latest_audit + chance.randrange(2)
-                number = _maybe_used(chance, generations)
-                await self.do("restore", who, sequence, number, number)
+                after, number = self.latest_audit, _maybe_used(chance, generations)
+                sequence = after + chance.randint(1, 2)
+                await self.do("restore", who, after, sequence, number, number)
             case _:
                 known = await self.do("recall")
                 generation = next(generations)

@@ -6,7 +6,7 @@ It answers reads; it has no ranks and no loads, and decides nothing.
 from collections.abc import Mapping
 
 from equipoise.balancer.changed import Changed
-from equipoise.balancer.persistence import warn_of_dropped
+from equipoise.balancer.persistence import recall, warn_of_dropped
 from equipoise.balancer.pools import MAX_POOLS, pick
 from equipoise.balancer.store.store import Store, StoreError, StoreFault
 from equipoise.balancer.unreadable import UnreadablePools
@@ -14,7 +14,7 @@ from equipoise.planning.redundancy import Redundancy
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.journal import Journal
 from equipoise.pool.pool import Pool
-from equipoise.pool.records import AuditRecord, PoolMemory
+from equipoise.pool.records import PoolMemory
 
 
 class RememberedPool:
@@ -70,6 +70,7 @@ class Archive:
         except StoreError as error:
             if error.fault is StoreFault.LOST:
                 self._stored = frozenset()
+                self._store.reopen()
             raise
 
     async def _read(self, elsewhere: str) -> None:
@@ -81,8 +82,11 @@ class Archive:
         self._stored = stored
         self._unreadable.retain(stored)
         for name in sorted(stored):
+            known = self._pools.get(name)
+            journal = None if known is None else known.pool.journal
             with self._unreadable.noting(name):
-                self._take(name, await self._store.recall(name), elsewhere, has_new_policy)
+                memory = await recall(self._store, name, known=journal)
+                self._take(name, memory, elsewhere, has_new_policy)
             if name in self._unreadable.reasons and name in self._pools:
                 self._pools[name].close()
         self._policy_revision = self._policies.revision
@@ -146,12 +150,14 @@ class Archive:
             pool.close()
 
 
-def _contents(pool: Pool) -> tuple[int | None, int, int, AuditRecord | None, str]:
-    decision, audit = pool.journal.last_decision, pool.journal.audit
+def _contents(pool: Pool) -> tuple[object, ...]:
+    journal = pool.journal
     return (
         pool.layouts.stored_generation,
         pool.layouts.next_generation,
-        decision.sequence if decision is not None else 0,
-        audit[0] if audit else None,
+        journal.members,
+        0 if journal.last_decision is None else journal.last_decision.sequence,
+        tuple(journal.audit),
+        journal.hold.reason,
         pool.elsewhere,
     )

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from equipoise.balancer.pool_log import PoolLog
-from equipoise.balancer.store.store import Store
+from equipoise.balancer.store.store import MAX_AUDIT_ENTRIES, Store
 from equipoise.pool.effects import (
     Write,
     WriteAdopted,
@@ -22,13 +22,31 @@ from equipoise.telemetry.logs import about
 _log = logging.getLogger(__name__)
 
 
-async def restore(store: Store, pool: str, *, known: Journal | None, term: int) -> PoolMemory:
-    """Read a pool, and write back what the store lost of the records that are `known`.
+async def recall(store: Store, pool: str, *, known: Journal | None) -> PoolMemory:
+    """Read a pool, with all its audit records if the latest one that is `known` is not among them.
 
     Raises:
         StoreError: the store cannot be used.
     """
     memory = await store.recall(pool)
+    if known is None or known.continues_in(memory.audit) or not memory.audit:
+        return memory
+    oldest = memory.audit[-1].sequence
+    if oldest == 1:
+        return memory
+    kept = await store.audit(pool, limit=MAX_AUDIT_ENTRIES)
+    older = (one for one in kept if one.sequence < oldest)
+    return replace(memory, audit=(*memory.audit, *older))
+
+
+async def restore(store: Store, pool: str, *, known: Journal | None, term: int) -> PoolMemory:
+    """Read a pool, and write back what the store lost of the records that are `known`.
+
+    Raises:
+        StoreAheadError: another record came in between.
+        StoreError: the store cannot be used.
+    """
+    memory = await recall(store, pool, known=known)
     if known is None:
         return memory
     warn_of_dropped(pool, known, memory)
@@ -82,7 +100,9 @@ async def write_to(store: Store, write: Write, *, pool: str, term: int, log: Poo
             log.info("decision %d: %s: %s", record.sequence, verdict, record.reason, extra=fields)
             return replace(write, record=record)
         case WriteAudit():
-            entry = await store.add_audit(pool, write.record, hold=write.hold, term=term)
+            entry = await store.add_audit(
+                pool, write.record, hold=write.hold, after=write.after, term=term
+            )
             log.info(
                 "audit record %d: %s: %s: %s: %s",
                 *(entry.sequence, entry.who, entry.what),

@@ -6,7 +6,6 @@ end with a term, so that workers and watchers find the next leader.
 
 import asyncio
 import logging
-from contextlib import suppress
 
 from opentelemetry.trace import Tracer
 
@@ -16,6 +15,7 @@ from equipoise.balancer.clock import Clock
 from equipoise.balancer.leadership.elector import Elector, Tenure
 from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.planner.planning import Planner
+from equipoise.balancer.pool_writes import question_tenure
 from equipoise.balancer.pools import Pools, PoolViews
 from equipoise.balancer.readiness import Readiness
 from equipoise.balancer.store.store import Store, StoreError, StoreFault, TermOverError
@@ -169,7 +169,8 @@ class Seat:
             except StoreError as error:
                 self.store_fault = str(error)
                 _log.error("term %d ends: %s", tenure.term, error)
-                tenure.give_up(str(error))
+                question_tenure(tenure, error)
+                tenure.give_up(str(error))  # Unless that has ended it.
             except Exception:  # noqa: BLE001
                 # A bug must not keep the lease from a balancer that can lead.
                 _log.exception("term %d failed", tenure.term)
@@ -178,16 +179,20 @@ class Seat:
                 self._settled.set()
 
     async def _follow(self) -> Tenure:
-        """Keep the archive fresh until elected."""
+        """Keep the archive fresh until elected, which is not to wait for a slow store."""
         await self._elector.until_looked()
-        while not self._elector.leads():
-            self._settled.set()
+        refreshing = asyncio.create_task(self._keep_fresh())
+        try:
+            return await self._elector.tenure()
+        finally:
+            refreshing.cancel()
+            await asyncio.wait({refreshing})
+
+    async def _keep_fresh(self) -> None:
+        self._settled.set()
+        while True:
             await self._refresh()
-            # Checked again each time: a term may begin and end while the store is read.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_S):
-                    await self._elector.tenure()
-        return await self._elector.tenure()
+            await asyncio.sleep(REFRESH_S)
 
     async def _refresh(self) -> None:
         try:

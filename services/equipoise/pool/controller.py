@@ -182,7 +182,8 @@ class PoolController:
             chain = self._operations.planned(requested_by, proposal, plan_ms=plan_ms, now=now)
         else:
             chain = self.pool.decisions.decide(proposal, plan_ms=plan_ms, now=now)
-        return _plans_first((*chain, *self._operations.handle_postponed(now=now)))
+        # Answers to requests that waited for the plan do not wait for the turn of its wave.
+        return _plans_first((*self._operations.handle_postponed(now=now), *chain))
 
     def proposal_failed(
         self,

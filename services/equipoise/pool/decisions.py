@@ -211,13 +211,14 @@ class Decisions:
     ) -> Chain:
         """Record the verdict on a proposal, and roll it out if it is yes and still applies.
 
-        One that an operator requested is adopted even if the pool is paused meanwhile.
+        One that an operator requested is adopted even if the pool is paused meanwhile, but not if
+        it is pinned.
         """
         self.is_proposing = False
         request, veto = proposal.request, None
         if proposal.verdict.accepted:
             veto = self._cannot_roll_out(request) or (
-                None if is_requested else self._vetoed(request, now=now)
+                self._pinned() if is_requested else self._vetoed(request, now=now)
             )
         phase = self._roster.phase or ""
         decision = DecisionRecord.of_proposal(
@@ -321,6 +322,10 @@ class Decisions:
         In another layout, perhaps of other ranks, there may be more to gain.
         """
         return self._rolled_back_s if layout.digest() == self._restored_digest else None
+
+    def _pinned(self) -> str | None:
+        pinned = self._journal.hold.pinned
+        return f"pinned by {pinned} while this was planned" if pinned else None
 
     def _held(self) -> str | None:
         held = self._journal.hold.reason

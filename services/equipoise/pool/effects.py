@@ -76,6 +76,8 @@ class WriteAudit:
     hold: Hold | None
     hold_before: Hold
     """What the pool was held to when the request came; an earlier request may be recorded since."""
+    after: int = 0
+    """Number of the latest audit record that is known when it is written."""
     request: AdminRequest
     answer: Answer
 

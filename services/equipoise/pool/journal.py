@@ -1,9 +1,8 @@
 """`Journal`: what the store has recorded of a pool, and what it has yet to record."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from equipoise.planning.policy import StoreDown
 from equipoise.pool.effects import (
@@ -39,10 +38,11 @@ class Journal:
         self._policy = policy
         self.hold = memory.hold
         """What an operator holds the pool to."""
-        self._audit = deque(memory.audit, maxlen=MAX_AUDIT)
+        self._audit = deque(memory.audit[:MAX_AUDIT], maxlen=MAX_AUDIT)
         self.last_decision = memory.last_decision
         """The latest decision."""
-        self._members = memory.members
+        self.members = memory.members
+        """The latest epoch."""
         self._next_generation = memory.next_generation
         self._late: deque[DecisionRecord] = deque(maxlen=MAX_LATE)
         self.store_fault = ""
@@ -53,6 +53,11 @@ class Journal:
         """The latest audit records, newest first."""
         return self._audit
 
+    @property
+    def _latest(self) -> int:
+        """Number of the latest audit record; 0 for none."""
+        return self._audit[0].sequence if self._audit else 0
+
     def note_written(self, write: Write) -> None:
         """The store accepted a write."""
         self.store_fault = ""
@@ -60,7 +65,7 @@ class Journal:
             case WriteProposed() | WriteAdopted():
                 self._next_generation = max(self._next_generation, write.layout.generation + 1)
             case WriteMembership():
-                self._members = write.members
+                self.members = write.members
             case _:
                 pass
 
@@ -69,10 +74,11 @@ class Journal:
         self.last_decision = record
 
     def brought_up_to_date(self, write: WriteAudit) -> WriteAudit:
-        """The record with the hold that follows from those written since it was requested."""
-        if write.hold is None:
-            return write
-        return replace(write, hold=self.hold.changed_as(write.hold_before, write.hold))
+        """The record as it follows those written since it was requested, with its hold."""
+        hold = write.hold
+        if hold is not None:
+            hold = self.hold.changed_as(write.hold_before, hold)
+        return replace(write, hold=hold, after=self._latest)
 
     def note_audit(self, write: WriteAudit) -> None:
         """An audit record is written, and with it what the pool is held to."""
@@ -82,11 +88,9 @@ class Journal:
 
     def note_stored(self, stored: PoolMemory) -> bool:
         """The store has this. Returns whether it has requests that it did not confirm in time."""
-        known = self._audit[0].sequence if self._audit else 0
-        if not stored.audit or stored.audit[0].sequence <= known:
+        if not stored.audit or stored.audit[0].sequence <= self._latest:
             return False
-        self._audit.clear()
-        self._audit.extend(stored.audit)
+        self._audit = deque(stored.audit[:MAX_AUDIT], maxlen=MAX_AUDIT)
         self.hold = stored.hold
         return True
 
@@ -108,16 +112,17 @@ class Journal:
         A record written after the loss may have the number of a lost one, so records are compared
         by their contents. Epochs and generations are never reused, so the highest count.
         """
-        is_ours = self._has_our_hold(stored)
+        is_ours = self._is_hold_ours(stored.audit)
         audit = self._lost_audit(stored.audit)
         decision = self.last_decision
         if decision is not None and not _is_decision_lost(decision, stored.last_decision):
             decision = None
         is_behind = self._next_generation > stored.next_generation
-        members = self._members
+        members = self.members
         if members is not None and stored.members is not None:
             members = members if members.epoch > stored.members.epoch else None
         lost = ForgottenRecords(
+            after=stored.audit[0].sequence if stored.audit else 0,
             audit=audit,
             hold=self.hold if is_ours and (audit or self._differs(stored.hold)) else None,
             decision=decision,
@@ -126,26 +131,31 @@ class Journal:
         )
         return lost if lost.kinds else None
 
-    def _has_our_hold(self, stored: PoolMemory) -> bool:
-        """Whether the hold here is at least as new as that of a store with these records.
+    def continues_in(self, stored: Sequence[AuditRecord]) -> bool:
+        """Whether a store with these latest records has the latest one here, under its number."""
+        return not self._audit or self._audit[0] in stored
+
+    def _is_hold_ours(self, stored: Sequence[AuditRecord]) -> bool:
+        """Whether the hold here is at least as new as that of a store with these latest records.
 
         A store that lost its last writes has an earlier record of this history as its latest, or
-        none. If the latest are unknown here and one of them was accepted, another balancer led
-        since the loss, or the store went back to what it had before this one led: neither clocks
-        nor numbers of two balancers say whose hold is newer, and that in the store counts. It also
-        does if all are unknown and earlier ones are out of sight: one of these may be accepted.
+        none. If an accepted one is unknown here, another balancer led since the loss, or the store
+        went back to what it had before this one led: neither clocks nor numbers of two balancers
+        say whose hold is newer, and that in the store counts. So it does if one may be out of
+        sight. Only records below the oldest one here, and known under that number, may be unknown.
         """
-        unknown = [*takewhile(lambda one: not _is_among(one, self._audit), stored.audit)]
-        if unknown and len(unknown) == len(stored.audit) and unknown[-1].sequence > 1:
-            return False
-        return not any(one.accepted for one in unknown)
+        known = {_request(one) for one in self._audit}
+        begin = self._audit[-1].sequence if self._audit and self._audit[-1] in stored else 0
+        since = [one for one in stored if one.sequence > begin]
+        in_sight = not stored or stored[-1].sequence <= begin + 1
+        return in_sight and not any(one.accepted and _request(one) not in known for one in since)
 
     def _lost_audit(self, stored: Sequence[AuditRecord]) -> tuple[AuditRecord, ...]:
         """Records that are not `stored`, oldest first; taken numbers are replaced by the next."""
         oldest, number = (stored[-1].sequence, stored[0].sequence) if stored else (0, 0)
-        lost = []
+        known, lost = {_request(one) for one in stored}, []
         for one in reversed(self._audit):
-            if one.sequence >= oldest and not _is_among(one, stored):
+            if one.sequence >= oldest and _request(one) not in known:
                 number = max(number + 1, one.sequence)
                 lost.append(replace(one, sequence=number))
         return tuple(lost)
@@ -156,11 +166,11 @@ class Journal:
 
     def dropped_by(self, stored: PoolMemory) -> str:
         """The hold that ends because another balancer recorded others after a loss; else empty."""
-        if not self._audit or not stored.audit or stored.hold.reason == self.hold.reason:
+        audit = stored.audit
+        if self.continues_in(audit) or not audit or stored.hold.reason == self.hold.reason:
             return ""
-        has_overlap = stored.audit[-1].sequence <= self._audit[0].sequence
-        is_lost = has_overlap and not _is_among(self._audit[0], stored.audit)
-        return self.hold.reason if is_lost and not self._has_our_hold(stored) else ""
+        is_later = audit[-1].sequence > self._latest
+        return "" if is_later or self._is_hold_ours(audit) else self.hold.reason
 
     def late_decisions(self) -> Chain:
         """Decisions that the store missed, once it works again."""
@@ -171,9 +181,9 @@ class Journal:
         return late
 
 
-def _is_among(record: AuditRecord, records: Iterable[AuditRecord]) -> bool:
-    """Whether one of `records` is about the same request, whatever its number."""
-    return any(replace(one, sequence=record.sequence) == record for one in records)
+def _request(record: AuditRecord) -> AuditRecord:
+    """What a record is about, whatever its number."""
+    return replace(record, sequence=0)
 
 
 def _is_decision_lost(known: DecisionRecord, stored: DecisionRecord | None) -> bool:

@@ -173,7 +173,12 @@ class OperatorRequests:
             return _rejected(request, self._misfit(current), now=now)
         generation = current.generation if operation.layout is None else operation.generation
         words = f"generation {current.generation} stays until it is unpinned"
-        if not current.same_placement(target):
+        if (rollout := self._rollouts.current) is not None:
+            words = (
+                f"the rollout of generation {rollout.target.generation} continues to completion; "
+                "then the pool switches to the pinned placement and stays until it is unpinned"
+            )
+        elif not current.same_placement(target):
             can_go = self._decisions.can_roll_out
             when = "now" if can_go else f"as soon as possible ({self._trouble()})"
             words = (

@@ -289,11 +289,14 @@ class PoolMemory:
 class ForgottenRecords:
     """What a balancer still knows of a pool whose store has lost it.
 
-    A record keeps its number, unless another one has been recorded under it since.
+    A record keeps its number, unless the store has one of the same or a higher number.
     """
 
+    after: int = 0
+    """Number of the latest audit record that the store had when it was read; 0 for none."""
+
     audit: tuple[AuditRecord, ...] = ()
-    """Audit records, oldest first."""
+    """Audit records, oldest first; their numbers follow `after`."""
 
     hold: Hold | None = None
     """What the pool is held to since the latest of them; None if the store knows that."""

@@ -15,6 +15,7 @@ from equipoise.pool.membership import Membership
 from equipoise.pool.number_claims import NumberClaims
 from equipoise.pool.records import Hold
 from equipoise.pool.rollouts import Rollouts
+from tests.simulation import store
 from tests.simulation.plants.plant import Plant, always
 from tests.simulation.store import SimStore
 
@@ -252,6 +253,11 @@ LEADER_PLANTS = {
         breaks="a request that the store applied after its timeout is not adopted",
         patches=lambda: [(Journal, "note_stored", always(False))],
         kinds=("store_answers_late", "operator", "shift"),
+    ),
+    "audit-not-compared": Plant(
+        breaks="a request is recorded although the store has later ones than its leader knows",
+        patches=lambda: [(store, "_check_audit", always(None))],
+        kinds=("store_answers_late", "store_hangs", "cut", "operator", "shift"),
     ),
     "epoch-reused": Plant(
         breaks="a new epoch gets the number of the one before",

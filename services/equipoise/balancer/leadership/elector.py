@@ -23,6 +23,7 @@ from equipoise.balancer.leadership.leader_state import (
     Overtaken,
     ReadRegister,
     Saw,
+    StartsOver,
     Ticked,
     WriteRegister,
     Wrote,
@@ -57,14 +58,22 @@ class Tenure:
         return await self._elector.until_renewed(self)
 
     def outranked(self, term: int) -> None:
-        """Report that the store rejects this term: it has `term`, or the same and failed over."""
-        if term == self.term:
-            self.give_up("the store failed over and may have lost a later term")
+        """Report that the store rejects this term: it has `term`, or failed over to before it."""
+        if term <= self.term:
+            self.start_over("the store failed over and may have lost a later term")
         else:
             self._elector.apply(Outranked(term=term))
 
+    def start_over(self, reason: str) -> None:
+        """End this term, and begin another one that reads the store again.
+
+        The lease stays with this balancer, which knows most of what the store may have lost.
+        """
+        if self.holds():
+            self._elector.apply(StartsOver(reason=reason))
+
     def give_up(self, reason: str) -> None:
-        """End this term before its lease expires."""
+        """End this term before its lease expires, so that another balancer can lead."""
         if self.holds():
             self._elector.apply(GaveUp(reason=reason))
 

@@ -108,7 +108,14 @@ class GaveUp:
     reason: str
 
 
-LeaseEvent = Due | Saw | Wrote | Overtaken | Failed | Ticked | Outranked | GaveUp
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartsOver:
+    """The store differs from what this balancer knows: it has to lead in another term."""
+
+    reason: str
+
+
+LeaseEvent = Due | Saw | Wrote | Overtaken | Failed | Ticked | Outranked | GaveUp | StartsOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +292,11 @@ def _heed(state: LeaderState, event: Outranked, _now: float) -> tuple[LeaderStat
     return _follow(outranked, f"a higher term was seen: {event.term}"), None
 
 
+def _start_over(state: LeaderState, event: StartsOver, _now: float) -> tuple[LeaderState, Action]:
+    # The record stays: it is free to its holder at once, and to others when it has expired.
+    return _follow(state, event.reason), None
+
+
 def _yield(state: LeaderState, event: GaveUp, _now: float) -> tuple[LeaderState, Action]:
     return _follow(state, event.reason), _freed(state)
 
@@ -398,6 +410,7 @@ TABLE: dict[tuple[LeaderRole, type[LeaseEvent]], _Handler] = {
     (LeaderRole.FOLLOWING, Ticked): _ignore,
     (LeaderRole.FOLLOWING, Outranked): _heed,
     (LeaderRole.FOLLOWING, GaveUp): _ignore,
+    (LeaderRole.FOLLOWING, StartsOver): _ignore,
     (LeaderRole.CAMPAIGNING, Due): _look,
     (LeaderRole.CAMPAIGNING, Saw): _ignore,
     (LeaderRole.CAMPAIGNING, Wrote): _win,
@@ -406,6 +419,7 @@ TABLE: dict[tuple[LeaderRole, type[LeaseEvent]], _Handler] = {
     (LeaderRole.CAMPAIGNING, Ticked): _ignore,
     (LeaderRole.CAMPAIGNING, Outranked): _heed,
     (LeaderRole.CAMPAIGNING, GaveUp): _ignore,
+    (LeaderRole.CAMPAIGNING, StartsOver): _ignore,
     (LeaderRole.LEADING, Due): _renew,
     (LeaderRole.LEADING, Saw): _recognise,
     (LeaderRole.LEADING, Wrote): _renewed,
@@ -414,5 +428,6 @@ TABLE: dict[tuple[LeaderRole, type[LeaseEvent]], _Handler] = {
     (LeaderRole.LEADING, Ticked): _ignore,
     (LeaderRole.LEADING, Outranked): _heed,
     (LeaderRole.LEADING, GaveUp): _yield,
+    (LeaderRole.LEADING, StartsOver): _start_over,
 }
 """The handler of every event in every role, including those that do nothing."""

@@ -98,9 +98,7 @@ class RedisLink:
             # the address may be that of the new primary; each would fail one more request.
             await self.redis.connection_pool.disconnect(inuse_connections=False)
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-            return StoreError(
-                f"{self.name} cannot be reached ({error}): check that it is running there"
-            )
+            error = faults.ConnectionError(str(error))
         fault, sentence = self._explain(error)
         return StoreError(f"{self.name} {sentence}", fault=fault)
 
@@ -120,10 +118,15 @@ class RedisLink:
             case faults.TimeoutError() | TimeoutError():
                 fault = StoreFault.SLOW
                 sentence = f"did not answer within {self._timeout_s:g} s: check its load"
-            case faults.ConnectionError():
+            case faults.ConnectionError() if "connecting to" in str(error):
                 fault, sentence = (
                     StoreFault.UNREACHABLE,
                     "cannot be reached: check that it is running",
+                )
+            case faults.ConnectionError():
+                fault, sentence = (
+                    StoreFault.BROKEN,
+                    "ended the connection: check that it is running",
                 )
             case faults.OutOfMemoryError():
                 fault, sentence = (

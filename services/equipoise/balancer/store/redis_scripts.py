@@ -1,7 +1,7 @@
 """The Lua scripts of the Redis store: each is one atomic step on the keys of one pool.
 
 Redis runs a script alone, and rejects its first write if memory is full, so a script happens as a
-whole or not at all.
+whole or not at all. A script is `PRELUDE`, `OWN_TERM` if it writes, then what it does.
 """
 
 PRELUDE = """
@@ -10,17 +10,9 @@ local incarnation, term, name = ARGV[1], ARGV[2], ARGV[3]
 local kept, highest_term, fenced_by =
   unpack(redis.call('HMGET', meta, 'incarnation', 'term', 'server'))
 if kept ~= incarnation then return {'lost'} end
-if term ~= '' then
-  if not tonumber(highest_term) or tonumber(term) < tonumber(highest_term) then
-    return {'over', highest_term}
-  end
+local function server()
   local info = redis.pcall('INFO', 'replication')
-  local server = type(info) == 'string' and string.match(info, 'master_replid:(%w+)') or ''
-  if term ~= highest_term then
-    redis.call('HSET', meta, 'term', term, 'server', server)
-  elseif server ~= fenced_by then
-    return {'over', highest_term}
-  end
+  return type(info) == 'string' and string.match(info, 'master_replid:(%w+)') or ''
 end
 local function keep(generation, layout, num_kept)
   redis.call('SADD', pools, name)
@@ -43,13 +35,19 @@ end
 """
 """Precedes every script but OPEN. ARGV: incarnation, term ('' for a read), pool name.
 
-The first write of a term stores the server's replication ID, which a failover changes: later writes
-of that term are rejected then, because a higher one may have been lost.
-
 Numbers are compared as float64, which is exact: terms are at most `MAX_TERM`, epochs and
 generations at most 2^53.
 
 Any script may return {'lost'} or {'over', highest term}.
+"""
+
+OWN_TERM = """
+if term ~= highest_term or server() ~= fenced_by then return {'over', highest_term} end
+"""
+"""Rejects writes unless their term fenced the contents last, on this server.
+
+FENCE stores the server's replication ID, which a failover changes. After one, a higher term may
+have been lost, or even the fence of this one.
 """
 
 OPEN = """
@@ -68,7 +66,13 @@ return redis.call('HMGET', meta, 'schema', 'incarnation')
 
 HIGHEST_TERM = "return {'ok', highest_term}"
 
-FENCE = "return {'ok'}"
+FENCE = """
+if not tonumber(highest_term) or tonumber(term) <= tonumber(highest_term) then
+  return {'over', highest_term}
+end
+redis.call('HSET', meta, 'term', term, 'server', server())
+return {'ok'}
+"""
 
 POOLS = "return {'ok', redis.call('SMEMBERS', pools)}"
 
@@ -156,19 +160,29 @@ return {'ok', sequence}
 
 DECISIONS = "return {'ok', redis.call('XREVRANGE', decisions, '+', '-', 'COUNT', ARGV[4])}"
 
-ADD_AUDIT = """
+_AFTER = """
+local newest = redis.call('XREVRANGE', audit, '+', '-', 'COUNT', 1)[1]
+local latest = newest and string.match(newest[1], '^%d+') or '0'
+if latest ~= ARGV[4] then return {'ahead', latest} end
+"""
+"""Rejects a write that does not know the latest audit record, of number ARGV[4] (0: none)."""
+
+ADD_AUDIT = f"""{_AFTER}
 local sequence = redis.call('HINCRBY', pool, 'num_audit', 1)
-redis.call('XADD', audit, 'MAXLEN', ARGV[5], sequence .. '-0', 'record', ARGV[4])
-if ARGV[6] ~= '' then redis.call('HSET', pool, 'hold', ARGV[6]) end
+if sequence <= tonumber(latest) then
+  sequence = redis.call('HINCRBY', pool, 'num_audit', latest - sequence + 1)
+end
+redis.call('XADD', audit, 'MAXLEN', ARGV[6], sequence .. '-0', 'record', ARGV[5])
+if ARGV[7] ~= '' then redis.call('HSET', pool, 'hold', ARGV[7]) end
 redis.call('SADD', pools, name)
-return {'ok', sequence}
+return {{'ok', sequence}}
 """
 
 AUDIT = "return {'ok', redis.call('XREVRANGE', audit, '+', '-', 'COUNT', ARGV[4])}"
 
-RESTORE = """
-local hold, num_audit = ARGV[4], tonumber(ARGV[5])
-local epoch, workers, highest = ARGV[8], ARGV[9], ARGV[10]
+RESTORE = f"""{_AFTER}
+local hold, num_audit = ARGV[5], tonumber(ARGV[6])
+local epoch, workers, highest = ARGV[9], ARGV[10], ARGV[11]
 local function append(stream, counter, num_kept, first, last)
   for place = first, last, 2 do
     local sequence, record = ARGV[place], ARGV[place + 1]
@@ -178,8 +192,8 @@ local function append(stream, counter, num_kept, first, last)
     end
   end
 end
-append(audit, 'num_audit', ARGV[6], 11, 10 + 2 * num_audit)
-append(decisions, 'num_decisions', ARGV[7], 11 + 2 * num_audit, #ARGV)
+append(audit, 'num_audit', ARGV[7], 12, 11 + 2 * num_audit)
+append(decisions, 'num_decisions', ARGV[8], 12 + 2 * num_audit, #ARGV)
 if hold ~= '' then redis.call('HSET', pool, 'hold', hold) end
 if tonumber(epoch) > tonumber(redis.call('HGET', pool, 'epoch') or '0') then
   redis.call('HSET', pool, 'epoch', epoch, 'workers', workers)
@@ -188,5 +202,5 @@ if tonumber(highest) > tonumber(redis.call('HGET', pool, 'highest') or '0') then
   redis.call('HSET', pool, 'highest', highest)
 end
 redis.call('SADD', pools, name)
-return {'ok'}
+return {{'ok'}}
 """

@@ -36,6 +36,7 @@ from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    StoreAheadError,
     StoreConflictError,
     StoreError,
     StoreFault,
@@ -75,9 +76,6 @@ _OF_RECORDS = {StoreFault.DAMAGED, StoreFault.FOREIGN}
 class RedisStore:
     """A `Store` in the Redis server at `url`; connects on first use.
 
-    After data loss it continues with the contents that it finds, so callers must read everything
-    again.
-
     Raises:
         StoreError: the URL is not valid, or the password file cannot be read.
     """
@@ -86,8 +84,12 @@ class RedisStore:
         self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S, password_file: str = ""
     ) -> None:
         self._link = RedisLink(url, timeout_s=timeout_s, password_file=password_file)
-        self._incarnation: str | None = None
+        self._incarnation: bytes | None = None
         self._opening = Lock()
+
+    def reopen(self) -> None:
+        """See `Store`."""
+        self._incarnation = None
 
     async def highest_term(self) -> int:
         """See `Store`."""
@@ -96,6 +98,7 @@ class RedisStore:
 
     async def fence(self, *, term: int) -> None:
         """See `Store`."""
+        self.reopen()
         await self._write("", scripts.FENCE, term=term)
 
     async def pools(self) -> tuple[str, ...]:
@@ -214,12 +217,13 @@ class RedisStore:
             return tuple(sorted(whole("one", one) for one in generations))
 
     async def add_audit(
-        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, after: int, term: int
     ) -> AuditRecord:
         """See `Store`."""
         (sequence,) = await self._write(
             pool,
             scripts.ADD_AUDIT,
+            after,
             pack_entry(record),
             MAX_AUDIT_ENTRIES,
             "" if hold is None else pack_hold(hold),
@@ -240,6 +244,7 @@ class RedisStore:
         await self._write(
             pool,
             scripts.RESTORE,
+            lost.after,
             "" if lost.hold is None else pack_hold(lost.hold),
             len(lost.audit),
             MAX_AUDIT_ENTRIES,
@@ -269,6 +274,8 @@ class RedisStore:
         self, pool: str, script: str, *arguments: str | int | bytes, term: int | str
     ) -> list[Any]:
         """Run a script; return its status word, then its values."""
+        is_own = term != "" and script is not scripts.FENCE
+        script = (scripts.OWN_TERM if is_own else "") + script
         incarnation = await self._open()
         try:
             answer, *values = await self._run(
@@ -282,8 +289,11 @@ class RedisStore:
             assert isinstance(term, int), "reads have no term"
             highest_term = self._term(values[0])
             raise TermOverError(store=self._link.name, term=term, highest_term=highest_term)
+        if answer == b"ahead":
+            raise StoreAheadError(
+                f"pool {pool}: {self._link.name} has audit records that this balancer does not know"
+            )
         if answer == b"lost":
-            self._incarnation = None
             raise StoreError(
                 f"{self._link.name} was emptied or replaced since this balancer read it: "
                 "reading everything again and asking the workers what they run",
@@ -291,7 +301,7 @@ class RedisStore:
             )
         return [answer, *values]
 
-    async def _open(self) -> str:
+    async def _open(self) -> bytes:
         """Return the incarnation of the contents, which are created when missing."""
         async with self._opening:
             if self._incarnation is None:
@@ -303,12 +313,12 @@ class RedisStore:
                 if schema != str(SCHEMA_VERSION).encode() or found is None:
                     raise StoreError(
                         f"{self._link.name} has schema version "
-                        f"{'unknown' if schema is None else schema.decode()}, this release reads "
-                        f"{SCHEMA_VERSION}: use the release that wrote it, or another "
-                        "database to start from what the workers report",
+                        f"{'unknown' if schema is None else schema.decode(errors='replace')}, this "
+                        f"release reads {SCHEMA_VERSION}: use the release that wrote it, or "
+                        "another database to start from what the workers report",
                         fault=StoreFault.FOREIGN,
                     )
-                self._incarnation = found.decode()
+                self._incarnation = found
             return self._incarnation
 
     async def _run(

@@ -148,10 +148,25 @@ class SqliteFile:
         and a disk syncs all of them as fast as one. A write that fails rolls back only itself.
 
         Raises:
-            TermOverError: a higher `term` has written.
+            TermOverError: another `term` was fenced since.
             StoreError: as `read`.
         """
-        write = _PendingWrite(work=work, term=term, pool=pool)
+        return await self._written(_PendingWrite(work=work, term=term, pool=pool))
+
+    async def fence(self, *, term: int) -> None:
+        """Reject writes of all other terms from now on.
+
+        Raises:
+            TermOverError: this `term` or a higher one was fenced.
+            StoreError: as `read`.
+        """
+
+        def work() -> None:
+            self.db.execute("UPDATE fence SET term = ?", (term,))
+
+        await self._written(_PendingWrite(work=work, term=term, pool="", fences=True))
+
+    async def _written(self, write: "_PendingWrite[_Result]") -> _Result:
         self._pending.append(write)
         # The first call on the thread runs all writes that are queued by then.
         await asyncio.get_running_loop().run_in_executor(self._thread, self._write_all)
@@ -160,7 +175,7 @@ class SqliteFile:
         return write.result
 
     def highest_term(self) -> int:
-        """Return the highest term that ever wrote; only for work of `read` and `write`."""
+        """Return the latest fenced term; only for work of `read` and `write`."""
         (highest,) = self.db.execute("SELECT term FROM fence").fetchone()
         return checked_term(highest)
 
@@ -273,7 +288,7 @@ class SqliteFile:
         self.db.execute("SAVEPOINT one")
         try:
             with self._explained():
-                self._fence(write.term)
+                self._check_term(write)
             with self._explained(write.pool):
                 write.run()
         except Exception as error:
@@ -283,11 +298,10 @@ class SqliteFile:
             self.db.execute("ROLLBACK TO one")
         self.db.execute("RELEASE one")
 
-    def _fence(self, term: int) -> None:
-        highest = self.highest_term()
-        if term < highest:
+    def _check_term(self, write: "_PendingWrite[Any]") -> None:
+        term, highest = write.term, self.highest_term()
+        if term <= highest if write.fences else term != highest:
             raise TermOverError(store=str(self._path), term=term, highest_term=highest)
-        self.db.execute("UPDATE fence SET term = ?", (term,))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -297,6 +311,7 @@ class _PendingWrite(Generic[_Result]):
     work: Callable[[], _Result]
     term: int
     pool: str
+    fences: bool = False
     fault: Exception | None = None
     result: _Result = field(init=False)
 

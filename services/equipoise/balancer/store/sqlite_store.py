@@ -21,6 +21,7 @@ from equipoise.balancer.store.store import (
     MAX_AUDIT_ENTRIES,
     MAX_DECISIONS,
     MAX_LAYOUTS,
+    StoreAheadError,
     StoreConflictError,
 )
 from equipoise.planning.layout import Layout
@@ -48,13 +49,16 @@ class SqliteStore:
         self._file = SqliteFile(path)
         self._db = self._file.db
 
+    def reopen(self) -> None:
+        """Do nothing: nobody replaces a file that is locked."""
+
     async def highest_term(self) -> int:
         """See `Store`."""
         return await self._file.read(self._file.highest_term)
 
     async def fence(self, *, term: int) -> None:
         """See `Store`."""
-        await self._file.write(lambda: None, term=term)
+        await self._file.fence(term=term)
 
     async def pools(self) -> tuple[str, ...]:
         """See `Store`."""
@@ -210,13 +214,15 @@ class SqliteStore:
         return await self._file.read(read, pool=pool)
 
     async def add_audit(
-        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, after: int, term: int
     ) -> AuditRecord:
         """See `Store`."""
 
         def write() -> AuditRecord:
             self._know(pool)
-            numbered = replace(record, sequence=self._pool_value(pool, "num_audit") + 1)
+            self._check_audit(pool, after)
+            sequence = 1 + max(after, self._pool_value(pool, "num_audit"))
+            numbered = replace(record, sequence=sequence)
             self._append_audit(pool, numbered)
             if hold is not None:
                 self._set_pool(pool, hold=pack_hold(hold))
@@ -235,9 +241,9 @@ class SqliteStore:
 
         def write() -> None:
             self._know(pool)
+            self._check_audit(pool, lost.after)
             for record in lost.audit:
-                if record.sequence > self._pool_value(pool, "num_audit"):
-                    self._append_audit(pool, record)
+                self._append_audit(pool, record)
             decision, members = lost.decision, lost.members
             if decision and decision.sequence > self._pool_value(pool, "num_decisions"):
                 self._append_decision(pool, decision)
@@ -253,6 +259,16 @@ class SqliteStore:
     async def close(self) -> None:
         """See `Store`."""
         await self._file.close()
+
+    def _check_audit(self, pool: str, after: int) -> None:
+        """Check the number of a pool's latest audit record."""
+        (latest,) = self._db.execute(
+            "SELECT coalesce(max(sequence), 0) FROM audit WHERE pool = ?", (pool,)
+        ).fetchone()
+        if latest != after:
+            raise StoreAheadError(
+                f"pool {pool}: the store has audit records that this balancer does not know"
+            )
 
     def _append_audit(self, pool: str, record: AuditRecord) -> None:
         self._set_pool(pool, num_audit=record.sequence)

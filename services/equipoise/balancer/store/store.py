@@ -36,7 +36,10 @@ class StoreFault(StrEnum):
     """What is wrong with a store, for counters and alerts."""
 
     UNREACHABLE = "unreachable"
-    """It does not answer, or the file cannot be opened."""
+    """It cannot be reached, or the file cannot be opened."""
+
+    BROKEN = "broken"
+    """The connection ended without an answer; whether a write happened is unknown."""
 
     SLOW = "slow"
     """No answer within the timeout; whether a write happened is unknown."""
@@ -82,10 +85,14 @@ class StoreConflictError(StoreError):
         super().__init__(message, fault=StoreFault.CONFLICT)
 
 
+class StoreAheadError(StoreConflictError):
+    """The store has audit records that this balancer does not know: read them first."""
+
+
 class TermOverError(StoreConflictError):
     """A balancer of a higher term, `highest_term`, has taken over.
 
-    If that is the term itself, one may have: the store failed over and may have lost a higher term.
+    If that is not above the term itself, one may have: the store failed over and may have lost it.
     """
 
     def __init__(self, *, store: str, term: int, highest_term: int) -> None:
@@ -117,15 +124,27 @@ class Store(Protocol):
     A method of one pool raises `UnreadablePoolError` if it meets a record of that pool that no
     release wrote, or that has a value out of range; it changes nothing then.
 
-    Every write carries a term and raises `TermOverError` if a higher one wrote before, or if the
-    store failed over since the first write of this term.
+    A term begins with its fence. Every other write carries its term and raises `TermOverError` if
+    another one was fenced since, or if the store failed over.
+
+    If the store was emptied or replaced, every method fails with `StoreFault.LOST` until the caller
+    continues with what it finds, by `reopen` or by `fence`.
     """
+
+    def reopen(self) -> None:
+        """Continue with whatever contents the store has: the caller reads everything again."""
 
     async def highest_term(self) -> int:
         """The highest term that ever wrote; 0 in a new store."""
 
     async def fence(self, *, term: int) -> None:
-        """Reject lower terms from now on; a new leader does so before it reads anything."""
+        """Reject all other terms from now on; a new leader does so before it reads anything.
+
+        Continues with whatever contents the store has.
+
+        Raises:
+            TermOverError: the store has seen this term, or a higher one.
+        """
 
     async def pools(self) -> tuple[str, ...]:
         """Names of all pools the store knows, sorted."""
@@ -179,11 +198,15 @@ class Store(Protocol):
         """Generations that were committed and whose layouts are still kept, ascending."""
 
     async def add_audit(
-        self, pool: str, record: AuditRecord, *, hold: Hold | None, term: int
+        self, pool: str, record: AuditRecord, *, hold: Hold | None, after: int, term: int
     ) -> AuditRecord:
         """Append an audit record and, in the same write, set the pool's hold (None: as before).
 
-        Returns it with its sequence number.
+        `after` is the number of the latest record that the caller knows; 0 for none. Returns the
+        record with its sequence number.
+
+        Raises:
+            StoreAheadError: the latest one is another.
         """
 
     async def audit(self, pool: str, *, limit: int) -> tuple[AuditRecord, ...]:
@@ -192,8 +215,11 @@ class Store(Protocol):
     async def restore(self, pool: str, lost: ForgottenRecords, *, term: int) -> None:
         """Write back records that this store lost, under their numbers, in one write.
 
-        A record is skipped if the store has one of the same or a higher number; so are the epoch
-        and the highest generation.
+        The decision, the epoch and the highest generation are skipped if the store has one of the
+        same or a higher number.
+
+        Raises:
+            StoreAheadError: the latest audit record is not `lost.after`.
         """
 
     async def close(self) -> None:
