@@ -196,7 +196,7 @@ async def test_a_connection_that_breaks_leaves_it_unknown_whether_a_write_happen
         asking = asyncio.create_task(leader.ask(Pause(), "ann"))
         direct = RedisStore(redis_server.url, timeout_s=20.0)
         async with asyncio.timeout(WAIT_S):
-            while not await direct.audit("tiny", limit=1):
+            while not await direct.audit("tiny", limit=1):  # noqa: ASYNC110 - it sends no event
                 await asyncio.sleep(0.01)
         proxy.drop()
         with pytest.raises(UnansweredError, match=UNKNOWN):

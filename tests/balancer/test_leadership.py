@@ -404,7 +404,8 @@ def test_in_any_turmoil_there_is_one_leader_at_most_and_terms_are_never_used_twi
                     # Once for each clock: those that leap all the time could be no clocks.
                     balancer.skew_s = balancer.skew_s or chance.uniform(0.0, 100.0)
                 case 3:
-                    balancer.apply(Outranked(term=chance.randrange(50)), now)
+                    outranked = Outranked(term=chance.randrange(50))
+                    balancer.apply(chance.choice((outranked, StartsOver(reason="lost"))), now)
                 case _:
                     balancer.round(now)
             assert sum(one.leads(now) for one in balancers) <= 1
