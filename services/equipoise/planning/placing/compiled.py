@@ -1,7 +1,8 @@
 """`compiled` and `part`: compile loops over arrays to machine code with Numba.
 
-Functions marked with them take and return NumPy arrays and numbers only. They call compiled
-functions of their own file only, because Numba's cache does not notice a change in another file.
+Functions marked with them take and return NumPy arrays and numbers only. They use compiled
+functions and constants of their own file only, because Numba's cache does not notice a change in
+another file.
 They release the GIL, so other threads run meanwhile. The first call compiles, or loads what an
 earlier process compiled: see `equipoise.planning.warm_up`.
 """

@@ -15,7 +15,8 @@ import numpy as np
 
 from equipoise.planning.arrays import EMPTY, ExpertTable, Indices, Load, Slots, Weights
 from equipoise.planning.placing.compiled import compiled
-from equipoise.planning.placing.pairs import TWO_SLOTS
+
+TWO_SLOTS = 2
 
 TOLERANCE = 1e-9
 """Fraction of the mean rank load below which two loads count as equal."""
