@@ -1,7 +1,5 @@
 """Placements from scratch: the published greedy or pairs, refined, and matched to the ranks."""
 
-from functools import partial
-
 import numpy as np
 
 from equipoise.planning.arrays import ExpertTable, Indices, Weights
@@ -25,7 +23,8 @@ def place_globally(problem: Problem, *, noise: Weights | None = None) -> ExpertT
     see `settle`.
     """
     groups = np.zeros((len(problem.load), 1), dtype=np.int64)
-    table = refined_apart(problem, _greedy(problem, groups=groups, num_nodes=1))
+    starts = _starts(problem, groups=groups, num_nodes=1)
+    table = _best_layers(problem, [refined_apart(problem, start) for start in starts])
     if problem.is_new:
         return table
     table = relabel(table, problem.held, first_slot=problem.first_slot)
@@ -46,17 +45,22 @@ def place_hierarchically(problem: Problem) -> ExpertTable:
     """Place each expert group on one node; int32 [layers, slots].
 
     The greedy assigns groups to nodes. If swapping groups relieves the busiest node, that
-    assignment is tried too, and each layer takes the better of both.
+    assignment is tried too.
     """
     num_groups, num_nodes = problem.model.num_groups, problem.num_nodes
     assigned = deal_groups(problem.load, num_groups=num_groups, num_nodes=num_nodes)
-    table = _place_by_node(problem, groups=assigned)
     swapped = _relieve_nodes(problem, assigned)
-    if np.array_equal(swapped, assigned):
-        return table
-    other = _place_by_node(problem, groups=swapped)
-    better = problem.balancedness_of_layer(other) > problem.balancedness_of_layer(table)
-    return np.where(better[:, None], other, table)
+    tables = [
+        refine(
+            start,
+            load=problem.load,
+            first_slot=problem.first_slot,
+            block_of_rank=problem.node_of_rank,
+        )
+        for groups in ([assigned] if np.array_equal(swapped, assigned) else [assigned, swapped])
+        for start in _starts(problem, groups=groups, num_nodes=num_nodes)
+    ]
+    return _near(problem, _best_layers(problem, tables), num_nodes=num_nodes)
 
 
 def nodes_of_groups(problem: Problem) -> Indices:
@@ -66,53 +70,52 @@ def nodes_of_groups(problem: Problem) -> Indices:
     return _relieve_nodes(problem, assigned)
 
 
-def _place_by_node(problem: Problem, *, groups: Indices) -> ExpertTable:
-    table = refine(
-        _greedy(problem, groups=groups, num_nodes=problem.num_nodes),
-        load=problem.load,
-        first_slot=problem.first_slot,
-        block_of_rank=problem.node_of_rank,
-    )
-    return _near(problem, table, num_nodes=problem.num_nodes)
-
-
-def refined_apart(problem: Problem, greedy: ExpertTable) -> ExpertTable:
+def refined_apart(problem: Problem, start: ExpertTable) -> ExpertTable:
     """Refine with replicas on different nodes, or regardless of nodes where that costs balance."""
     mean = problem.load.sum(axis=1) / problem.topology.num_ranks
     of_ranks = {
         "first_slot": problem.first_slot,
         "block_of_rank": np.zeros_like(problem.node_of_rank),
     }
-    table = refine(greedy, load=problem.load, node_of_rank=problem.node_of_rank, **of_ranks)
+    table = refine(start, load=problem.load, node_of_rank=problem.node_of_rank, **of_ranks)
     busiest = problem.rank_loads(table).max(axis=1)
     doubtful = np.flatnonzero(busiest > mean * (1.0 + SEPARATION_TOLERANCE))
     if problem.num_nodes > 1 and len(doubtful):
-        freely = greedy.copy()
-        freely[doubtful] = refine(greedy[doubtful], load=problem.load[doubtful], **of_ranks)
+        freely = start.copy()
+        freely[doubtful] = refine(start[doubtful], load=problem.load[doubtful], **of_ranks)
         least = problem.rank_loads(freely).max(axis=1)
-        at_first = problem.rank_loads(greedy).max(axis=1)
+        at_first = problem.rank_loads(start).max(axis=1)
         too_busy = busiest > np.minimum(least * (1.0 + SEPARATION_TOLERANCE), at_first)
         table[doubtful] = np.where(too_busy[:, None], freely, table)[doubtful]
     return table
 
 
-def _greedy(problem: Problem, *, groups: Indices, num_nodes: int) -> ExpertTable:
-    """The published placement without needless twins, or pairs where these are more balanced."""
+def _starts(problem: Problem, *, groups: Indices, num_nodes: int) -> list[ExpertTable]:
+    """The published placement and, on ranks of two slots, pairs; without needless twins.
+
+    Which is better shows only once both are refined: swaps often relieve the former more.
+    """
     slots_of_rank = np.diff(problem.first_slot)
-    table = place(problem.load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)
-    without_twins = partial(
-        repair_twins,
-        load=problem.load,
-        num_ranks=problem.topology.num_ranks,
-        num_nodes=num_nodes,
-        slots_of_rank=slots_of_rank,
-    )
-    repaired = without_twins(table)
-    if (slots_of_rank != TWO_SLOTS).any():
-        return repaired
-    paired = without_twins(pair(table, load=problem.load, num_nodes=num_nodes))
-    of_repaired, of_paired = (problem.rank_loads(one).max(axis=1) for one in (repaired, paired))
-    return np.where((of_paired < of_repaired)[:, None], paired, repaired)
+    tables = [place(problem.load, groups=groups, num_nodes=num_nodes, slots_of_rank=slots_of_rank)]
+    if (slots_of_rank == TWO_SLOTS).all():
+        tables.append(pair(tables[0], load=problem.load, num_nodes=num_nodes))
+    return [
+        repair_twins(
+            table,
+            load=problem.load,
+            num_ranks=problem.topology.num_ranks,
+            num_nodes=num_nodes,
+            slots_of_rank=slots_of_rank,
+        )
+        for table in tables
+    ]
+
+
+def _best_layers(problem: Problem, tables: list[ExpertTable]) -> ExpertTable:
+    """Take each layer from the table that balances it best, or the first of those."""
+    balance = np.stack([problem.balancedness_of_layer(table) for table in tables])
+    best: ExpertTable = np.stack(tables)[balance.argmax(axis=0), np.arange(len(problem.load))]
+    return best
 
 
 def _near(problem: Problem, table: ExpertTable, *, num_nodes: int) -> ExpertTable:
