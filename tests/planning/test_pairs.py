@@ -181,6 +181,14 @@ def test_pairs_are_judged_by_all_kinds_of_traffic():
     assert made.balancedness > reached.mean()
 
 
+def test_replicas_of_an_expert_are_on_both_nodes():
+    made = planned(skewed(51, num_layers=20, num_experts=64), num_ranks=48, num_nodes=2)
+    for layer in made.expert_of_slot:
+        halves = [np.bincount(half, minlength=64) for half in layer.reshape(2, -1)]
+        assert not ((sum(halves) > 1) & (np.min(halves, axis=0) == 0)).any()
+    assert made.balancedness > 0.96
+
+
 @pytest.mark.parametrize("num_ranks", [256, 512])
 def test_the_search_is_not_cut_short_in_large_pools(num_ranks):
     made = planned(skewed(5, num_layers=1, num_experts=256), num_ranks=num_ranks)

@@ -8,6 +8,7 @@ from equipoise.planning.placing.pairs import TWO_SLOTS, pair
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.refine import refine
 from equipoise.planning.placing.settle import settle
+from equipoise.planning.placing.spread import spread
 from equipoise.planning.placing.stay import align, relabel
 from equipoise.planning.placing.twins import repair_twins
 
@@ -71,7 +72,10 @@ def nodes_of_groups(problem: Problem) -> Indices:
 
 
 def refined_apart(problem: Problem, start: ExpertTable) -> ExpertTable:
-    """Refine with replicas on different nodes, or regardless of nodes where that costs balance."""
+    """Refine with replicas on different nodes, or regardless of nodes where that costs balance.
+
+    In both cases whole ranks change places at the end, which costs none.
+    """
     mean = problem.load.sum(axis=1) / problem.topology.num_ranks
     of_ranks = {
         "first_slot": problem.first_slot,
@@ -87,7 +91,12 @@ def refined_apart(problem: Problem, start: ExpertTable) -> ExpertTable:
         at_first = problem.rank_loads(start).max(axis=1)
         too_busy = busiest > np.minimum(least * (1.0 + SEPARATION_TOLERANCE), at_first)
         table[doubtful] = np.where(too_busy[:, None], freely, table)[doubtful]
-    return table
+    return spread(
+        table,
+        num_experts=problem.model.num_experts,
+        first_slot=problem.first_slot,
+        node_of_rank=problem.node_of_rank,
+    )
 
 
 def _starts(problem: Problem, *, groups: Indices, num_nodes: int) -> list[ExpertTable]:
