@@ -5,21 +5,23 @@ from dataclasses import replace
 
 import pytest
 from opentelemetry.trace import NoOpTracer
+from redis import Redis
 
 from equipoise.balancer import runner as runner_module
 from equipoise.balancer.errors import UnansweredError
 from equipoise.balancer.loop_share import LoopShares
 from equipoise.balancer.persistence import restore
 from equipoise.balancer.runner import PoolRunner
-from equipoise.balancer.store.redis_store import RedisStore
+from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
+from equipoise.balancer.store.store import UnreadablePoolError
 from equipoise.balancer.wave_turns import WaveTurns
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.controller import PoolController
 from equipoise.pool.journal import Journal
 from equipoise.pool.policy import PoolPolicy
-from equipoise.pool.records import MAX_AUDIT, Hold
-from equipoise.pool.requests import Pause, Unpin
+from equipoise.pool.records import MAX_AUDIT, Hold, PoolMemory
+from equipoise.pool.requests import Pause, Resume, Unpin
 from tests.simulation import store as simulated
 from tests.simulation.store import Link, SimStore, StoreServer
 from tests.support.balancers import ThreadPlanner
@@ -28,6 +30,7 @@ from tests.support.tcp_proxy import TcpProxy
 
 TERM = 7
 PAUSED = Hold(paused="ann")
+AN_REFUSAL = replace(AN_ORDER, who="bob", accepted=False)
 WAIT_S = 60.0
 UNKNOWN = "unknown whether this was done: look at the audit"
 
@@ -125,29 +128,24 @@ async def requests_in(store):
     return [(one.who, one.accepted) for one in reversed(audit)]
 
 
-async def test_a_rejected_request_does_not_undo_one_that_was_confirmed_too_late(
-    leader, store, link
+@pytest.mark.parametrize(
+    ("operation", "accepted", "held_by"), [(Unpin(), False, "ann"), (Resume(), True, "")]
+)
+async def test_a_request_is_decided_with_one_that_was_confirmed_too_late(
+    leader, store, link, operation, accepted, held_by
 ):
     link.drops_answers = True
     with pytest.raises(UnansweredError, match=UNKNOWN):
         await leader.ask(Pause(), "ann")
     link.drops_answers = False
-    assert not (await leader.ask(Unpin(), "bob")).accepted
+    with pytest.raises(UnansweredError, match="nothing was done: an earlier request was recorded"):
+        await leader.ask(operation, "bob")
+    assert leader.hold.paused == "ann"
+    assert not leader.runner.pool.journal.store_fault
+    assert (await leader.ask(operation, "bob")).accepted == accepted
     await leader.look()
-    assert await requests_in(store) == [("ann", True), ("bob", False)]
-    assert (await store.recall("tiny")).hold.paused == leader.hold.paused == "ann"
-
-
-async def test_an_accepted_request_keeps_what_was_confirmed_too_late(leader, store, link):
-    link.drops_answers = True
-    with pytest.raises(UnansweredError, match=UNKNOWN):
-        await leader.ask(Pause(), "ann")
-    link.drops_answers = False
-    # The pool has no ranks, so that it cannot be pinned; a second pause is one more request.
-    assert (await leader.ask(Pause(), "bob")).accepted
-    await leader.look()
-    assert await requests_in(store) == [("ann", True), ("bob", True)]
-    assert (await store.recall("tiny")).hold.paused == leader.hold.paused == "bob"
+    assert await requests_in(store) == [("ann", True), ("bob", accepted)]
+    assert (await store.recall("tiny")).hold.paused == leader.hold.paused == held_by
 
 
 async def test_a_request_that_arrives_after_a_later_one_was_confirmed_is_not_recorded(
@@ -169,16 +167,49 @@ async def test_what_another_leader_lost_is_found_behind_the_latest_records(store
     ann = await store.add_audit("tiny", AN_ORDER, hold=PAUSED, after=0, term=TERM)
     policy = PoolPolicy("tiny", PolicyBook(Policy()), recorded="")
     known = Journal(policy, await store.recall("tiny"))
-    rejected = replace(AN_ORDER, who="bob", accepted=False)
     later = SimStore(StoreServer())
     await later.fence(term=TERM)
     for after in range(2 * MAX_AUDIT):
-        await later.add_audit("tiny", rejected, hold=None, after=after, term=TERM)
+        await later.add_audit("tiny", AN_REFUSAL, hold=None, after=after, term=TERM)
     memory = await restore(later, "tiny", known=known, term=TERM)
     assert memory.hold.paused == "ann"
     newest = (await later.audit("tiny", limit=1))[0]
     assert newest == replace(ann, sequence=2 * MAX_AUDIT + 1)
     assert memory.audit[0] == newest
+
+
+async def test_requests_are_recorded_although_the_latest_records_were_deleted_by_hand(
+    redis_server,
+):
+    """The numbers of those that are restored are above all that were ever used."""
+    store = RedisStore(redis_server.url, timeout_s=20.0)
+    await store.fence(term=TERM)
+    for after in range(20):
+        await store.add_audit("tiny", AN_ORDER, hold=PAUSED, after=after, term=TERM)
+    policy = PoolPolicy("tiny", PolicyBook(Policy()), recorded="")
+    known = Journal(policy, await store.recall("tiny"))
+    with Redis.from_url(redis_server.url) as operator:
+        operator.xdel(f"{HASH_TAG}:pool:tiny:audit", "20-0", "19-0")
+    memory = await restore(store, "tiny", known=known, term=TERM)
+    assert [one.sequence for one in memory.audit[:3]] == [18, 17, 16]
+    latest = memory.audit[0].sequence
+    added = await store.add_audit("tiny", AN_ORDER, hold=None, after=latest, term=TERM)
+    assert added.sequence == 21
+    await store.close()
+
+
+async def test_a_damaged_record_that_nobody_needs_keeps_no_pool_from_being_read(store):
+    policy = PoolPolicy("tiny", PolicyBook(Policy()), recorded="")
+    known = Journal(policy, PoolMemory(audit=(replace(AN_ORDER, sequence=99),), hold=PAUSED))
+    for after in range(2 * MAX_AUDIT):
+        await store.add_audit("tiny", AN_REFUSAL, hold=None, after=after, term=TERM)
+
+    async def damaged(_pool, *, limit):
+        raise UnreadablePoolError("an old record is damaged")
+
+    store.audit = damaged
+    memory = await restore(store, "tiny", known=known, term=TERM)
+    assert memory.hold.paused == "", "the hold in the store counts"
 
 
 async def test_a_connection_that_breaks_leaves_it_unknown_whether_a_write_happened(

@@ -43,7 +43,7 @@ def numbered(layout, generation):
 
 
 def is_believed(harness, rank, generation):
-    return harness.pool.roster.member_at(rank).generation == generation
+    return harness.pool.roster.seated()[rank].generation == generation
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)

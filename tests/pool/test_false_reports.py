@@ -146,7 +146,7 @@ def test_a_late_switch_of_an_earlier_wave_changes_nothing_and_is_named(serving_h
     harness.run_traffic(skewed(2), seconds=3 * WINDOW_S)
     running, liar = harness.pool.layouts.current, harness.ranks[3]
     assert running.generation > switches[3].generation
-    member = harness.pool.roster.member_at(3)
+    member = harness.pool.roster.seated()[3]
     harness.say(liar, replace(switches[3], step=99))
     assert member.generation == running.generation
     assert np.array_equal(member.held, liar.own(running.expert_of_slot))
@@ -308,6 +308,6 @@ def test_a_rank_that_runs_a_generation_nobody_made_is_named(serving_harness):
         f"rank 2 ({liar.hello.worker}) runs generation {2**40}, but the pool runs generation 1"
         in diagnosis.reason
     )
-    assert serving_harness.pool.roster.member_at(2).generation == 1
+    assert serving_harness.pool.roster.seated()[2].generation == 1
     serving_harness.say(liar, liar.heartbeat())
     assert serving_harness.pool.diagnosis().health is Health.SERVING

@@ -220,7 +220,7 @@ def test_a_hold_that_two_balancers_merged_is_not_overruled_by_a_third(known):
     (pause, second, first), pinned = known.audit, Hold(pinned="bob", pin=layout_of(1))
     pin = replace(AN_ORDER, sequence=3, who="bob", what="pin", time_unix_s=200.0)
     merged = PoolMemory(audit=(replace(pause, sequence=4), pin, second, first), hold=pinned)
-    assert not known.continues_in(merged.audit)
+    assert known.is_explained_by(merged.audit)
     lost = known.forgotten_by(replace(merged, last_decision=known.last_decision))
     assert lost is None
     assert known.dropped_by(merged) == "paused by ann"
@@ -235,3 +235,17 @@ def test_records_are_lost_however_many_others_came_since(known):
     lost = known.forgotten_by(PoolMemory(audit=tuple(others), last_decision=known.last_decision))
     assert [one.sequence for one in lost.audit] == [20, 21, 22]
     assert (lost.after, lost.hold) == (19, PAUSED)
+
+
+def test_records_are_restored_above_the_highest_number_that_was_ever_used(known):
+    """The latest ones are gone, and perhaps others that nobody knows."""
+    lost = known.forgotten_by(replace(memory(1, 2), last_audit=7))
+    assert (lost.after, [one.sequence for one in lost.audit]) == (2, [8])
+
+
+def test_all_records_are_read_only_if_the_latest_do_not_explain_those_that_are_known(known):
+    assert known.is_explained_by(())
+    assert known.is_explained_by(orders(*range(3, 19)))
+    assert known.is_explained_by((*orders(3, at=500.0), *orders(1, 2)))
+    assert not known.is_explained_by(orders(*range(5, 21)))
+    assert not known.is_explained_by(orders(*range(1, 17), at=500.0))

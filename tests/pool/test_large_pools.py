@@ -156,7 +156,7 @@ def test_finding_a_rank():
     )
     for rank in (0, 1, MANY - 1):
         Counted.looks = 0
-        assert roster.member_at(rank).hello is roster.seated()[rank].hello
+        assert roster.name_at(rank) == roster.seated()[rank].name
         assert Counted.looks <= 10
 
 

@@ -350,3 +350,22 @@ def test_once_the_group_is_lost_the_majority_decides(serving_harness):
     assert list(quarantined(harness)) == ["worker-0"]
     assert seated(harness) == ["worker-1", "worker-2", "worker-3"]
     assert harness.pool.agreement.is_settled
+
+
+@pytest.mark.parametrize("damaged", [2, 3])
+def test_nobody_is_quarantined_in_place_of_a_rank_that_is_gone(make_harness, damaged):
+    """Its wrong bytes are noted, and compared once rank 0 has sent the table of checksums."""
+    harness = make_harness(num_ranks=4)
+    harness.assemble()
+    wrong = harness.ranks[damaged]
+    checksums = wrong.serving().checksums.copy()
+    checksums[0, 0] ^= 1
+    harness.say(wrong, dataclasses.replace(wrong.serving(), checksums=checksums))
+    for worker in harness.ranks[1:]:
+        if worker is not wrong:
+            harness.say(worker, worker.serving())
+    harness.lose(wrong)
+    harness.disconnected.add(wrong.hello.worker)
+    harness.hello(dataclasses.replace(wrong.hello, boot_id="another process of its name"))
+    harness.say(harness.ranks[0], harness.ranks[0].serving())
+    assert not harness.pool.quarantine.workers

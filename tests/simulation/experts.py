@@ -57,10 +57,15 @@ class SimCheckpoint:
             for layer in range(shape.num_layers)
             for expert in range(shape.num_experts)
         }
+        self._experts = frozenset(self._true.values())
         sums = b"".join(checksum_of(_tensor(data)) for data in self._true.values())
         self._checksums = np.frombuffer(sums, dtype=np.uint8).reshape(
             shape.num_layers, shape.num_experts, -1
         )
+
+    def has(self, data: bytes) -> bool:
+        """Whether these are the bytes of an expert, by the manifest."""
+        return data in self._experts
 
     @property
     def payload_checksums(self) -> Checksums:

@@ -12,6 +12,7 @@ import torch
 
 from equipoise.rank.errors import DamagedSlotError
 from equipoise_model.experts import checksum
+from tests.simulation.experts import SimCheckpoint
 from tests.simulation.fleet import POOL, SCRUB_S
 from tests.simulation.loop import Process, outside
 
@@ -80,12 +81,14 @@ class BitRot:
             for one in self._open
         )
 
-    def filled(self, data: bytes) -> None:
+    def filled(self, checkpoint: SimCheckpoint, data: bytes) -> None:
         """A rank stages bytes, or writes them into a slot."""
         if data in self._all:
             self._world.observer.violate(
                 "rot-spreads", "a rank took over bytes that were damaged in another slot's memory"
             )
+        elif not checkpoint.has(data):
+            self._world.observer.violate("wrong-bytes", "a rank took over bytes of no expert")
 
     def unsettled(self) -> str:
         """Who still computes with wrong bytes; empty if no rank does."""

@@ -287,6 +287,7 @@ class SimStore(Client):
                 last_decision=next(iter(_newest(data, "decisions", pool, 1)), None),
                 hold=data.get(("hold", pool), Hold()),
                 audit=_newest(data, "audit", pool, MAX_AUDIT),
+                last_audit=data.get(("num", pool, "audit"), 0),
             )
 
         return await self._read(read)

@@ -5,6 +5,7 @@ Only the model's computation, torch.distributed, gRPC's sockets and real time ar
 """
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,8 +122,9 @@ class SimCore:
         self.checkpoint = checkpoint
         self.shape = world.shape
         self.payload_checksums = checkpoint.payload_checksums
+        filled = partial(world.rot.filled, checkpoint)
         self.slots = [
-            SimSlots(slots_per_rank, on_fill=world.rot.filled) for _ in range(self.shape.num_layers)
+            SimSlots(slots_per_rank, on_fill=filled) for _ in range(self.shape.num_layers)
         ]
         self.cache = SimpleNamespace(bytes_per_token=1, block_tokens=16)
 

@@ -38,7 +38,7 @@ from equipoise.trust.errors import TrustError
 from equipoise.trust.handshakes import logging_handshakes
 
 _STORE_RETRY_S = 1.0
-_PASSING = {StoreFault.UNREACHABLE, StoreFault.SLOW, StoreFault.FULL}
+_PASSING = {StoreFault.UNREACHABLE, StoreFault.BROKEN, StoreFault.SLOW, StoreFault.FULL}
 """Faults of a store that may still be starting, or wait for its replicas."""
 
 _MAX_TERM_OFFSET = 10_000

@@ -69,9 +69,13 @@ class Archive:
             await self._read(elsewhere)
         except StoreError as error:
             if error.fault is StoreFault.LOST:
-                self._stored = frozenset()
-                self._store.reopen()
+                self.reopen()
             raise
+
+    def reopen(self) -> None:
+        """Continue with what the store has: what it lacks was lost, not forgotten by a leader."""
+        self._stored = frozenset()
+        self._store.reopen()
 
     async def _read(self, elsewhere: str) -> None:
         has_new_policy = self._policy_revision != self._policies.revision

@@ -4,7 +4,11 @@ import logging
 from dataclasses import replace
 
 from equipoise.balancer.pool_log import PoolLog
-from equipoise.balancer.store.store import MAX_AUDIT_ENTRIES, Store
+from equipoise.balancer.store.store import (
+    MAX_AUDIT_ENTRIES,
+    Store,
+    UnreadablePoolError,
+)
 from equipoise.pool.effects import (
     Write,
     WriteAdopted,
@@ -23,19 +27,19 @@ _log = logging.getLogger(__name__)
 
 
 async def recall(store: Store, pool: str, *, known: Journal | None) -> PoolMemory:
-    """Read a pool, with all its audit records if the latest one that is `known` is not among them.
+    """Read a pool, with all its audit records if the latest do not explain those that are `known`.
 
     Raises:
         StoreError: the store cannot be used.
     """
     memory = await store.recall(pool)
-    if known is None or known.continues_in(memory.audit) or not memory.audit:
+    if known is None or known.is_explained_by(memory.audit):
         return memory
-    oldest = memory.audit[-1].sequence
-    if oldest == 1:
-        return memory
-    kept = await store.audit(pool, limit=MAX_AUDIT_ENTRIES)
-    older = (one for one in kept if one.sequence < oldest)
+    try:
+        kept = await store.audit(pool, limit=MAX_AUDIT_ENTRIES)
+    except UnreadablePoolError:
+        return memory  # An old record is damaged: then the hold in the store counts.
+    older = (one for one in kept if one.sequence < memory.audit[-1].sequence)
     return replace(memory, audit=(*memory.audit, *older))
 
 
@@ -66,8 +70,8 @@ def warn_of_dropped(pool: str, known: Journal, stored: PoolMemory) -> None:
     """Log the hold that this balancer knows and that gives way to what the store has."""
     if hold := known.dropped_by(stored):
         _log.warning(
-            "pool %s is no longer %s: the store lost that, and another balancer has recorded "
-            "requests since: repeat it if it still applies",
+            "pool %s is no longer %s: the store lost that, and has other accepted requests: "
+            "repeat it if it still applies",
             *(pool, hold),
             extra=about(pool=pool),
         )

@@ -47,10 +47,19 @@ class PoolWrites:
 
         The effects `behind` it are not carried out if it fails, and their requests fail too.
         """
+        if isinstance(write, WriteAudit):
+            write = self._controller.pool.journal.brought_up_to_date(write)
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that ends the pool.
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                written = await self._carry_out(write)
+                written = await write_to(
+                    self._store, write, pool=self._name, term=self._tenure.term, log=self._log
+                )
+        except StoreAheadError:
+            self._controller.write_failed(write, reason="", behind=behind)
+            await self.restore_lost()
+            self._fail_answers(write, behind, reason=_AHEAD)
+            return None
         except TimeoutError:
             reason = f"the store did not answer within {WRITE_TIMEOUT_S:g} s"
             self._note_failure(write, reason, behind=behind, fault=StoreFault.SLOW)
@@ -69,33 +78,14 @@ class PoolWrites:
             self._answers.give(written.request.ticket, answer)
         return written
 
-    async def _carry_out(self, write: Write) -> Write:
-        """Write; first adopt requests whose writing seemed to fail, if the store has any."""
-        if not isinstance(write, WriteAudit):
-            return await self._write(write)
-        journal = self._controller.pool.journal
-        try:
-            return await self._write(journal.brought_up_to_date(write))
-        except StoreAheadError:
-            await self._restore()
-            return await self._write(journal.brought_up_to_date(write))
-
-    async def _write(self, write: Write) -> Write:
-        term = self._tenure.term
-        return await write_to(self._store, write, pool=self._name, term=term, log=self._log)
-
-    async def _restore(self) -> None:
-        journal, term = self._controller.pool.journal, self._tenure.term
-        memory = await restore(self._store, self._name, known=journal, term=term)
-        self._controller.note_stored(memory)
-
     async def restore_lost(self) -> None:
         """Write back what the store has lost since; failed writes report what is wrong with it."""
         if not self._tenure.holds():
             return
+        journal, term = self._controller.pool.journal, self._tenure.term
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await self._restore()
+                memory = await restore(self._store, self._name, known=journal, term=term)
         except (TimeoutError, StoreAheadError):
             return  # The next look finds what came in between.
         except UnreadablePoolError as error:
@@ -107,6 +97,7 @@ class PoolWrites:
             question_tenure(self._tenure, error)
             return
         self._unreadable = ""
+        self._controller.note_stored(memory)
 
     @property
     def _name(self) -> str:
@@ -119,16 +110,26 @@ class PoolWrites:
         self._log.error("%s", reason)
         timed_out = fault is StoreFault.SLOW
         self._controller.write_failed(write, reason=reason, timed_out=timed_out, behind=behind)
+        self._fail_answers(write, behind, reason=reason, is_unknown=fault in _UNKNOWN)
+
+    def _fail_answers(
+        self, write: Write, behind: Chain, *, reason: str, is_unknown: bool = False
+    ) -> None:
+        """Answer the requests of a failed write, which may have happened, and those behind it."""
         unknown = "it is unknown whether this was done: look at the audit before you retry"
         for effect in (write, *behind):
             if isinstance(effect, WriteAudit):
-                is_unknown = fault in _UNKNOWN and effect is write
-                outcome = unknown if is_unknown else "nothing was done"
+                outcome = unknown if is_unknown and effect is write else "nothing was done"
                 self._answers.fail(effect.request.ticket, f"{outcome}: {reason}")
 
 
 _UNKNOWN = {StoreFault.SLOW, StoreFault.BROKEN, None}
 """Faults after which a write may have happened."""
+
+_AHEAD = (
+    "an earlier request was recorded, although the store's answer to it came too late, and this "
+    "one was decided without it: look at the audit, and repeat this one if it still applies"
+)
 
 
 def question_tenure(tenure: Tenure, error: StoreError) -> None:

@@ -214,6 +214,7 @@ class Seat:
         Raises:
             StoreError: the store cannot be fenced or read.
         """
+        self._archive.reopen()
         await self._store.fence(term=tenure.term)
         pools = Pools(
             store=self._store,

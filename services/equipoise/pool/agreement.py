@@ -218,7 +218,7 @@ class Agreement:
             self._faults.pop(concern, None)
             if step != agreed:
                 self._faults[concern] = (
-                    f"rank {rank} ({self._roster.member_at(rank).name}) reports that it switched "
+                    f"rank {rank} ({self._roster.name_at(rank)}) reports that it switched "
                     f"to generation {switched.generation} at step {step}, but {theirs}: restart it"
                 )
 
@@ -231,20 +231,19 @@ class Agreement:
         now: float,
     ) -> Chain:
         """A rank reports what its slots hold; who differs from the checkpoint is quarantined."""
-        rank = member.rank
-        if layout is None or rank is None:
+        if layout is None or member.rank is None:
             return ()
         self._verification.note(member, layout, report.checksums)
-        differences: dict[int, str] = {}
+        differences: dict[Member, str] = {}
         table = None if isinstance(report, Switched) else report.expert_checksums
         if table is not None and (fault := self._verification.learn(member, table)):
-            differences[rank] = fault
+            differences[member] = fault
         differences |= self._verification.compare()
-        quarantine, roster = self._quarantine, self._roster
         return tuple(
             effect
-            for other, fault in differences.items()
-            for effect in quarantine.note_bytes(roster.member_at(other), fault, now=now)
+            for one, fault in differences.items()
+            if self._roster.members.get(one.name) is one  # Else another process has its name.
+            for effect in self._quarantine.note_bytes(one, fault, now=now)
         )
 
     def note_late(self, member: Member, report: WorkerMessage, *, now: float) -> Chain:
@@ -283,7 +282,7 @@ class Agreement:
         """Without rank 0's table no rank can be verified, so nothing is planned."""
         self._faults.pop(_NO_TABLE, None)
         if self._verification.table is None:
-            name = self._roster.member_at(0).name
+            name = self._roster.name_at(0)
             self._faults[_NO_TABLE] = (
                 f"rank 0 ({name}) has not sent the checksums of the checkpoint: restart it"
             )

@@ -128,7 +128,7 @@ class Attendance:
         return tuple(self._warning(one) for one in found)
 
     def _warning(self, slow: SlowRank) -> Log:
-        worker = self._roster.member_at(slow.rank).name
+        worker = self._roster.name_at(slow.rank)
         return Log(
             text=f"{slow.reason} ({worker})",
             is_warning=True,

@@ -95,12 +95,16 @@ class Journal:
         return True
 
     def note_failed(self, lost: Chain, reason: str) -> None:
-        """The store did not accept a write; `lost` are that and what depended on it."""
+        """The store did not accept a write; `lost` are that and what depended on it.
+
+        `reason` is what is wrong with the store; empty if it works.
+        """
         in_memory = self._policy.values.store_down is StoreDown.MEMORY
-        self.store_fault = (
+        fault = (
             f"{reason}; nothing is switched until the store works, planning "
             f"{'continues in memory' if in_memory else 'is paused'}"
         )
+        self.store_fault = fault if reason else ""
         for effect in lost:
             if isinstance(effect, WriteDecision):
                 self.last_decision = effect.record
@@ -113,7 +117,7 @@ class Journal:
         by their contents. Epochs and generations are never reused, so the highest count.
         """
         is_ours = self._is_hold_ours(stored.audit)
-        audit = self._lost_audit(stored.audit)
+        audit = self._lost_audit(stored)
         decision = self.last_decision
         if decision is not None and not _is_decision_lost(decision, stored.last_decision):
             decision = None
@@ -131,9 +135,13 @@ class Journal:
         )
         return lost if lost.kinds else None
 
-    def continues_in(self, stored: Sequence[AuditRecord]) -> bool:
-        """Whether a store with these latest records has the latest one here, under its number."""
-        return not self._audit or self._audit[0] in stored
+    def is_explained_by(self, stored: Sequence[AuditRecord]) -> bool:
+        """Whether these latest records of a store show what it lost, and what is unknown here.
+
+        They do if the latest or the oldest one here is among them, under its number.
+        """
+        mine = self._audit
+        return not mine or not stored or mine[0] in stored or mine[-1] in stored
 
     def _is_hold_ours(self, stored: Sequence[AuditRecord]) -> bool:
         """Whether the hold here is at least as new as that of a store with these latest records.
@@ -142,7 +150,8 @@ class Journal:
         none. If an accepted one is unknown here, another balancer led since the loss, or the store
         went back to what it had before this one led: neither clocks nor numbers of two balancers
         say whose hold is newer, and that in the store counts. So it does if one may be out of
-        sight. Only records below the oldest one here, and known under that number, may be unknown.
+        sight. Records below our oldest one count only if the store lacks that, or has it under
+        another number.
         """
         known = {_request(one) for one in self._audit}
         begin = self._audit[-1].sequence if self._audit and self._audit[-1] in stored else 0
@@ -150,10 +159,12 @@ class Journal:
         in_sight = not stored or stored[-1].sequence <= begin + 1
         return in_sight and not any(one.accepted and _request(one) not in known for one in since)
 
-    def _lost_audit(self, stored: Sequence[AuditRecord]) -> tuple[AuditRecord, ...]:
-        """Records that are not `stored`, oldest first; taken numbers are replaced by the next."""
-        oldest, number = (stored[-1].sequence, stored[0].sequence) if stored else (0, 0)
-        known, lost = {_request(one) for one in stored}, []
+    def _lost_audit(self, memory: PoolMemory) -> tuple[AuditRecord, ...]:
+        """Records that the store lacks, oldest first; taken numbers are replaced by the next."""
+        stored = memory.audit
+        oldest, latest = (stored[-1].sequence, stored[0].sequence) if stored else (0, 0)
+        number, lost = max(latest, memory.last_audit), []
+        known = {_request(one) for one in stored}
         for one in reversed(self._audit):
             if one.sequence >= oldest and _request(one) not in known:
                 number = max(number + 1, one.sequence)
@@ -165,9 +176,9 @@ class Journal:
         return (hold.reason, hold.pinned_generation) != (ours.reason, ours.pinned_generation)
 
     def dropped_by(self, stored: PoolMemory) -> str:
-        """The hold that ends because another balancer recorded others after a loss; else empty."""
-        audit = stored.audit
-        if self.continues_in(audit) or not audit or stored.hold.reason == self.hold.reason:
+        """The hold that ends because the store lost its request and has others; else empty."""
+        audit, mine = stored.audit, self._audit
+        if not audit or not mine or mine[0] in audit or stored.hold.reason == self.hold.reason:
             return ""
         is_later = audit[-1].sequence > self._latest
         return "" if is_later or self._is_hold_ours(audit) else self.hold.reason

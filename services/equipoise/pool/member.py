@@ -20,7 +20,7 @@ def bytes_of(hello: Hello) -> int:
     return cells * _OWN_CELL_BYTES + sum(map(sys.getsizeof, texts))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Member:
     """One worker. Only its own methods change it."""
 

@@ -320,9 +320,11 @@ class Roster:
         """Whether every member is a rank of the epoch, and every rank serves."""
         return len(self._members) == self.num_ranks == len(self._seated) and self.complete
 
-    def member_at(self, rank: int) -> Member:
-        """The member that holds a rank of the epoch."""
-        return self._seated[bisect_left(self._seated, rank, key=lambda member: member.rank or 0)]
+    def name_at(self, rank: int) -> str:
+        """Name of the worker that holds a rank of the epoch, for messages: it may be gone."""
+        place = bisect_left(self._seated, rank, key=lambda member: member.rank or 0)
+        found = self._seated[place : place + 1]
+        return found[0].name if found and found[0].rank == rank else "its worker is gone"
 
     @property
     def places_of_rank(self) -> tuple[int, ...]:

@@ -284,6 +284,9 @@ class PoolMemory:
     audit: tuple[AuditRecord, ...] = ()
     """The latest audit records, newest first."""
 
+    last_audit: int = 0
+    """The highest number that an audit record ever had; the record may be gone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForgottenRecords:

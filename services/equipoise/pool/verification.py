@@ -80,12 +80,12 @@ class Verification:
         model = member.hello.model
         return _difference(layout, rank, held=checksums, table=table, model=model)
 
-    def compare(self) -> Mapping[int, str]:
-        """Compare what was noted, once the table is known; returns the difference by rank.
+    def compare(self) -> Mapping[Member, str]:
+        """Compare what was noted, once the table is known; returns the difference by member.
 
         A rank is compared only with the table of its own checkpoint.
         """
-        table, differences = self._table, dict[int, str]()
+        table, differences = self._table, dict[Member, str]()
         if table is None:
             return differences
         for rank in self._ranks_of.pop(self._digest, ()):
@@ -98,7 +98,7 @@ class Verification:
             if difference is None:
                 self._verified.add(rank)
             else:
-                differences[rank] = difference
+                differences[member] = difference
         return differences
 
 

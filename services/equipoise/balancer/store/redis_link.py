@@ -118,7 +118,7 @@ class RedisLink:
             case faults.TimeoutError() | TimeoutError():
                 fault = StoreFault.SLOW
                 sentence = f"did not answer within {self._timeout_s:g} s: check its load"
-            case faults.ConnectionError() if "connecting to" in str(error):
+            case faults.ConnectionError() if _is_unsent(str(error)):
                 fault, sentence = (
                     StoreFault.UNREACHABLE,
                     "cannot be reached: check that it is running",
@@ -165,6 +165,11 @@ class _Login(CredentialProvider):
                 f"store_password_file {self._password_file}: {reason}"
             ) from error
         return (self._user, password) if self._user else (password,)
+
+
+def _is_unsent(message: str) -> bool:
+    """Whether a connection failed before it carried a request."""
+    return "connecting to" in message or "max number of clients" in message
 
 
 _ANSWERS = (

@@ -122,14 +122,14 @@ RECALL = """
 local function layout(generation)
   return generation and redis.call('HGET', layouts, generation)
 end
-local committed, highest, hold, epoch, workers =
-  unpack(redis.call('HMGET', pool, 'committed', 'highest', 'hold', 'epoch', 'workers'))
+local committed, highest, hold, epoch, workers, num_audit = unpack(
+  redis.call('HMGET', pool, 'committed', 'highest', 'hold', 'epoch', 'workers', 'num_audit'))
 local proposed, newest = false, tonumber(committed) or 0
 for _, generation in ipairs(redis.call('HKEYS', layouts)) do
   if tonumber(generation) > newest then proposed, newest = generation, tonumber(generation) end
 end
 return {'ok', committed, layout(committed), proposed, layout(proposed), highest or '0', hold,
-  epoch, workers, redis.call('HGETALL', averages),
+  epoch, workers, num_audit or '0', redis.call('HGETALL', averages),
   redis.call('XREVRANGE', decisions, '+', '-', 'COUNT', 1),
   redis.call('XREVRANGE', audit, '+', '-', 'COUNT', ARGV[4])}
 """

@@ -148,8 +148,8 @@ class RedisStore:
     async def recall(self, pool: str) -> PoolMemory:
         """See `Store`."""
         found = await self._read(pool, scripts.RECALL, MAX_AUDIT)
-        committed, its_layout, proposed, newest, highest, hold, epoch, workers, *records = found
-        averages, decisions, audit = records
+        committed, its_layout, proposed, newest, highest, hold, epoch, workers, *rest = found
+        num_audit, averages, decisions, audit = rest
         if committed is not None and its_layout is None:
             missing = committed.decode(errors="backslashreplace")
             raise self._unreadable(pool, f"layouts has no committed layout {missing}")
@@ -157,6 +157,8 @@ class RedisStore:
             latest = unpack_stream(DecisionRecord, decisions)
         with self._sensing(pool, "audit"):
             requests = unpack_stream(AuditRecord, audit)
+        with self._sensing(pool, "num_audit"):
+            last_audit = whole("it", num_audit)
         with self._sensing(pool, "highest"):
             next_generation = whole("it", highest) + 1
         with self._sensing(pool, "epoch or workers"):
@@ -172,6 +174,7 @@ class RedisStore:
             last_decision=latest[0] if latest else None,
             hold=held,
             audit=requests,
+            last_audit=last_audit,
         )
 
     async def layout(self, pool: str, generation: int) -> Layout | None:

@@ -130,6 +130,8 @@ class SqliteStore:
             decisions = self._latest("decisions", DecisionRecord, pool, limit=1)
             with naming("highest"):
                 next_generation = whole("it", values.get("highest") or 0) + 1
+            with naming("num_audit"):
+                last_audit = whole("it", values.get("num_audit") or 0)
             with naming("epoch or workers"):
                 epoch = values.get("epoch")
                 members = None if epoch is None else unpack_members(epoch, values["workers"])
@@ -145,6 +147,7 @@ class SqliteStore:
                 last_decision=decisions[0] if decisions else None,
                 hold=held,
                 audit=self._latest("audit", AuditRecord, pool, limit=MAX_AUDIT),
+                last_audit=last_audit,
             )
 
         return await self._file.read(read, pool=pool)

@@ -135,7 +135,7 @@ class Store(Protocol):
         """Continue with whatever contents the store has: the caller reads everything again."""
 
     async def highest_term(self) -> int:
-        """The highest term that ever wrote; 0 in a new store."""
+        """The highest term that was ever fenced; 0 in a new store."""
 
     async def fence(self, *, term: int) -> None:
         """Reject all other terms from now on; a new leader does so before it reads anything.
