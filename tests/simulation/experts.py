@@ -41,7 +41,7 @@ checksum_of = lru_cache(maxsize=1024)(checksum)
 
 
 class SimCheckpoint:
-    """A checkpoint on a disk that may be damaged, or hang."""
+    """A checkpoint on a disk that may be damaged, slow, or hang."""
 
     fingerprint = "f" * 32
     verifies = True
@@ -50,6 +50,8 @@ class SimCheckpoint:
     def __init__(self, shape: ModelShape) -> None:
         self.damaged: set[tuple[int, int]] = set()
         self.hangs_until_s = 0.0
+        self.read_s = 0.0
+        """How long a read takes. No fault of a schedule changes it."""
         self.is_gone = False
         self.on_effect: Callable[[str], None] = lambda _kind: None
         self._true = {
@@ -73,7 +75,7 @@ class SimCheckpoint:
         return self._checksums
 
     def read_expert(self, layer: int, expert: int) -> Any:
-        """The payload; a coroutine that returns it, if the disk hangs."""
+        """The payload; a coroutine that returns it, if the disk hangs or is slow."""
         if self.is_gone:
             self.on_effect("disk_gone")
             raise OSError("the disk is gone")
@@ -86,7 +88,7 @@ class SimCheckpoint:
         if loop.time() < self.hangs_until_s:
             self.on_effect("disk_hangs")
             return _later(self.hangs_until_s - loop.time(), payload)
-        return payload
+        return _later(self.read_s, payload) if self.read_s else payload
 
     def _payload(self, layer: int, expert: int) -> torch.Tensor:
         data = bytearray(self._true[layer, expert])

@@ -1,6 +1,7 @@
 """How slots are filled: at a worker's start, and when ranks re-form."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from equipoise.planning.arrays import EMPTY
 from equipoise.planning.layout import Layout
+from equipoise.rank.errors import GroupError
 from equipoise.telemetry.loading import Loading
 from equipoise.worker.core import ModelCore
 from equipoise.worker.joining import WorkerSlots
@@ -78,6 +80,61 @@ async def test_experts_are_read_into_their_slots_one_by_one_with_progress(
     total = num_experts * core.shape.expert_bytes
     assert said[-1] == (total, total)
     assert slots.held is not None
+
+
+async def test_an_epoch_continues_to_load_where_the_one_before_was_given_up(
+    settings, random_layout, join_epoch, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    chosen, said = settings(), []
+    core = ModelCore.load(chosen)
+    reads = _noted_reads(core, monkeypatch)
+    slots = slots_of(core, chosen, say=lambda _, done, total: said.append((done, total)))
+    layout, moved = random_layout(1), random_layout(1).expert_of_slot.copy()
+    num_experts = layout.expert_of_slot.size
+    with pytest.raises(GroupError, match="abandoned"):
+        await _give_up(slots, join_epoch([HELLO], layout), after=5, monkeypatch=monkeypatch)
+    moved[0, [0, 1]] = moved[0, [1, 0]]
+    reads.clear()
+    second = join_epoch([HELLO], replace(layout, expert_of_slot=moved), epoch=2)
+    (await slots.stage(second, abandoned=threading.Event()))()
+    kept = [(0, 2), (0, 3), (0, 4)]
+    assert reads == [
+        (index[0], moved[index]) for index in np.ndindex(moved.shape) if index not in kept
+    ]
+    assert f"continuing to load: 3 of {num_experts} experts are in their slots" in caplog.messages
+    assert said[-1] == (num_experts * core.shape.expert_bytes,) * 2
+    for layer, slot in np.ndindex(moved.shape):
+        payload = core.checkpoint.read_expert(layer, int(moved[layer, slot]))
+        assert slots.held.contents.checksums[layer, slot].tobytes() == checksum(payload)
+
+
+def _noted_reads(core, monkeypatch):
+    """The layer and the expert of every read."""
+    reads, read_expert = [], core.checkpoint.read_expert
+
+    def noted(layer, expert):
+        reads.append((layer, expert))
+        return read_expert(layer, expert)
+
+    monkeypatch.setattr(core.checkpoint, "read_expert", noted)
+    return reads
+
+
+async def _give_up(slots, join_epoch, *, after, monkeypatch):
+    """Stage an epoch that is abandoned once so many experts are in their slots."""
+    abandoned, write, num_written = threading.Event(), slots._write, 0
+
+    def counted(payloads, emptied=()):
+        nonlocal num_written
+        write(payloads, emptied)
+        num_written += len(payloads)
+        if num_written == after:
+            abandoned.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "_write", counted)
+        await slots.stage(join_epoch, abandoned=abandoned)
 
 
 async def test_slots_of_an_epoch_that_was_given_up_take_no_places_of_the_next(settings, join_epoch):

@@ -59,8 +59,8 @@ class WorkerSlots:
         self._loading = loading
         self.held: HeldSlots | None = None
         """None until the slots were filled once."""
-        self._filled: set[SlotIndex] = set()
-        """Slots that have an expert although `held` is None: of an epoch that was given up."""
+        self._filled: dict[SlotIndex, int] = {}
+        """The expert that a slot was filled with, until all are filled: epochs may be given up."""
 
     async def stage(
         self, join_epoch: JoinEpoch, *, abandoned: threading.Event
@@ -131,25 +131,37 @@ class WorkerSlots:
     ) -> None:
         """Fill every slot: a layer's pulled experts together, experts read from disk one by one.
 
-        Slots that an epoch before has filled in vain, and that hold nothing now, give up places.
+        Slots that an epoch before has filled with the same expert are kept. Those that it has
+        filled in vain, and that hold nothing now, give up places.
         """
         in_vain = [(layer, slot) for layer, slot in self._filled if wanted[layer, slot] == EMPTY]
         await asyncio.to_thread(self._write, {}, in_vain)
+        for index in in_vain:
+            del self._filled[index]
+        there = {index for index, one in self._filled.items() if wanted[index] == one}
+        num_experts, done = int((wanted != EMPTY).sum()), len(there)
+        if there:
+            _log.info("continuing to load: %d of %d experts are in their slots", done, num_experts)
         first = join_epoch.layout.own_slots(join_epoch.rank).start
         moved = {(move.layer, move.slot - first) for move in join_epoch.moves}
-        expert_bytes, done = self._core.shape.expert_bytes, 0
+        expert_bytes = self._core.shape.expert_bytes
         with self._loading.of("experts") as report:
             for layer, row in enumerate(wanted.tolist()):
                 experts: dict[SlotIndex, int] = {
-                    (layer, slot): one for slot, one in enumerate(row) if one != EMPTY
+                    (layer, slot): one
+                    for slot, one in enumerate(row)
+                    if one != EMPTY and (layer, slot) not in there
                 }
                 pulled = {index: one for index, one in experts.items() if index in moved}
                 read = [{index: one} for index, one in experts.items() if index not in moved]
                 for batch in ([pulled] if pulled else []) + read:
                     payloads = await self._fetch(batch, join_epoch, bound=bound)
+                    for index in batch:
+                        self._filled.pop(index, None)
                     await asyncio.to_thread(self._write, payloads)
+                    self._filled |= batch
                     done += len(batch)
-                    report(done * expert_bytes, int((wanted != EMPTY).sum()) * expert_bytes)
+                    report(done * expert_bytes, num_experts * expert_bytes)
 
     async def _fetch(
         self, missing: Mapping[SlotIndex, int], join_epoch: JoinEpoch, *, bound: "_JoinBound"
@@ -191,10 +203,8 @@ class WorkerSlots:
     ) -> None:
         for layer, slot in emptied:
             self._core.slots[layer].empty(slot)
-            self._filled.discard((layer, slot))
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
-            self._filled.add((layer, slot))
 
     def _hold(self, join_epoch: JoinEpoch) -> None:
         self.held = HeldSlots(
