@@ -137,7 +137,40 @@ async def _give_up(slots, join_epoch, *, after, monkeypatch):
         await slots.stage(join_epoch, abandoned=abandoned)
 
 
-async def test_slots_of_an_epoch_that_was_given_up_take_no_places_of_the_next(settings, join_epoch):
+async def test_filled_slots_are_hashed_once_before_the_ranks_meet_and_off_the_event_loop(
+    settings, random_layout, join_epoch, monkeypatch
+):
+    """Once they have met, the others wait for a few seconds only."""
+    chosen = settings()
+    core, threads = ModelCore.load(chosen), []
+    slots, layout = slots_of(core, chosen), random_layout(1)
+    for experts in core.slots:
+        monkeypatch.setattr(experts, "read", _on_thread(experts.read, threads))
+    # The ranks of the first epoch never meet.
+    await slots.stage(join_epoch([HELLO], layout), abandoned=threading.Event())
+    assert slots.held is None, "nobody may ask for what it holds"
+    apply = await slots.stage(join_epoch([HELLO], layout, epoch=2), abandoned=threading.Event())
+    assert len(threads) == layout.expert_of_slot.size
+    assert threading.current_thread() not in threads
+    apply()
+    assert slots.held.contents.layout is layout
+    assert len(threads) == layout.expert_of_slot.size
+
+
+def _on_thread(do, threads):
+    """Note the thread of every call."""
+
+    def call(*arguments):
+        threads.append(threading.current_thread())
+        return do(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+async def test_slots_of_an_epoch_that_was_given_up_take_no_places_of_the_next(
+    settings, join_epoch, monkeypatch, is_filled
+):
     """As many places as experts, which the first layout has in the first slots, the second last."""
     num_layers, num_experts = CONFIG.num_moe_layers, CONFIG.n_routed_experts
     num_slots = num_experts + 2
@@ -151,7 +184,12 @@ async def test_slots_of_an_epoch_that_was_given_up_take_no_places_of_the_next(se
             generation=generation, num_experts=num_experts, num_ranks=1, expert_of_slot=table
         )
         # The ranks of the first epoch never meet.
-        apply = await slots.stage(join_epoch([HELLO], layout), abandoned=threading.Event())
+        epoch = join_epoch([HELLO], layout, epoch=generation)
+        if generation == 1 and not is_filled:
+            with pytest.raises(GroupError, match="abandoned"):
+                await _give_up(slots, epoch, after=num_experts, monkeypatch=monkeypatch)
+        else:
+            apply = await slots.stage(epoch, abandoned=threading.Event())
     apply()
     for layer, slot in np.argwhere(table != EMPTY).tolist():
         payload = core.checkpoint.read_expert(layer, int(table[layer, slot]))

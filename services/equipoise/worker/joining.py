@@ -58,7 +58,9 @@ class WorkerSlots:
         self._core = parts.core
         self._loading = loading
         self.held: HeldSlots | None = None
-        """None until the slots were filled once."""
+        """None until the ranks of an epoch have met."""
+        self._loaded: HeldSlots | None = None
+        """The same from when the slots were filled and hashed, even if that epoch is given up."""
         self._filled: dict[SlotIndex, int] = {}
         """The expert that a slot was filled with, until all are filled: epochs may be given up."""
 
@@ -74,12 +76,14 @@ class WorkerSlots:
             TransferError: an expert is unavailable from every source, or damaged in the checkpoint
                 without another source.
         """
-        held, bound = self.held, _JoinBound(join_epoch, abandoned=abandoned)
+        bound = _JoinBound(join_epoch, abandoned=abandoned)
         layout, rank = join_epoch.layout, join_epoch.rank
         wanted = layout.expert_of_slot[:, layout.own_slots(rank)]
-        if held is None:
+        if self._loaded is None:
             await self._load(wanted, join_epoch, bound=bound)
-            return lambda: self._hold(join_epoch)
+            # Not interrupted: the next epoch would have to hash all slots again.
+            self._loaded = await asyncio.to_thread(self._hashed, join_epoch)
+        held = self._loaded
         missing: dict[SlotIndex, int] = {
             (int(layer), int(slot)): int(wanted[layer, slot])
             for layer, slot in np.argwhere(is_moved(held.expert_of_slot, wanted))
@@ -95,7 +99,12 @@ class WorkerSlots:
             )
         )
         fill = await asyncio.to_thread(self._filling, payloads, emptied)
-        return lambda: held.replace(contents, rank=rank, fill=fill)
+
+        def apply() -> None:
+            held.replace(contents, rank=rank, fill=fill)
+            self.held = held
+
+        return apply
 
     def open_exchange(self, group: RankGroup, join_epoch: JoinEpoch) -> SlotExchange | None:
         """Open what carries rows between ranks, if the model needs it; all ranks open it together.
@@ -206,8 +215,8 @@ class WorkerSlots:
         for (layer, slot), payload in payloads.items():
             self._core.slots[layer].write(slot, payload)
 
-    def _hold(self, join_epoch: JoinEpoch) -> None:
-        self.held = HeldSlots(
+    def _hashed(self, join_epoch: JoinEpoch) -> HeldSlots:
+        return HeldSlots(
             self._core.slots,
             layout=join_epoch.layout,
             rank=join_epoch.rank,
