@@ -1,6 +1,7 @@
 """Bytes that change in a live slot are found, reported, and end the process by name."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -201,6 +202,29 @@ async def test_a_worker_that_sent_wrong_bytes_reports_its_slot_when_a_peer_says_
     )
     differs = (changed.checksums != serving.checksums).any(axis=2)
     assert np.argwhere(differs).tolist() == [[LAYER, SLOT]]
+    with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_a_peer_that_says_so_while_the_ranks_join_is_heard_once_they_serve(
+    balancer, settings, join_epoch, random_layout
+):
+    chosen = settings(balancer=balancer.address, scrub_mib_per_s=1e-6, slots_per_rank=8)
+    core, layout = ModelCore.load(chosen), random_layout(5, slots_per_rank=8)
+    worker = Worker(chosen, core=core, location=await find_location(chosen))
+    task = asyncio.create_task(worker.run(asyncio.Event()))
+    link = await balancer.link()
+    link.say(join_epoch([link.hello], layout))
+    await link.until(Serving)
+    rot(core)
+    absent = replace(link.hello, worker="absent")
+    two = random_layout(6, num_ranks=2, slots_per_rank=8)
+    link.say(join_epoch([link.hello, absent], two, epoch=2))
+    expert = int(layout.expert_of_slot[LAYER, SLOT])
+    request = pb.FetchRequest(epoch=2, layer=LAYER, expert=expert, mismatched=True)
+    async with grpc.aio.insecure_channel(link.hello.address) as channel:
+        assert [one async for one in pb_grpc.ExpertTransferStub(channel).Fetch(request)] == []
+    link.say(join_epoch([link.hello], replace(layout, generation=7), epoch=3))
     with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
         await asyncio.wait_for(task, 60)
 

@@ -86,9 +86,8 @@ class Epochs:
 
     async def _run_epoch(self, join_epoch: JoinEpoch) -> None:
         self._abandoned = threading.Event()
-        held = self._slots.held
-        if held is not None:
-            self._parts.transfer.open(held, epoch=join_epoch.epoch)
+        if self._slots.held is not None:
+            self._open_transfer(self._slots.held, join_epoch)
         try:
             joined = await join(
                 join_epoch, slots=self._slots, parts=self._parts, abandoned=self._abandoned
@@ -101,6 +100,11 @@ class Epochs:
                 self._parts.waits.note(Wait.STEP, f"epoch {join_epoch.epoch} ended: {error}")
             self._lose(join_epoch, error)
 
+    def _open_transfer(self, held: HeldSlots, join_epoch: JoinEpoch) -> None:
+        scrubber = self._scrubber_of(held)
+        suspect = None if scrubber is None else scrubber.suspect
+        self._parts.transfer.open(held, epoch=join_epoch.epoch, suspect=suspect)
+
     async def _serve(self, joined: EpochGroup) -> None:
         scrubber = self._scrubber_of(joined.held)
         rank = Rank(joined, self._parts, scrubber=scrubber)
@@ -108,8 +112,7 @@ class Epochs:
         self.state.lost = None
         if self._abandoned.is_set():
             rank.engine.leave()
-        suspect = None if scrubber is None else scrubber.suspect
-        self._parts.transfer.open(joined.held, epoch=joined.join_epoch.epoch, suspect=suspect)
+        self._open_transfer(joined.held, joined.join_epoch)
         if self._outage is not None:
             self._outage.cancel()
         self._parts.inference.open(rank.engine)
