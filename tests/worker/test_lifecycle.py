@@ -310,8 +310,12 @@ async def test_three_ranks_that_do_not_meet_name_the_peer_that_they_cannot_conne
             assert lost.reason.endswith(f"; no connection to w-{culprit}") == bool(unreached)
 
 
+@pytest.mark.parametrize(
+    ("meet_timeout_s", "reason"),
+    [(0.2, "the 2 ranks of epoch 2 did not all reach"), (60.0, "this rank left its group")],
+)
 async def test_requests_end_with_the_reason_if_no_group_forms_in_time(
-    balancer, settings, join_epoch, random_layout
+    balancer, settings, join_epoch, random_layout, meet_timeout_s, reason
 ):
     chosen = settings(
         balancer=balancer.address, num_ranks=2, slots_per_rank=8, outage_timeout_s=0.3
@@ -325,9 +329,10 @@ async def test_requests_end_with_the_reason_if_no_group_forms_in_time(
             assert (await call.read()).tokens
             other = dataclasses.replace(link.hello, worker="absent")
             two = random_layout(2, num_ranks=2, slots_per_rank=8)
-            late = join_epoch([link.hello, other], two, epoch=2, meet_timeout_s=0.2)
+            late = join_epoch([link.hello, other], two, epoch=2, meet_timeout_s=meet_timeout_s)
             link.say(late)
-            with pytest.raises(grpc.aio.AioRpcError, match=r"did not re-form .* within 0\.3 s"):
+            match = rf"did not re-form a group within 0\.3 s: {reason}"
+            with pytest.raises(grpc.aio.AioRpcError, match=match):
                 await _read_to_end(call)
         with pytest.raises(grpc.aio.AioRpcError, match="did not re-form"):
             await generate(rig.worker.address, 5)

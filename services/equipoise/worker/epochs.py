@@ -99,6 +99,7 @@ class Epochs:
             if isinstance(error, StepTimeoutError):
                 self._parts.waits.note(Wait.STEP, f"epoch {join_epoch.epoch} ended: {error}")
             self._lose(join_epoch, error)
+        self._bound_outage()
 
     def _open_transfer(self, held: HeldSlots, join_epoch: JoinEpoch) -> None:
         scrubber = self._scrubber_of(held)
@@ -151,7 +152,7 @@ class Epochs:
             self._parts.send(rank.last_switch)
 
     def _lose(self, join_epoch: JoinEpoch, error: GroupError) -> None:
-        """Report that the group is lost; requests wait for the next one, up to a timeout."""
+        """Report that the group is lost."""
         if self._ended:
             return
         held, reason = self._slots.held, str(error)
@@ -165,13 +166,16 @@ class Epochs:
         _log.log(level, "epoch %d ended: %s", join_epoch.epoch, reason)
         if self.state.is_newest(join_epoch):
             self._parts.send(lost)
-        if self._outage is None or self._outage.cancelled():
-            loop = asyncio.get_running_loop()
-            timeout_s = self._parts.settings.outage_timeout_s
-            self._outage = loop.call_later(timeout_s, self._end_requests, reason)
 
-    def _end_requests(self, reason: str) -> None:
-        timeout_s = self._parts.settings.outage_timeout_s
+    def _bound_outage(self) -> None:
+        """Let requests wait for the next group, up to a timeout since this rank had one."""
+        if not self._ended and (self._outage is None or self._outage.cancelled()):
+            timeout_s = self._parts.settings.outage_timeout_s
+            self._outage = asyncio.get_running_loop().call_later(timeout_s, self._end_requests)
+
+    def _end_requests(self) -> None:
+        lost, timeout_s = self.state.lost, self._parts.settings.outage_timeout_s
+        reason = "this rank left its group for another" if lost is None else lost.reason
         message = f"the ranks did not re-form a group within {timeout_s:g} s: {reason}"
         self._parts.waits.note(Wait.OUTAGE, f"ended the requests: {message}")
         self._parts.inference.close(message)
