@@ -111,6 +111,7 @@ async def test_a_server_that_came_back_empty_is_noticed_by_the_next_read_and_wri
             error = await fault_of(call())
     # From here on it is a new store, which first gets what workers report.
     reader.reopen()
+    writer.reopen()
     await writer.fence(term=4)
     assert (await writer.recall("p")).next_generation == 1
     await writer.adopt("p", layout_of(7), term=4)

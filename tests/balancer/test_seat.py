@@ -280,6 +280,7 @@ async def test_an_archive_keeps_what_a_store_lost():
     await leader.add_audit("p", AN_ORDER, hold=hold, after=0, term=1)
     await archive.refresh(elsewhere="ask a:7070")
     server.forget()
+    leader.reopen()
     await leader.fence(term=2)
     with pytest.raises(StoreError, match="lost its contents"):
         await archive.refresh(elsewhere="ask a:7070")

@@ -216,7 +216,6 @@ class SimStore(Client):
                 raise TermOverError(store=NAME, term=term, highest_term=data["term"])
             data["term"], data["server"] = term, self._server.num_failovers
 
-        self.reopen()
         await self._checked(lambda: self._server.write(change))
         await self._answered()
 

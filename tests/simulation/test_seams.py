@@ -1,19 +1,15 @@
 """Every seam still replaces something of the product that a schedule reaches."""
 
 import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.simulation import seams
 from tests.simulation.schedule import Action, Schedule
-
-ROOT = Path(__file__).parents[2]
+from tests.support.apart import found_apart
 
 EVENTFUL = Schedule(
     0,
@@ -46,16 +42,7 @@ def test_a_replaced_name_is_there(target, name):
 
 def test_a_short_schedule_reaches_every_replaced_name():
     # In a process of its own, because the seams stay until it ends.
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation.test_seams"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path)))},
-    )
-    assert done.returncode == 0, done.stderr
-    violation, reached, clocks = json.loads(done.stdout)
+    violation, reached, clocks = found_apart("tests.simulation.test_seams")
     assert violation == ""
     assert reached == sorted(PLACES)
     assert clocks == [], "the machine's clocks are not those of the schedule"

@@ -1,38 +1,16 @@
 """Workers whose checkpoints take long to read, in a process of its own: the seams stay."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from tests.simulation.fleet import places_of
 from tests.simulation.schedule import Schedule
 from tests.simulation.seams import Seams
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def played():
-    """What each function of `PLAYS` found."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation.test_slow_checkpoints"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path)))},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.support.apart import found_apart
 
 
-def test_a_restarted_worker_that_loads_for_longer_than_others_wait_serves_in_the_end(played):
-    assert played["restart"] == ""
+def test_a_restarted_worker_that_loads_for_longer_than_others_wait_serves_in_the_end():
+    assert found_apart("tests.simulation.test_slow_checkpoints") == ""
 
 
 def restart():
@@ -55,8 +33,5 @@ def begun(*, num_workers, **policy):
     return world
 
 
-PLAYS = (restart,)
-
-
 if __name__ == "__main__":
-    print(json.dumps({play.__name__: play() for play in PLAYS}))
+    print(json.dumps(restart()))

@@ -230,7 +230,7 @@ class PoolController:
     ) -> None:
         """The store did not accept a write, so no effect after it was carried out.
 
-        The following ticks try again.
+        The following ticks try again. `reason` is what is wrong with the store; empty if it works.
         """
         pool, lost = self.pool, (write, *behind)
         pool.note_change()

@@ -98,7 +98,6 @@ class RedisStore:
 
     async def fence(self, *, term: int) -> None:
         """See `Store`."""
-        self.reopen()
         await self._write("", scripts.FENCE, term=term)
 
     async def pools(self) -> tuple[str, ...]:

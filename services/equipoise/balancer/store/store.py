@@ -128,7 +128,7 @@ class Store(Protocol):
     another one was fenced since, or if the store failed over.
 
     If the store was emptied or replaced, every method fails with `StoreFault.LOST` until the caller
-    continues with what it finds, by `reopen` or by `fence`.
+    continues with what it finds, by `reopen`.
     """
 
     def reopen(self) -> None:
@@ -139,8 +139,6 @@ class Store(Protocol):
 
     async def fence(self, *, term: int) -> None:
         """Reject all other terms from now on; a new leader does so before it reads anything.
-
-        Continues with whatever contents the store has.
 
         Raises:
             TermOverError: the store has seen this term, or a higher one.
