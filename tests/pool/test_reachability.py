@@ -11,7 +11,10 @@ from tests.support.scripted_worker import make_hello
 
 
 def found(reports, *, ranks="abcd", earlier=()):
-    """Reports are words: the rank, then the peers that it could not connect to."""
+    """Reports are words: the rank, then the peers that it could not connect to.
+
+    Those of `earlier` say that after a colon, or of all ranks.
+    """
 
     def row(named):
         return np.array([name in named for name in ranks])
@@ -20,7 +23,9 @@ def found(reports, *, ranks="abcd", earlier=()):
         find_unreachable(
             list(ranks),
             {one[0]: row(one[1:]) for one in reports.split()},
-            earlier=[row(named) for named in earlier],
+            earlier=[
+                (row(one.partition(":")[0]), row(one.partition(":")[2] or ranks)) for one in earlier
+            ],
         ).workers
     )
 
@@ -67,6 +72,7 @@ def test_if_no_rank_reports_those_before_decide_and_contradict_each_other():
     assert found("", earlier=["a", "a", "", ""]) == ""
     assert found("", ranks="abcde", earlier=["a", "a"]) == "", "most ranks did not report"
     assert found("", ranks="ab", earlier=["ab", "ab"]) == "", "all ranks are"
+    assert found("", ranks="ab", earlier=["a", "a", ":b", ":b"]) == "a", "groups without it"
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 5])
@@ -109,6 +115,16 @@ def test_accusers_of_several_epochs_add_up_until_a_group_serves_or_the_accused_r
     again = member("a", boot="2")
     assert group.fail([again, b], "a ba") == "", "another process, which only b has tried"
     assert group.fail([again, c], "a ca") == "a"
+
+
+def test_no_worker_contradicts_those_that_tried_a_rank_which_was_not_its_peer():
+    a, b, c, d = map(member, "abcd")
+    group = Group()
+    group.fail([d, b, c], "d")
+    group.fail([a, b], "a ba")
+    group.fail([a, c], "a ca")
+    hanging = group.reachability.blame([a, b], reporters=())
+    assert hanging.workers == ("a",)
 
 
 def test_names_that_are_not_peers_say_nothing_and_only_known_workers_are_remembered():

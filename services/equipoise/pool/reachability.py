@@ -27,7 +27,10 @@ class Blame:
 
 
 def find_unreachable(
-    ranks: Sequence[str], reports: Mapping[str, Bools], *, earlier: Sequence[Bools] = ()
+    ranks: Sequence[str],
+    reports: Mapping[str, Bools],
+    *,
+    earlier: Sequence[tuple[Bools, Bools]] = (),
 ) -> Blame:
     """Decide from what ranks report which worker keeps their group from forming.
 
@@ -37,19 +40,20 @@ def find_unreachable(
     that is the one that names most, so that both ends of one broken link are not excluded.
 
     No worker is at fault if all ranks are, because then the network is, and none is if a report
-    cannot be compared with another. If no rank reports, what workers reported before decides, as if
-    the other ranks had reached the accused.
+    cannot be compared with another. If no rank reports, what workers reported before of peers that
+    are ranks now decides, as if the other ranks had reached the accused.
 
     Args:
         ranks: the workers of the epoch, in rank order.
         reports: which ranks a rank could not connect to, [ranks], by its name, of each that reports
             any or none. None names itself.
-        earlier: the same, of ranks of epochs before. If a rank reports, they count against a worker
-            only: it may have become unreachable since.
+        earlier: the same, of ranks of epochs before, each with which ranks were its peers then,
+            [ranks]. If a rank reports, they count against a worker only: it may have become
+            unreachable since.
     """
-    named, before = (
+    named, before, peers = (
         np.array(rows, dtype=np.bool_).reshape(-1, len(ranks))
-        for rows in ([*reports.values()], earlier)
+        for rows in ([*reports.values()], [one for one, _ in earlier], [one for _, one in earlier])
     )
     num_named, num_before = named.sum(axis=0), before.sum(axis=0)
     accusers = num_named + num_before
@@ -58,7 +62,7 @@ def find_unreachable(
         is_accused, deniers = num_named > 0, len(reports) - is_reporter - num_named
     else:
         is_accused = num_before > 0
-        deniers = max(len(before), len(ranks) - 1) - num_before
+        deniers = np.maximum(peers.sum(axis=0), len(ranks) - 1) - num_before
     unreachable = np.flatnonzero(is_accused & (accusers > np.maximum(1, deniers))).tolist()
     if unreachable:
         is_everyone = len(unreachable) == len(ranks)
@@ -140,13 +144,16 @@ class Reachability:
             group: np.array([rank_of.get(process, len(ranks)) for process in processes], dtype=int)
             for group, processes in groups.items()
         }
-        said: dict[str, Bools] = {}
-        for worker, report in self._reports.items():
-            row = np.zeros(len(ranks) + 1, dtype=np.bool_)
-            row[columns[id(report.ranks)][report.unreached]] = True
-            said[worker] = row[:-1]
         names, nobody = [one.name for one in ranks], np.zeros(len(ranks), dtype=np.bool_)
-        reports = {name: said.pop(name, nobody) for name in names if name in reporters}
+        own = {name: rank for rank, name in enumerate(names)}
+        said: dict[str, tuple[Bools, Bools]] = {}
+        for worker, report in self._reports.items():
+            named, peers = np.zeros((2, len(ranks) + 1), dtype=np.bool_)
+            named[columns[id(report.ranks)][report.unreached]] = True
+            peers[columns[id(report.ranks)]] = True
+            peers[own.get(worker, len(ranks))] = False
+            said[worker] = named[:-1], peers[:-1]
+        reports = {name: said.pop(name, (nobody, nobody))[0] for name in names if name in reporters}
         return find_unreachable(names, reports, earlier=[*said.values()])
 
 
