@@ -16,6 +16,8 @@ from equipoise.planning.topology import ModelShape, expert_text
 from equipoise.pool.member import Member
 from equipoise.pool.members import Roster
 
+_Noted = tuple[Member, Layout, Checksums]
+
 
 class Verification:
     """Compares what the ranks of an epoch report with the checkpoint."""
@@ -24,10 +26,8 @@ class Verification:
         self._roster = roster
         self._table: Checksums | None = None
         self._digest = b""
-        # What ranks reported before the table was known.
-        self._waiting: dict[int, tuple[Member, Layout, Checksums]] = {}
-        # Their ranks by the digest of the table that their worker has.
-        self._ranks_of: defaultdict[bytes, dict[int, None]] = defaultdict(dict)
+        # What ranks reported and was not compared yet, by the digest of their worker's table.
+        self._waiting: defaultdict[bytes, dict[int, _Noted]] = defaultdict(dict)
         self._verified: set[int] = set()
 
     @property
@@ -44,7 +44,6 @@ class Verification:
     def begin_epoch(self) -> None:
         """Forget what the ranks of the epoch before reported."""
         self._waiting.clear()
-        self._ranks_of.clear()
         self._verified.clear()
 
     def learn(self, member: Member, table: Checksums) -> str | None:
@@ -62,8 +61,9 @@ class Verification:
         """A rank reported what its slots hold in a layout, uint8 [layers, slots_per_rank, 16]."""
         assert member.rank is not None, "only ranks hold experts"
         self._verified.discard(member.rank)
-        self._waiting[member.rank] = (member, layout, checksums)
-        self._ranks_of[member.hello.experts_digest][member.rank] = None
+        for of_ranks in self._waiting.values():
+            of_ranks.pop(member.rank, None)  # Perhaps of another process.
+        self._waiting[member.hello.experts_digest][member.rank] = (member, layout, checksums)
 
     def difference(
         self, member: Member, layout: Layout, rank: int, checksums: Checksums
@@ -88,11 +88,7 @@ class Verification:
         table, differences = self._table, dict[Member, str]()
         if table is None:
             return differences
-        for rank in self._ranks_of.pop(self._digest, ()):
-            member, layout, checksums = self._waiting[rank]
-            if member.hello.experts_digest != self._digest:
-                continue  # Another process has the rank by now.
-            del self._waiting[rank]
+        for rank, (member, layout, checksums) in self._waiting.pop(self._digest, {}).items():
             model = member.hello.model
             difference = _difference(layout, rank, held=checksums, table=table, model=model)
             if difference is None:
