@@ -136,8 +136,9 @@ class Member:
     def note_heartbeat(self, heartbeat: Heartbeat, *, now: float) -> None:
         """Take over its state, except its generations."""
         self.last_heard_s, self.rejected = now, ""
-        self.draining, self.idle = heartbeat.draining, heartbeat.idle
-        self.weights_version = heartbeat.weights_version
+        self.draining = heartbeat.draining
+        if self.hello.engine:  # Ours step at all times, and their weights never change.
+            self.idle, self.weights_version = heartbeat.idle, heartbeat.weights_version
 
     def note_generations(self, heartbeat: Heartbeat) -> None:
         """Take over the generations that it runs and has staged, as a rank of the epoch."""
