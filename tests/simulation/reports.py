@@ -126,17 +126,21 @@ class FalseReports:
         return leader.seat.led.find(POOL).pool.diagnosis().reason if leader is not None else ""
 
     def _check_named(self, name: str, what: str) -> None:
-        world = self._world
+        world, before = self._world, self._rank_of(name)
         world.loop.run_until(world.loop.time() + NAMED_S)
-        leader, worker = world.leader(), world.workers.get(name)
-        if leader is None or worker is None or not worker.process.alive or worker.rank is None:
-            return
+        leader = world.leader()
+        if leader is None or before is None or self._rank_of(name) is not before:
+            return  # Its pool has not heard it for that long.
         diagnosis = leader.seat.led.find(POOL).pool.diagnosis()
         if name not in diagnosis.reason:
             world.observer.violate(
                 "lie-unnamed",
                 f"{name} reports {what}, and the pool is {diagnosis.health}",
             )
+
+    def _rank_of(self, name: str) -> Any:
+        worker = self._world.workers.get(name)
+        return worker.rank if worker is not None and worker.process.alive else None
 
     def _count_epochs(self, why: str, *, allowed: int) -> None:
         world = self._world
