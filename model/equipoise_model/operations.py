@@ -167,11 +167,16 @@ class Operations:
                 f"ranks compute differently ({', '.join(others)} and more): give all of them the "
                 f"same weights, device, sums_on_nodes and {selection.VARIABLE}"
             )
-        variants = [set(json.loads(word)["variants"]) for word in words]
-        if odd := set.union(*variants) - set.intersection(*variants):
-            raise OperationsError("; ".join(_DIFFERENCES[variant] for variant in sorted(odd)))
+        announced = [_announced(word) for word in sorted(words)]
+        first, *others_have = (variants for variants, _ in announced)
+        if odd := first.union(*others_have) - first.intersection(*others_have):
+            raise OperationsError(
+                "; ".join(
+                    _DIFFERENCES.get(one, f"only some ranks have {one}") for one in sorted(odd)
+                )
+            )
         try:
-            selection.adopt(selection.agree([_selection(word) for word in sorted(words)]))
+            selection.adopt(selection.agree([selected for _, selected in announced]))
         except KernelsUnavailableError as error:
             raise OperationsError(str(error)) from error
 
@@ -406,9 +411,19 @@ def _always_twins(device: torch.device) -> bool:
     return device.type == "cpu" and not is_interpreting()
 
 
-def _selection(announced: str) -> selection.Selection:
-    values = json.loads(announced)
-    possible = {operation: tuple(names) for operation, names in values["possible"].items()}
-    return selection.Selection(
-        backends=values["backends"], possible=possible, obstacles=values["obstacles"]
-    )
+def _announced(word: str) -> tuple[set[str], selection.Selection]:
+    """Return the variants and the backends of a rank."""
+    try:
+        values = json.loads(word)
+        selected = selection.Selection(
+            backends={str(one): str(name) for one, name in values["backends"].items()},
+            possible={
+                str(one): tuple(map(str, names)) for one, names in values["possible"].items()
+            },
+            obstacles={str(one): str(why) for one, why in values["obstacles"].items()},
+        )
+        return set(map(str, values["variants"])), selected
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise OperationsError(
+            f"a rank announces {word[:80]!r}, which no rank of this release does: restart it"
+        ) from None

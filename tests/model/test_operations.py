@@ -112,6 +112,15 @@ def test_ranks_agree_on_backends_or_report_why_not(monkeypatch):
         in_fp8.agree([named, announced_by(selection.resolve("gemm=triton", lambda *_: None))])
 
 
+@pytest.mark.parametrize(
+    "word", ["{", "{}", '{"variants": 1}', '{"backends": 1, "possible": [], "obstacles": {}}']
+)
+def test_an_announcement_of_another_release_is_one_clear_error(word, monkeypatch):
+    use_backends(monkeypatch, selection.resolve("auto", lambda *_: None))
+    with pytest.raises(OperationsError, match="which no rank of this release does: restart it"):
+        Operations(device=CPU, fp8=Fp8Config()).agree([word])
+
+
 def test_the_format_of_latents_is_chosen_by_name_and_announced(monkeypatch):
     def choose(config=WIDE, *, weights="fp8", latents="fp8", **more):
         return Operations.choose(

@@ -205,6 +205,14 @@ def test_ranks_that_do_not_agree_do_not_form(rendezvous):
     assert not met
 
 
+def test_a_rank_that_publishes_something_else_is_named(rendezvous):
+    host, _, port = rendezvous.rpartition(":")
+    peer_store = dist.PrefixStore("epoch-1", dist.TCPStore(host, int(port), is_master=False))
+    peer_store.set("there/1", '[5, 1, "ab", "x", 13]')
+    with pytest.raises(GroupError, match=r"do not agree: worker-1 published '.5, 1.*: restart it"):
+        form(rendezvous)
+
+
 def test_ranks_that_never_meet_report_where_they_waited(rendezvous):
     met = []
     with pytest.raises(

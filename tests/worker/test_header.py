@@ -140,10 +140,14 @@ def test_ranks_that_were_sent_the_same_form():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "torch", "[]", '{"a": 1}', "[1, 2, 3, 4]", "[1, 2, 3, 4, 5]", "[1, 2, 3, 4, 10, 6]"],
+    [
+        *("", "torch", "[]", '{"a": 1}', "[1, 2, 3, 4]", "[1, 2, 3, 4, 5]", "[1, 2, 3, 4, 10, 6]"),
+        *('[5, 1, "ab", "x", 13]', '["ab", 1, null, "x", 13]', '["ab", 1, "ab", 7, 13]', "5"),
+        *('["ab", true, "ab", "x", 13]', "[" * 100_000),
+    ],
 )
 def test_what_another_release_publishes_is_one_clear_error(text):
-    with pytest.raises(ValueError, match="restart the worker that runs another release"):
+    with pytest.raises(ValueError, match="which no rank of this release does"):
         Arrival.from_json(text)
 
 

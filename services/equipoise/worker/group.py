@@ -216,13 +216,23 @@ def _agree(
 ) -> None:
     """Check all ranks' arrivals; reports a disagreement as such, not as a failure to meet."""
     try:
-        arrivals = [Arrival.from_json(text) for text in published]
+        arrivals = _arrivals(published, names)
         check_arrivals(arrivals, names=names)
         check(tuple(one.announcement for one in arrivals))
     except (RuntimeError, ValueError) as error:
         raise GroupError(
             f"the {len(names)} ranks of epoch {epoch} met but do not agree: {first_line(error)}"
         ) from error
+
+
+def _arrivals(published: Sequence[str], names: tuple[str, ...]) -> list[Arrival]:
+    arrivals = []
+    for name, text in zip(names, published, strict=True):
+        try:
+            arrivals.append(Arrival.from_json(text))
+        except ValueError as error:
+            raise ValueError(f"{name} published {error}: restart it with this release") from None
+    return arrivals
 
 
 class _Deadline:
