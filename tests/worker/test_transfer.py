@@ -422,3 +422,19 @@ def test_a_reader_gives_up_if_the_slots_keep_changing(rank_of_one):
     held._version += 1
     with pytest.raises(NotHeldError, match="switching"):
         held.read(layer=0, expert=0)
+
+
+def test_nobody_reads_slots_that_a_failed_switch_left_behind(rank_of_one):
+    _, held = rank_of_one()
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    def fill():
+        with pytest.raises(NotHeldError, match="switching"):
+            held.read(layer=0, expert=0)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        held.replace(held.contents, rank=0, fill=fail)
+    held.replace(held.contents, rank=0, fill=fill)
+    held.read(layer=0, expert=0)

@@ -143,7 +143,7 @@ class HeldExperts(Generic[_Tables]):
 
         Between two epochs no engine runs, so any thread may call this.
         """
-        self._version += 1
+        self._version |= 1  # If `fill` fails, nobody reads until another one succeeds.
         fill()
         self._contents, self.rank = contents, rank
         self._version += 1

@@ -97,7 +97,9 @@ class Rank:
         scrubbing = asyncio.create_task(self._scrub())
         stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._step)
         try:
-            done, _ = await asyncio.wait({stepping, scrubbing}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {stepping, scrubbing, reports}, return_when=asyncio.FIRST_COMPLETED
+            )
             while done:
                 await done.pop()
         finally:
