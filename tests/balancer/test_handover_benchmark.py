@@ -1,6 +1,5 @@
 """Time without a leader after the leading balancer dies: real processes, real Redis."""
 
-import asyncio
 import signal
 import statistics
 import subprocess
@@ -10,8 +9,8 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.health import NOT_SERVING, SERVING, until_health
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.benchmark
@@ -60,11 +59,6 @@ def _process(store):
 
 
 async def _until_leading(address, *, wanted=True):
-    serving = health_pb2.HealthCheckResponse.SERVING
-    request = health_pb2.HealthCheckRequest(service="equipoise_api.v1.WorkerLink")
-    async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-        async for answer in watch:
-            known = answer.status != health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if known and (answer.status == serving) == wanted:
-                return
+    service = "equipoise_api.v1.WorkerLink"
+    async with grpc.aio.insecure_channel(address) as channel:
+        await until_health(channel, service, SERVING if wanted else NOT_SERVING, timeout_s=WAIT_S)

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis import Redis
 
 from equipoise.balancer.service.status_service import LEADER_METADATA
@@ -15,16 +14,15 @@ from equipoise.balancer.store.store import StoreError
 from equipoise_api.v1 import status_pb2, status_pb2_grpc
 from tests.support.agent_ranks import joining_ranks, ranks_of, staged_by_all, switch, traffic
 from tests.support.forked_commands import ForkedProcess
+from tests.support.health import NOT_SERVING, SERVING, until_health
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.e2e
 
 WAIT_S = 300.0  # The first plan of a fresh installation compiles the planner.
 WORKER_LINK = "equipoise_api.v1.WorkerLink"
-SERVING = health_pb2.HealthCheckResponse.SERVING
 HEALTHY = status_pb2.POOL_HEALTH_SERVING
 ONE_RANK_SHORT = status_pb2.POOL_HEALTH_DEGRADED
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Process:
@@ -53,13 +51,8 @@ class Process:
 
     async def until_health(self, wanted) -> None:
         """Wait until the health of WorkerLink is `wanted`: whether this one leads."""
-        async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(self.address) as channel:
-            request = health_pb2.HealthCheckRequest(service=WORKER_LINK)
-            stub = health_pb2_grpc.HealthStub(channel)
-            async for answer in stub.Watch(request, wait_for_ready=True):
-                if answer.status == wanted:
-                    return
-        raise AssertionError(f"{self.address} ended its watch")
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            await until_health(channel, WORKER_LINK, wanted, timeout_s=WAIT_S)
 
     async def until_status(self, condition):
         """The first state of the pool here that fulfils a condition."""

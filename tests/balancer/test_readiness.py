@@ -18,6 +18,7 @@ from equipoise.wire.balancer_messages import JoinEpoch, Rejection
 from equipoise.wire.convert import from_balancer, to_balancer
 from equipoise_api.v1 import status_pb2, status_pb2_grpc, worker_link_pb2_grpc
 from tests.support.balancers import serving
+from tests.support.health import until_health
 
 WAIT_S = 60.0
 HEAD = "apiVersion: equipoise.dev/v1alpha1\nkind: BalancePolicy\n"
@@ -41,10 +42,7 @@ async def first_word_to(channel, worker):
 
 
 async def until_ready(channel):
-    request = health_pb2.HealthCheckRequest(service=READY)
-    async for answer in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=WAIT_S):
-        if answer.status == HEALTH.SERVING:
-            return
+    await until_health(channel, READY, timeout_s=WAIT_S)
 
 
 async def ready(channel):

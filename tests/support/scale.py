@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc
+from tests.support.health import until_health
 from tests.support.simulated_fleet import FleetSettings
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,8 @@ async def balancing(folder, *options, address):
         )
         try:
             async with grpc.aio.insecure_channel(address) as channel:
-                await _until_ready(channel)
+                # The planner is compiled, or loaded, before workers are taken.
+                await until_health(channel, "ready", timeout_s=MAX_WAIT_S)
             yield BalancerProcess(process, address)
         finally:
             process.kill()
@@ -201,16 +202,6 @@ class Operator:
         request = admin_pb2.RebalanceAllRequest(pools=pools, reason="measuring", force=True)
         async for answer in self._admin.RebalanceAll(request, timeout=MAX_WAIT_S):
             assert answer.outcome.accepted, f"{answer.pool}: {answer.outcome.reason}"
-
-
-async def _until_ready(channel):
-    """The planner is compiled, or loaded, before workers are taken."""
-    request = health_pb2.HealthCheckRequest(service="ready")
-    async with asyncio.timeout(MAX_WAIT_S):
-        watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-        async for answer in watch:
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return
 
 
 async def _follow(process, progress, number):

@@ -32,6 +32,7 @@ from equipoise.balancer.store.store import Store
 from equipoise.balancer.telemetry.http_ports import open_http
 from equipoise.policy.book import PolicyBook
 from equipoise.settings.address import parse_address
+from equipoise.telemetry.health import HealthChecks
 from equipoise.telemetry.http import open_listener
 from equipoise.telemetry.metrics_settings import MetricsPort
 from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
@@ -89,8 +90,6 @@ _OPTIONS = (
     *KEEPALIVE_OPTIONS,
     *ACCEPTED_PINGS,
 )
-
-_HealthServicer = health.aio.HealthServicer  # type: ignore[attr-defined]  # not in its stubs
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
         planner=parts.planner,
         tracer=parts.tracer,
     )
-    watched = _add_services(server, seat, store=parts.store, clock=clock, guard=guard)
+    checks = _add_services(server, seat, store=parts.store, clock=clock, guard=guard)
     await seat.open()
     async with AsyncExitStack() as running:
         await _prepare(running, parts, readiness=readiness, clock=clock)
@@ -209,10 +208,10 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             await seat.until_settled()
         await server.start()
         try:
-            await watched.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
+            await checks.set(_STATUS, health_pb2.HealthCheckResponse.SERVING)
             _log.info("listening on %s", address)
-            _run(running, _show_readiness(readiness, watched))
-            _run(running, _show_leadership(seat, watched))
+            _run(running, _show_readiness(readiness, checks))
+            _run(running, _show_leadership(seat, checks))
             metrics_at = await open_http(
                 running,
                 seat,
@@ -228,7 +227,7 @@ async def serving(parts: BalancerParts) -> AsyncIterator[int]:
             yield port
         finally:
             # Shielded, because a second Ctrl-C must not leave the stop half done.
-            await asyncio.shield(_stop(server, seat, watched, parts.drain_timeout_s))
+            await asyncio.shield(_stop(server, seat, checks, parts.drain_timeout_s))
 
 
 async def _elector(parts: BalancerParts, address: str) -> Elector:
@@ -265,8 +264,8 @@ async def _prepare(
 
 def _add_services(
     server: grpc.aio.Server, seat: Seat, *, store: Store, clock: Clock, guard: Guard
-) -> Any:
-    """Add the services; returns the health servicer."""
+) -> HealthChecks:
+    """Add the services; returns the health service."""
     server.add_generic_rpc_handlers((WorkerLinkService(seat, caller=guard.caller).handler(),))
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLinkService(seat), server)
     StatusService(seat, store=store, clock=clock).add_to(server)
@@ -274,8 +273,8 @@ def _add_services(
         AdminService(seat, store=store, caller=lambda context: str(guard.caller(context))),
         server,
     )
-    watched = _HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(watched, server)
+    checks = HealthChecks()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection(
         (
             _WORKER_LINK,
@@ -287,7 +286,7 @@ def _add_services(
         ),
         server,
     )
-    return watched
+    return checks
 
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: Credentials) -> int:
@@ -333,29 +332,29 @@ async def _compile(warm_up: Callable[[], Awaitable[None]], readiness: Readiness)
     readiness.note("planner", "")
 
 
-async def _show_readiness(readiness: Readiness, watched: Any) -> None:
+async def _show_readiness(readiness: Readiness, checks: HealthChecks) -> None:
     """Keep the health of `ready` current."""
     status = health_pb2.HealthCheckResponse
     if readiness.missing:
         _log.info("not ready: %s", readiness.missing)
-        await watched.set(READY, status.NOT_SERVING)
+        await checks.set(READY, status.NOT_SERVING)
         await readiness.until_ready()
         _log.info("ready")
-    await watched.set(READY, status.SERVING)
+    await checks.set(READY, status.SERVING)
 
 
-async def _show_leadership(seat: Seat, watched: Any) -> None:
+async def _show_leadership(seat: Seat, checks: HealthChecks) -> None:
     """Keep the health of WorkerLink current: only a leader that has its pools accepts workers."""
     status = health_pb2.HealthCheckResponse
     while True:
         led = seat.led
         shown = status.NOT_SERVING if led is None else status.SERVING
-        await watched.set(_WORKER_LINK, shown)
+        await checks.set(_WORKER_LINK, shown)
         await seat.until_led_differs(led)
 
 
-async def _stop(server: grpc.aio.Server, seat: Seat, watched: Any, grace_s: float) -> None:
-    await watched.enter_graceful_shutdown()
+async def _stop(server: grpc.aio.Server, seat: Seat, checks: HealthChecks, grace_s: float) -> None:
+    await checks.enter_graceful_shutdown()
     stopping = asyncio.create_task(server.stop(grace_s))
     await asyncio.sleep(0)  # From here on no new stream is accepted.
     seat.close_streams()

@@ -7,7 +7,7 @@ import grpc
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.engines.settings import EngineSettings, with_variables
 from equipoise.rank.transfer import ExpertTransferService
-from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
+from equipoise.trust.credentials import MAX_RANK_CALLS, RANK_PORT_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import Guard, Rights
 from equipoise.trust.identity import Caller, Role
@@ -60,8 +60,11 @@ class PeerPort:
             )
         except TrustError as error:
             raise UnsupportedEngineError(with_variables(str(error))) from error
-        options = (("grpc.so_reuseport", 0), *KEEPALIVE_OPTIONS, *ACCEPTED_PINGS)
-        self._server = grpc.aio.server(options=options, interceptors=[self._guard])
+        self._server = grpc.aio.server(
+            options=RANK_PORT_OPTIONS,
+            interceptors=[self._guard],
+            maximum_concurrent_rpcs=MAX_RANK_CALLS,
+        )
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self.transfer, self._server)
         try:
             port = self.credentials.bind(self._server, settings.listen)

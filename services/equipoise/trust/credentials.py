@@ -29,6 +29,19 @@ KEEPALIVE_OPTIONS: Options = (
 ACCEPTED_PINGS: Options = (("grpc.http2.min_ping_interval_without_data_ms", 1_000),)
 """Option of servers: callers may ping once per second; more is rejected as abuse."""
 
+RANK_PORT_OPTIONS: Options = (
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    # A second process on the same port must fail, not take half of the calls.
+    ("grpc.so_reuseport", 0),
+    *KEEPALIVE_OPTIONS,
+    *ACCEPTED_PINGS,
+)
+"""Options of the servers of ranks."""
+
+MAX_RANK_CALLS = 4096
+"""Concurrent calls of such a server; requests beyond a worker's queue are rejected long before."""
+
 _MAX_DETAILS = 800
 """Characters of a peer's details that are kept."""
 
@@ -133,7 +146,7 @@ class Credentials:
             listen,
             grpc.dynamic_ssl_server_credentials(
                 self._for_ports(),
-                self._newer_for_ports,  # type: ignore[arg-type]  # None means unchanged
+                self._newest_for_ports,
                 require_client_authentication=self.tls.is_mutual,
             ),
         )
@@ -151,18 +164,17 @@ class Credentials:
         """The certificate problem behind the details of a failed call; empty if there is none."""
         return explain_handshake(details or "", self.tls)
 
-    def _refresh(self) -> bool:
-        """Reload replaced files; returns whether certificates changed."""
+    def _refresh(self) -> None:
+        """Reload replaced files."""
         if not self._files.changed():
-            return False
+            return
         try:
             self._certificates = self._files.read(now=datetime.now(UTC))
         except TrustError as error:
             _log.warning("keeping the last valid certificates: %s", error)
-            return False
+            return
         self._version += 1
         _log.info("reloaded the certificates")
-        return True
 
     def _for_channels(self) -> grpc.ChannelCredentials:
         self._refresh()
@@ -175,9 +187,10 @@ class Credentials:
         assert found.cert is not None, "a TLS port has a certificate"
         return grpc.ssl_server_certificate_configuration([(found.key, found.cert)], found.ca)
 
-    def _newer_for_ports(self) -> grpc.ServerCertificateConfiguration | None:
+    def _newest_for_ports(self) -> grpc.ServerCertificateConfiguration:
         """Called by gRPC at every handshake, on its own thread."""
-        return self._for_ports() if self._refresh() else None
+        self._refresh()
+        return self._for_ports()
 
 
 def _named(name: str) -> Options:

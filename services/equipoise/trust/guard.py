@@ -1,10 +1,12 @@
 """`Guard`: authenticates and authorises every call of a gRPC port."""
 
+import asyncio
 import inspect
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -21,6 +23,9 @@ ANYBODY = None
 
 Rights = Mapping[str, frozenset[Role] | None]
 """Roles that may call each service, by full name; services not listed are closed."""
+
+REQUEST_TIMEOUT_S = 10.0
+"""Within this long after its call began, a caller must have sent its only request."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -45,7 +50,7 @@ class RejectedCallerError(Exception):
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # its stubs only are generic
     """Admits a call if every credential that the port requires allows its service.
 
-    Only then is its request parsed; one that is malformed gets INVALID_ARGUMENT.
+    Only then is its request received and parsed; one that is malformed gets INVALID_ARGUMENT.
 
     A port requires a client certificate if its TLS is mutual, and a token for its `audience` if
     `accepted_keys` names a file. If it requires neither, it admits every call; `Tls` then allows
@@ -183,33 +188,44 @@ def _certified_names(context: _Context) -> tuple[str, list[str]]:
 
 
 def _guarded(handler: Any, admit: Callable[[_Context], Awaitable[None]]) -> Any:
-    """The handler with `admit` called first, then the parser of a single request."""
+    """The handler with `admit` called first; only then is a single request received and parsed.
+
+    To gRPC all calls are streams, which looks the same to callers. It would receive a single
+    request before it calls anything here, however long that takes and whoever sends it.
+    """
     streams = (handler.request_streaming, handler.response_streaming)
     kind = "_".join("stream" if is_stream else "unary" for is_stream in streams)
-    inner, wrap = getattr(handler, kind), getattr(grpc, f"{kind}_rpc_method_handler")
-    parse = None if handler.request_streaming else handler.request_deserializer
+    inner, parse = getattr(handler, kind), handler.request_deserializer
 
-    async def admitted(request: Any, context: _Context) -> Any:
-        await admit(context)
-        if parse is None:
-            return request
+    async def only_one(requests: AsyncIterator[Any], context: _Context) -> Any:
         try:
-            return parse(request)
-        except DecodeError as error:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                return parse(await anext(requests))
+        except (DecodeError, StopAsyncIteration) as error:
+            reason = str(error) or "there is none"
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"the request is malformed: {error}"
+                grpc.StatusCode.INVALID_ARGUMENT, f"the request is malformed: {reason}"
+            )
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no request arrived within {REQUEST_TIMEOUT_S:g} s",
             )
 
-    async def answer(request: Any, context: _Context) -> Any:
-        return await inner(await admitted(request, context), context)
+    async def answer(requests: AsyncIterator[Any], context: _Context) -> None:
+        await admit(context)
+        request = requests if handler.request_streaming else await only_one(requests, context)
+        if inspect.isasyncgenfunction(inner):
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+            return
+        response = await inner(request, context)
+        if not handler.response_streaming:
+            await context.write(response)
 
-    async def generate(request: Any, context: _Context) -> AsyncIterator[Any]:
-        async for response in inner(await admitted(request, context), context):
-            yield response
-
-    behavior = generate if inspect.isasyncgenfunction(inner) else answer
-    return wrap(
-        behavior,
-        request_deserializer=handler.request_deserializer if parse is None else None,
+    return grpc.stream_stream_rpc_method_handler(
+        answer,
+        request_deserializer=parse if handler.request_streaming else None,
         response_serializer=handler.response_serializer,
     )

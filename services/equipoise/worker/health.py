@@ -1,10 +1,11 @@
 """`WorkerHealth`: whether this worker takes requests, as gRPC health and /readyz show it."""
 
 import asyncio
-from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from equipoise.telemetry.health import HealthChecks
 
 LIVE = "live"
 """Health service name that reports SERVING while the process runs, with or without a rank."""
@@ -16,7 +17,7 @@ class WorkerHealth:
     """A worker's health; used from the event loop only."""
 
     def __init__(self) -> None:
-        self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._servicer = HealthChecks()
         self.takes_requests = False
         """Whether requests are accepted."""
         self._stopping = False

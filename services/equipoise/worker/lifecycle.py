@@ -25,7 +25,7 @@ from equipoise.rank.transfer import ExpertTransferService
 from equipoise.settings.address import parse_address
 from equipoise.telemetry.exposition import metrics_at
 from equipoise.telemetry.probes import probes_at
-from equipoise.trust.credentials import ACCEPTED_PINGS, KEEPALIVE_OPTIONS, Credentials
+from equipoise.trust.credentials import MAX_RANK_CALLS, RANK_PORT_OPTIONS, Credentials
 from equipoise.trust.errors import TrustError
 from equipoise.trust.guard import ANYBODY, Guard, Rights
 from equipoise.trust.https import metrics_https
@@ -38,7 +38,7 @@ from equipoise.wire.messages import Heartbeat, Hello, LayoutRejected, Wait
 from equipoise.worker.core import ModelCore
 from equipoise.worker.epochs import Epochs
 from equipoise.worker.errors import RejectedError, StepError
-from equipoise.worker.grammars import Grammars
+from equipoise.worker.grammar_compiler import GrammarCompiler
 from equipoise.worker.group import Rendezvous
 from equipoise.worker.health import WorkerHealth
 from equipoise.worker.inference import InferenceService
@@ -72,18 +72,6 @@ _RIGHTS: Rights = {
     reflection.SERVICE_NAME: frozenset(Role),
     health.SERVICE_NAME: ANYBODY,
 }
-
-MAX_CALLS = 4096
-"""Maximum concurrent calls; requests beyond the worker's queue are rejected long before."""
-
-_SERVER_OPTIONS = (
-    ("grpc.max_concurrent_streams", 1024),
-    ("grpc.max_metadata_size", 16 * 1024),
-    # A second worker on the same port must fail, not take half of the calls.
-    ("grpc.so_reuseport", 0),
-    *KEEPALIVE_OPTIONS,
-    *ACCEPTED_PINGS,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +151,9 @@ class Worker:
             itl_s=timings.itl_s,
             boot_id=boot_id,
             latents=puller,
-            grammars=Grammars(settings.checkpoint, vocab_size=core.checkpoint.config.vocab_size),
+            grammars=GrammarCompiler(
+                settings.checkpoint, vocab_size=core.checkpoint.config.vocab_size
+            ),
         )
         self._parts = WorkerParts(
             settings=settings,
@@ -280,9 +270,9 @@ class Worker:
     async def _listen(self) -> grpc.aio.Server:
         max_bytes = max_request_bytes(context_length=self._settings.context_length)
         server = grpc.aio.server(
-            options=(*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_bytes)),
+            options=(*RANK_PORT_OPTIONS, ("grpc.max_receive_message_length", max_bytes)),
             interceptors=[self._guard],
-            maximum_concurrent_rpcs=MAX_CALLS,
+            maximum_concurrent_rpcs=MAX_RANK_CALLS,
         )
         worker_pb2_grpc.add_ExpertTransferServicer_to_server(self._parts.transfer, server)
         worker_pb2_grpc.add_LatentTransferServicer_to_server(self._parts.latents, server)
