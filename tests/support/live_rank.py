@@ -8,7 +8,7 @@ import grpc
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.telemetry.histogram import SHORT_S, Histogram
 from equipoise.worker.alone import engine_alone
-from equipoise.worker.grammars import Grammars
+from equipoise.worker.grammar_compiler import GrammarCompiler
 from equipoise.worker.inference import InferenceService
 from equipoise.worker.settings import WorkerSettings
 from equipoise_api.v1 import worker_pb2_grpc
@@ -28,7 +28,7 @@ async def live_rank(*, context_length):
         itl_s=Histogram(SHORT_S),
         boot_id="boot-1",
         latents=None,
-        grammars=Grammars(packaged_checkpoint(), vocab_size=VOCAB_SIZE),
+        grammars=GrammarCompiler(packaged_checkpoint(), vocab_size=VOCAB_SIZE),
     )
     engine = await asyncio.to_thread(
         engine_alone,

@@ -89,7 +89,7 @@ def test_a_grammar_may_begin_after_a_text(grammars, grammar):
 
 
 def test_a_grammar_that_takes_long_holds_up_no_other(grammars, monkeypatch):
-    compiling, go, compile_ = threading.Event(), threading.Event(), grammars._compile
+    compiling, go, compile_ = threading.Event(), threading.Event(), grammars.compile
 
     def slow(grammar):
         if grammar.text == "slow":
@@ -97,7 +97,7 @@ def test_a_grammar_that_takes_long_holds_up_no_other(grammars, monkeypatch):
             assert go.wait(60)
         return compile_(grammar)
 
-    monkeypatch.setattr(grammars, "_compile", slow)
+    monkeypatch.setattr(grammars, "compile", slow)
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(masks_of, grammars, regex("slow"))
         assert compiling.wait(60)
@@ -167,6 +167,22 @@ def test_a_grammar_that_gets_too_complex_allows_no_token(grammars):
     assert allowed(constraint.masks()[0]) == {97}, "the draft did no harm"
     assert not constraint.accept(b"a")
     assert not constraint.masks().any()
+
+
+def test_an_ambiguous_grammar_ends_a_request_before_its_masks_delay_steps(grammars):
+    """Each token takes longer than the one before, and no limit of the library applies."""
+    grammar = Grammar(kind=GrammarKind.GRAMMAR, text='start: s\ns: s s | "a" | s s s |')
+    constraint = grammars.constraint(grammar, output=(), stop_tokens=STOPS)
+    slowest_s = 0.0
+    for _ in range(2000):
+        began_s = time.thread_time()
+        mask = constraint.masks()
+        slowest_s = max(slowest_s, time.thread_time() - began_s)
+        if not mask.any():
+            break
+        assert constraint.accept(b"a")
+    assert constraint.trouble == "a mask took more than 0.05 s"
+    assert slowest_s < 1.0
 
 
 def test_the_parameters_of_as_many_tools_as_a_request_may_have_are_a_grammar(grammars):

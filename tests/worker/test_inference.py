@@ -160,6 +160,7 @@ async def test_many_clients_at_once_get_their_own_tokens(bench, solo):
         (request(num_replayed=5), "num_replayed is 5"),
         (request(prompt_logprobs=21), "prompt_logprobs is 21: it must be at most 20"),
         (request(min_tokens=9), "min_tokens is 9: it must be at most max_tokens, 8"),
+        (request(stop_tokens=[1] * 1025), "stop_tokens has more than 1024 tokens"),
         (request(logit_bias={64: 1.0}), "token 64 is not in the vocabulary"),
         (request(logit_bias={1: float("nan")}), "sampling.logit_bias = ((1, nan),) is out of"),
         (request(logit_bias={1: -100.5}), "it must be from -100 to 100 for every token"),
@@ -354,13 +355,17 @@ class SlowGrammars:
     """Compile once the test says so."""
 
     def __init__(self, *, fault=None):
-        self.compiling, self.go, self.fault = threading.Event(), threading.Event(), fault
+        self.compiling, self.go, self.fault = asyncio.Event(), asyncio.Event(), fault
 
-    def constraint(self, *_, **__):
+    async def constraint(self, *_, **__):
         self.compiling.set()
-        assert self.go.wait(60)
+        async with asyncio.timeout(60):
+            await self.go.wait()
         if self.fault:
             raise self.fault
+
+    def close(self):
+        pass
 
 
 GRAMMAR = pb.Grammar(regex="a")
@@ -373,7 +378,7 @@ async def test_a_request_is_accepted_before_its_grammar_is_compiled(bench, solo)
     call = bench.stub.Generate(request(grammar=GRAMMAR), timeout=60)
     async with asyncio.timeout(60):
         assert dict(await call.initial_metadata())[ACCEPTED_KEY] == "1"
-        await asyncio.to_thread(slow.compiling.wait)
+        await slow.compiling.wait()
         assert (await generated(bench.stub.Generate(request(), timeout=60)))[0] == solo(PROMPT, 8)
         slow.go.set()
         assert (await generated(call))[0] == solo(PROMPT, 8)
@@ -399,7 +404,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_rejected_by_name(bench, faul
 async def test_no_request_is_to_blame_if_the_engine_ends_while_its_grammar_is_compiled(bench):
     bench.service._grammars = slow = SlowGrammars()
     call = bench.stub.Generate(request(grammar=GRAMMAR), timeout=60)
-    await asyncio.to_thread(slow.compiling.wait)
+    await slow.compiling.wait()
     bench.service.close("a peer rank failed")
     slow.go.set()
     with pytest.raises(grpc.aio.AioRpcError, match="a peer rank failed") as caught:

@@ -6,7 +6,9 @@ the same in any batch and on any rank.
 """
 
 import json
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,6 +44,10 @@ _MAX_SYMBOLS = {
     GrammarKind.GRAMMAR: 4_000,
 }
 
+MAX_MASK_S = 0.05
+"""Processor time of a mask, seconds: all ranks wait for it. Ambiguous grammars take ever more, the
+longer the output is, however small they are."""
+
 # Models may indent; without a bound they may also write white space only.
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 
@@ -63,8 +69,10 @@ class GrammarLimitError(GrammarError):
 class Constraint:
     """Which tokens may follow one output. Used by one thread at a time."""
 
-    def __init__(self, matcher: Any, *, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, *, vocab_size: int, max_mask_s: float = MAX_MASK_S) -> None:
         self._matcher = matcher
+        self._max_mask_s = max_mask_s
+        self._is_slow = False
         self._num_words = -(-vocab_size // 32)
 
     def accept(self, tokens: Sequence[int]) -> bool:
@@ -74,6 +82,8 @@ class Constraint:
     @property
     def trouble(self) -> str:
         """Why no token may follow any more; empty while one may."""
+        if self._is_slow:
+            return f"a mask took more than {self._max_mask_s:g} s"
         return _in_one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def masks(self, drafts: Sequence[int] = ()) -> Masks:
@@ -87,10 +97,12 @@ class Constraint:
         matcher = self._matcher.deep_copy() if drafts else self._matcher
         for index, mask in enumerate(masks):
             if not index or matcher.try_consume_tokens([drafts[index - 1]]):
+                began_s = time.thread_time()
                 matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                self._is_slow |= time.thread_time() - began_s > self._max_mask_s
             elif not matcher.is_error():
                 break
-            if matcher.is_error():
+            if self._is_slow or matcher.is_error():
                 masks[index:] = 0
                 break
         return masks
@@ -115,6 +127,11 @@ class Grammars:
         with self._lock, suppress(GrammarError):
             self._load_tokenizer()
 
+    def has_compiled(self, grammar: Grammar) -> bool:
+        """Whether a grammar is still known."""
+        with self._lock:
+            return grammar in self._compiled
+
     def constraint(
         self, grammar: Grammar, *, output: Sequence[int], stop_tokens: frozenset[int]
     ) -> Constraint:
@@ -125,10 +142,9 @@ class Grammars:
                 installation or model lacks what it takes, or the output does not match.
         """
         with self._lock:
-            self._load_tokenizer()
             matcher = self._compiled.get(grammar)
         # Several at a time: one that takes long holds up no other.
-        matcher = matcher or self._compile(grammar)
+        matcher = matcher or self.compile(grammar)
         with self._lock:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
@@ -141,7 +157,14 @@ class Grammars:
             raise GrammarLimitError(f"after {len(output)} tokens: {constraint.trouble}")
         return constraint
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def compile(self, grammar: Grammar) -> Any:
+        """Return llguidance's matcher of a grammar at the start of its output.
+
+        Raises:
+            GrammarError: as in `constraint`.
+        """
+        with self._lock:
+            self._load_tokenizer()
         from llguidance import (  # noqa: PLC0415 - optional
             LLMatcher,
             LLParserLimits,
@@ -168,7 +191,7 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError(_in_one_line(matcher.get_error()))
         # The first mask takes longest, and steps would wait for it. Copies share what it finds.
-        first = Constraint(matcher.deep_copy(), vocab_size=self._vocab_size)
+        first = Constraint(matcher.deep_copy(), vocab_size=self._vocab_size, max_mask_s=math.inf)
         first.masks()
         if first.trouble.startswith(_DEAD_END):
             raise GrammarError("it matches no text")

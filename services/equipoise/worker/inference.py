@@ -27,7 +27,8 @@ from equipoise.wire.inference_messages import (
 )
 from equipoise.worker.engine import Engine, StepResult, Visited
 from equipoise.worker.errors import NotServingError, QueueFullError, StepError
-from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitError, Grammars
+from equipoise.worker.grammar_compiler import GrammarCompiler
+from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitError
 from equipoise.worker.latents.holds import HoldEnd
 from equipoise.worker.latents.puller import LatentPuller
 from equipoise.worker.scheduler import Scheduler
@@ -64,7 +65,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         itl_s: Histogram,
         boot_id: str,
         latents: LatentPuller,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._grammars = grammars
         self._boot_id = boot_id
@@ -88,7 +89,7 @@ class InferenceService(pb_grpc.InferenceServicer):
     async def prepare(self) -> None:
         """Load what grammars need; better than with the first one, while others are served."""
         if self._grammars is not None:
-            await asyncio.to_thread(self._grammars.load)
+            await self._grammars.load()
 
     def visit(self, act: Callable[[Scheduler], Visited]) -> Visited:
         """Let `act` use the scheduler; once an engine was opened, also between two engines.
@@ -113,6 +114,8 @@ class InferenceService(pb_grpc.InferenceServicer):
         The requests of a failed step get its blame.
         """
         self._closed, self._failed_step = reason, failed_step
+        if self._grammars is not None:
+            self._grammars.close()
         for stream in self._streams.values():
             stream.put_nowait(None)
         self._changed.set()
@@ -214,11 +217,8 @@ class InferenceService(pb_grpc.InferenceServicer):
         if self._grammars is None:
             raise GrammarError("this worker takes no grammars")
         output = request.prompt[len(request.prompt) - request.num_replayed :]
-        return await asyncio.to_thread(
-            self._grammars.constraint,
-            grammar,
-            output=output,
-            stop_tokens=request.stop_tokens,
+        return await self._grammars.constraint(
+            grammar, output=output, stop_tokens=request.stop_tokens
         )
 
     async def _write(

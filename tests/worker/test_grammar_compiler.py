@@ -1,0 +1,87 @@
+"""No grammar ends the process that compiles it, or keeps it busy for good."""
+
+import asyncio
+import json
+import sys
+
+import psutil
+import pytest
+
+from equipoise.formats.packaged import packaged_checkpoint
+from equipoise.wire.inference_messages import Grammar, GrammarKind
+from equipoise.worker.grammar_compiler import GrammarCompiler
+from equipoise.worker.grammars import GrammarError, GrammarLimitError
+
+VOCAB_SIZE, END = 272, 257
+STOPS = frozenset({END})
+DEEP = Grammar(
+    kind=GrammarKind.GRAMMAR,
+    text="\n".join(("start: r0", *(f"r{n}: r{n + 1}" for n in range(3500)), 'r3500: "a"')),
+)
+"""It overflows a stack of 8 MiB."""
+
+ENDLESS = Grammar(
+    kind=GrammarKind.JSON_SCHEMA, text=json.dumps({"type": "integer", "multipleOf": 1_000_003})
+)
+
+
+@pytest.fixture
+async def compiler():
+    made = GrammarCompiler(packaged_checkpoint(), vocab_size=VOCAB_SIZE)
+    yield made
+    processes = [*made._idle]
+    made.close()
+    for process in processes:
+        await process.wait()
+
+
+def with_limit(compiler, limit):
+    """Its other processes start with another limit."""
+    code = f"import sys; from equipoise.worker import grammar_compiler as one; one.{limit}"
+    arguments = compiler._command[-2:]
+    compiler._command = (sys.executable, "-c", f"{code}; one._main(*sys.argv[1:])", *arguments)
+
+
+async def constraint_of(compiler, grammar):
+    async with asyncio.timeout(120):
+        return await compiler.constraint(grammar, output=(), stop_tokens=STOPS)
+
+
+async def test_a_grammar_may_be_as_deep_as_its_size_allows(compiler):
+    assert (await constraint_of(compiler, DEEP)).masks().any()
+
+
+@pytest.mark.parametrize(
+    ("limit", "grammar"),
+    [
+        ("TRIAL_CPU_S = 0", ENDLESS),
+        ("STACK_BYTES = 2**18", DEEP),
+    ],
+)
+async def test_a_grammar_that_takes_too_much_is_rejected_and_later_ones_are_not(
+    compiler, limit, grammar
+):
+    with_limit(compiler, limit)
+    with pytest.raises(GrammarLimitError, match="too complex: compiling it takes too much"):
+        await constraint_of(compiler, grammar)
+    with_limit(compiler, "TRIAL_CPU_S = 10")
+    simple = Grammar(kind=GrammarKind.REGEX, text="a")
+    assert (await constraint_of(compiler, simple)).masks().any()
+    with pytest.raises(GrammarError, match="it matches no text"):
+        await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="[^\\s\\S]"))
+    (alive,) = compiler._idle
+    assert alive.returncode is None, "it serves again"
+    compiler.close()
+    await asyncio.wait_for(alive.wait(), 60)
+
+
+async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler):
+    before = {*psutil.Process().children()}
+    waiting = asyncio.create_task(constraint_of(compiler, ENDLESS))
+    await asyncio.sleep(0.5)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert not compiler._idle
+    async with asyncio.timeout(60):
+        while not before.issuperset(psutil.Process().children()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
