@@ -12,13 +12,19 @@ from equipoise.wire.checks import MAX_CELLS, MAX_COUNT, MAX_EXPERT_CELLS, MAX_RA
 from equipoise.wire.convert import from_balancer, from_worker, to_balancer, to_worker
 from equipoise.wire.encoder import Encoder
 from equipoise.wire.errors import InvalidMessageError
-from equipoise.wire.inference import response_from_proto
-from equipoise.wire.inference_messages import GenerateRequest, Sampling
+from equipoise.wire.inference import request_from_proto, response_from_proto
+from equipoise.wire.inference_messages import (
+    MAX_GRAMMAR_BYTES,
+    MAX_LISTED_TOKENS,
+    GenerateRequest,
+    Sampling,
+)
 from equipoise.wire.limits import (
     MAX_HELLO_BYTES,
     MAX_PUSH_BYTES,
     MAX_STATUS_BYTES,
     max_message_bytes,
+    max_request_bytes,
 )
 from equipoise.wire.messages import GroupLost, Hello, RunningState
 from equipoise_api.v1 import status_pb2, worker_link_pb2, worker_pb2
@@ -29,6 +35,21 @@ from tests.support.limits import (
     long_name,
     variants,
 )
+
+
+def test_the_largest_request_fits_into_its_message():
+    """Otherwise gRPC rejects it as if the worker were full, and gateways try it again."""
+    largest, context = 2**31 - 1, 96
+    request = worker_pb2.GenerateRequest(
+        request_id=long_name("r", 1),
+        prompt=[largest] * (context - 1),
+        max_tokens=1,
+        stop_tokens=[largest] * MAX_LISTED_TOKENS,
+        logit_bias={largest - number: 1.5 for number in range(MAX_LISTED_TOKENS)},
+        grammar=worker_pb2.Grammar(regex="a" * MAX_GRAMMAR_BYTES),
+    )
+    request_from_proto(request, vocab_size=2**31, context_length=context)
+    assert request.ByteSize() < max_request_bytes(context_length=context)
 
 
 def check(base, decode):

@@ -29,7 +29,7 @@ from equipoise.gateway.settings import GatewaySettings
 from equipoise.gateway.structured_fields import GRAMMAR_FIELDS, check_end, grammar_of
 from equipoise.gateway.tokenizer import Tokenizer
 from equipoise.gateway.tool_fields import TOOL_FIELDS, ToolUse, tool_use_of, tools_of
-from equipoise.wire.inference_messages import MAX_LOGPROBS, Grammar
+from equipoise.wire.inference_messages import MAX_LISTED_TOKENS, MAX_LOGPROBS, Grammar
 
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI."""
@@ -284,6 +284,10 @@ class RequestParser:
         stop_tokens = frozenset(tokens_of(fields, "stop_token_ids", vocab_size=vocab_size))
         if not fields.flag("ignore_eos"):
             stop_tokens |= self._tokenizer.end_tokens
+        if len(stop_tokens) > MAX_LISTED_TOKENS:
+            raise fields.reject(
+                "stop_token_ids", f"must be at most {MAX_LISTED_TOKENS} with the end tokens"
+            )
         min_tokens = fields.whole("min_tokens", least=0, most=max_tokens, default=0)
         if min_tokens and len(stop_tokens) == vocab_size:
             raise fields.reject("min_tokens", "cannot be reached: every token is a stop token")

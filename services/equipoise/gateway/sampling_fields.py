@@ -9,13 +9,15 @@ from typing import Any
 
 from equipoise.gateway.errors import GatewayError, InvalidRequestError
 from equipoise.gateway.fields import Fields, is_whole, shown
-from equipoise.wire.inference_messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
+from equipoise.wire.inference_messages import (
+    MAX_LISTED_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Sampling,
+)
 
 MAX_STOPS = 256
 """Stop strings of a request; OpenAI takes 4."""
-
-MAX_BIASED_TOKENS = 1024
-"""Tokens in a request's `logit_bias`; OpenAI takes 300."""
 
 MAX_PROMPT_LOGPROBS = 2**18
 """Logprobs of the prompts' tokens, in all choices of a request together: 16 MB of an answer."""
@@ -132,9 +134,9 @@ def logit_bias_of(fields: Fields, *, vocab_size: int) -> tuple[tuple[int, float]
     value = fields.get("logit_bias")
     if value is None:
         return ()
-    if not isinstance(value, dict) or len(value) > MAX_BIASED_TOKENS:
+    if not isinstance(value, dict) or len(value) > MAX_LISTED_TOKENS:
         raise fields.reject(
-            "logit_bias", f"must be an object with at most {MAX_BIASED_TOKENS} token ids"
+            "logit_bias", f"must be an object with at most {MAX_LISTED_TOKENS} token ids"
         )
     biases = Fields(value, path="logit_bias.")
     bound = MAX_LOGIT_BIAS

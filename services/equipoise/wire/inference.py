@@ -11,6 +11,7 @@ from equipoise.wire.inference_messages import (
     BLAME_KEY,
     MAX_AFTER_BYTES,
     MAX_GRAMMAR_BYTES,
+    MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
     Blame,
     FinishReason,
@@ -87,11 +88,7 @@ def request_from_proto(
         raise _invalid_request(
             f"prompt_logprobs is {message.prompt_logprobs}: it must be at most {MAX_LOGPROBS}"
         )
-    for token in chain(message.prompt, message.stop_tokens, message.logit_bias):
-        if token >= vocab_size:
-            raise _invalid_request(
-                f"token {token} is not in the vocabulary: tokens are 0 to {vocab_size - 1}"
-            )
+    _check_tokens(message, vocab_size=vocab_size)
     return GenerateRequest(
         request_id=checks.name("generate", "request_id", message.request_id or "unnamed"),
         prompt=tuple(message.prompt),
@@ -108,6 +105,17 @@ def request_from_proto(
         ),
         grammar=_grammar_from_proto(message) if message.HasField("grammar") else None,
     )
+
+
+def _check_tokens(message: pb.GenerateRequest, *, vocab_size: int) -> None:
+    for name, listed in ("stop_tokens", message.stop_tokens), ("logit_bias", message.logit_bias):
+        if len(listed) > MAX_LISTED_TOKENS:
+            raise _invalid_request(f"{name} has more than {MAX_LISTED_TOKENS} tokens")
+    for token in chain(message.prompt, message.stop_tokens, message.logit_bias):
+        if token >= vocab_size:
+            raise _invalid_request(
+                f"token {token} is not in the vocabulary: tokens are 0 to {vocab_size - 1}"
+            )
 
 
 def _prompt_report_to_proto(report: PromptReport) -> list[pb.PromptReport]:

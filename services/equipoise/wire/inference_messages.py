@@ -18,6 +18,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_GRAMMAR_BYTES = 2**16
 """Longest grammar."""
 
+MAX_LISTED_TOKENS = 1024
+"""Most stop tokens of a request, and most tokens of its `logit_bias`: each step looks at them."""
+
 MAX_AFTER_BYTES = 64
 """Longest text after which a grammar holds."""
 

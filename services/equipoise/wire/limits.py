@@ -6,6 +6,7 @@ a worker's own shape gives a lower limit.
 
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.wire.checks import MAX_CELLS, MAX_EXPERT_CELLS, MAX_NAME_BYTES, MAX_RANKS
+from equipoise.wire.inference_messages import MAX_GRAMMAR_BYTES, MAX_LISTED_TOKENS
 from equipoise.wire.messages import Hello
 
 _REST_BYTES = 64 * 1024
@@ -63,8 +64,9 @@ def max_message_bytes(hello: Hello) -> int:
 
 
 def max_request_bytes(*, context_length: int) -> int:
-    """Limit of messages to a worker's port: a prompt and as many stop tokens.
+    """Limit of messages to a worker's port: a prompt, a grammar, stop tokens and biased ones.
 
-    Each token is a varint of up to 5 bytes.
+    Each token is a varint of up to 5 bytes; a biased one is a message with a tag and a float, too.
     """
-    return 2 * 5 * context_length + _REST_BYTES
+    listed = MAX_LISTED_TOKENS * (5 + 16)
+    return 5 * context_length + MAX_GRAMMAR_BYTES + listed + _REST_BYTES
