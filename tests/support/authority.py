@@ -46,7 +46,7 @@ class Authority:
         self.ca_file = folder / "ca.pem"
         self.ca_file.write_bytes(made.public_bytes(Encoding.PEM))
 
-    def issue(self, name, *, hosts=None, uri=None, expired=False):
+    def issue(self, name, *, hosts=None, uri=None, expired=False, begins=None):
         """Return `Tls` for this common name; a repeated call replaces the files.
 
         By default the certificate names this machine and the role, as servers need.
@@ -62,7 +62,7 @@ class Authority:
         made = self._signed(
             _named(name),
             key.public_key(),
-            since=until - 2 * _DAY,
+            since=begins or until - 2 * _DAY,
             until=until,
             extensions=(x509.SubjectAlternativeName(names),),
         )

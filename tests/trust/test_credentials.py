@@ -1,7 +1,12 @@
 """Certificate files: errors are one line, and replaced files are reloaded."""
 
+import asyncio
+import socket
+import ssl
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 
 from equipoise.trust.credentials import Credentials
@@ -73,6 +78,45 @@ def test_renewed_files_are_reloaded_and_invalid_ones_are_ignored(authority, capl
     assert "keeping the last valid certificates: tls_cert" in caplog.text
     authority.issue("balancer")
     assert credentials.version() == 3
+
+
+async def test_a_port_presents_renewed_certificates_whoever_noticed_them_first(authority):
+    tls = authority.issue("balancer")
+    credentials = Credentials(tls)
+    server = grpc.aio.server()
+    port = credentials.bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        for _ in range(2):
+            assert await asyncio.to_thread(_presented, port, tls) == _in_file(tls)
+            authority.issue("balancer")
+            credentials.expires_s()  # As a scrape of the metrics does.
+        assert await asyncio.to_thread(_presented, port, tls) == _in_file(tls)
+    finally:
+        await server.stop(None)
+
+
+def _presented(port, tls):
+    """The certificate that a port shows to a caller with these files."""
+    context = ssl.create_default_context(cafile=tls.tls_ca)
+    context.load_cert_chain(tls.tls_cert, tls.tls_key)
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", port), 60) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+    ):
+        return connection.getpeercert(binary_form=True)
+
+
+def _in_file(tls):
+    return ssl.PEM_cert_to_DER_cert(Path(tls.tls_cert).read_text())
+
+
+@pytest.mark.parametrize(("ahead_s", "is_taken"), [(30, True), (3600, False)])
+def test_the_clock_may_be_a_little_behind_that_of_the_authority(authority, ahead_s, is_taken):
+    credentials = Credentials(authority.issue("balancer"))
+    authority.issue("balancer", begins=datetime.now(UTC) + timedelta(seconds=ahead_s))
+    assert credentials.version() == 1 + is_taken
 
 
 @pytest.mark.parametrize(("worker", "balancer"), [("", "b"), ("w", ""), ("same", "same")])

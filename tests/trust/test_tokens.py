@@ -112,7 +112,7 @@ def test_no_header_switches_the_check_off(keys):
     "claims",
     [
         *({"aud": AUDIENCE, "exp": exp} for exp in (None, "9", True, 1.5, float("nan"), [1])),
-        *({"aud": AUDIENCE, "exp": exp} for exp in (-1, 0, 2**53 + 1, 2**64, 10**300)),
+        *({"aud": AUDIENCE, "exp": exp} for exp in (-1, 0, 2**53 + 1, 2**64, 10**300, -(10**400))),
         *({"aud": aud, "exp": int(NOW)} for aud in (None, [AUDIENCE], {}, "a\nb" * 300)),
         *({}, [], "text", None, b"\xff", b"", b"[" * 1200),
     ],
@@ -139,6 +139,19 @@ def test_replaced_files_are_reloaded_and_invalid_ones_are_ignored(keys, tmp_path
         token = own.token(audience=AUDIENCE, now=NOW)
         assert known.identify(token, audience=AUDIENCE, now=NOW).role is Role.GATEWAY
     assert "keeping the last valid accepted keys" in caplog.text
+
+
+def test_a_file_that_stays_unusable_is_one_warning(keys, caplog):
+    accepted = keys[1]
+    known = AcceptedKeys(str(accepted))
+    accepted.unlink()
+    for _ in range(3):
+        known.identify(
+            SigningKey(keys[0]["gateway"]).token(audience=AUDIENCE, now=NOW),
+            audience=AUDIENCE,
+            now=NOW,
+        )
+    assert caplog.text.count("keeping the last valid accepted keys") == 1
 
 
 def test_a_key_of_another_kind_is_an_error(tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 from equipoise.trust.errors import TrustError
 from equipoise.trust.files import WatchedFiles
 from equipoise.trust.settings import Tls
+from equipoise.trust.tokens import CLOCK_SKEW_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class CertificateFiles:
         if certificate.not_valid_after_utc < now:
             ended = certificate.not_valid_after_utc
             raise TrustError(f"{self._named(setting)} expired on {ended:%Y-%m-%d}: renew it")
-        if certificate.not_valid_before_utc > now:
+        if certificate.not_valid_before_utc > now + timedelta(seconds=CLOCK_SKEW_S):
             begins = certificate.not_valid_before_utc
             raise TrustError(
                 f"{self._named(setting)} is not valid before {begins:%Y-%m-%d %H:%M} UTC: "

@@ -25,7 +25,7 @@ class WatchedFiles:
         self._read_at: Stamp = ()
 
     def changed(self) -> bool:
-        """Whether a file was replaced since the last successful `read`."""
+        """Whether a file was replaced since the last `read`."""
         return self._stamp() != self._read_at
 
     def read(self) -> tuple[bytes, ...]:
@@ -34,7 +34,7 @@ class WatchedFiles:
         Raises:
             TrustError: a file cannot be read; the message names it and its setting.
         """
-        stamp = self._stamp()
+        self._read_at = self._stamp()
         contents = []
         for setting, path in self._paths:
             try:
@@ -42,7 +42,6 @@ class WatchedFiles:
                     contents.append(file.read())
             except OSError as error:
                 raise TrustError(f"{setting} {path}: {error.strerror}") from error
-        self._read_at = stamp
         return tuple(contents)
 
     def _stamp(self) -> Stamp:

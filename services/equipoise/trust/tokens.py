@@ -136,7 +136,7 @@ def _check_claims(payload: bytes, *, audience: str, now: float) -> None:
     if type(expiry) is not int:
         raise InvalidTokenError("its expiry is not a whole number")
     if expiry < now - CLOCK_SKEW_S:
-        raise InvalidTokenError(f"it expired {now - expiry:.0f} s ago: check both clocks")
+        raise InvalidTokenError(f"it expired {now - max(expiry, 0):.0f} s ago: check both clocks")
     if expiry > now + LIFETIME_S + CLOCK_SKEW_S:
         raise InvalidTokenError(
             f"it expires more than {LIFETIME_S} s from now: check both clocks, or sign one per call"
