@@ -138,23 +138,18 @@ def test_a_step_that_two_ranks_report_with_different_generations_is_found():
     assert steps_of_two_generations([earlier, later, crossing]) == 1
 
 
-def test_latencies_are_split_by_overlap_with_a_rollout():
-    gaps = [
-        TimeSpan(0.0, 0.01),
-        TimeSpan(9.0, 9.02),
-        TimeSpan(9.99, 10.02),
-        TimeSpan(10.5, 10.53),
-        TimeSpan(11.2, 11.24),
-    ]
-    quiet, during = split_latency(gaps, [TimeSpan(10.0, 11.0)])
-    assert (quiet.samples, during.samples) == (2, 2)
-    assert quiet.p50_ms == pytest.approx(15)
-    assert during.p99_ms == pytest.approx(30, abs=0.1)
+def test_latencies_in_a_rollout_are_compared_with_those_beside_it():
+    ended_s = {5.9: 50, 6.1: 10, 9.1: 50, 10.01: 30, 11.0: 30, 11.9: 50, 12.1: 20, 15.1: 50}
+    gaps = [TimeSpan(to_s - ms / 1e3, to_s) for to_s, ms in ended_s.items()]
+    beside, during = split_latency(gaps, [TimeSpan(10.0, 11.0)])
+    assert (beside.samples, during.samples) == (2, 2)
+    assert beside.p50_ms == pytest.approx(15)
+    assert during.p99_ms == pytest.approx(30)
 
 
-def test_without_a_rollout_all_gaps_are_quiet():
-    quiet, during = split_latency([TimeSpan(0.0, 0.01)], [])
-    assert (quiet.samples, during.samples) == (1, 0)
+def test_without_a_rollout_there_is_nothing_to_compare():
+    beside, during = split_latency([TimeSpan(0.0, 0.01)], [])
+    assert (beside.samples, during.samples) == (0, 0)
     assert math.isnan(during.p95_ms)
 
 

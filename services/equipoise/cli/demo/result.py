@@ -23,8 +23,11 @@ RECOVERED_MAX_OVER_MEAN = 1.2
 DRIFTED_MAX_OVER_MEAN = 1.4
 """A pool is out of balance when its busiest rank carries at least this many times the mean."""
 
-_SETTLING_S = 0.5
-"""Time around a rollout that counts as neither quiet nor rollout."""
+_SETTLING_S, _BESIDE_S = 1.0, 4.0
+"""Tokens that came between these times before or after a rollout are what it is compared with.
+
+Rollouts follow shifts of traffic, so a whole run has another load. Closer ones saw the planning.
+"""
 
 _SWITCH_REPORT_S = 0.25
 """From the last Staged to the last Switched message: about one step and one message."""
@@ -114,7 +117,7 @@ class DemoResult:
     steps_of_two_generations: int
     """Steps that ranks ran with different generations."""
     quiet: Latency
-    """Inter-token latency away from rollouts."""
+    """Inter-token latency beside rollouts."""
     during_rollout: Latency
     """Inter-token latency during rollouts."""
     tokens_per_s: float
@@ -152,7 +155,7 @@ class DemoResult:
 
     @property
     def p95_ratio(self) -> float:
-        """p95 inter-token latency during rollouts over that away from rollouts."""
+        """p95 inter-token latency during rollouts over that beside them."""
         return self.during_rollout.p95_ms / self.quiet.p95_ms
 
     def to_json(self) -> dict[str, Any]:
@@ -257,18 +260,14 @@ def steps_of_two_generations(completions: Iterable[Completion]) -> int:
 def split_latency(
     gaps: Sequence[TimeSpan], rollouts: Sequence[TimeSpan]
 ) -> tuple[Latency, Latency]:
-    """Inter-token latency away from rollouts, and of gaps that overlap one.
-
-    Gaps less than half a second away from a rollout count for neither.
-    """
-    from_s = np.array([gap.from_s for gap in gaps])
-    to_s = np.array([gap.to_s for gap in gaps])
-    during = np.zeros(len(gaps), dtype=bool)
-    near = np.zeros(len(gaps), dtype=bool)
+    """Inter-token latency a few seconds beside rollouts, and in them; by when a gap ended."""
+    ends_s = np.array([gap.to_s for gap in gaps])
+    lengths_s = ends_s - [gap.from_s for gap in gaps]
+    apart_s = np.full(len(gaps), np.inf)
     for span in rollouts:
-        during |= (from_s < span.to_s) & (to_s > span.from_s)
-        near |= (from_s < span.to_s + _SETTLING_S) & (to_s > span.from_s - _SETTLING_S)
-    return latency((to_s - from_s)[~near]), latency((to_s - from_s)[during])
+        apart_s = np.minimum(apart_s, np.maximum(span.from_s - ends_s, ends_s - span.to_s))
+    is_beside = (apart_s > _SETTLING_S) & (apart_s <= _BESIDE_S)
+    return latency(lengths_s[is_beside]), latency(lengths_s[apart_s <= 0])
 
 
 def latency(lengths_s: np.ndarray[Any, np.dtype[np.float64]]) -> Latency:

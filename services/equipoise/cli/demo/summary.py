@@ -72,10 +72,10 @@ def _rows(result: DemoResult) -> list[Row]:
             "at most 0.5 of a step",
             stall_share <= 0.5,
         ),
-        Row("inter-token p50, p95, p99, outside rollouts", _percentiles(quiet)),
+        Row("inter-token p50, p95, p99, beside rollouts", _percentiles(quiet)),
         Row("inter-token p50, p95, p99, in rollouts", _percentiles(during)),
         Row(
-            "p95 in rollouts / outside rollouts",
+            "p95 in rollouts / beside rollouts",
             f"{result.p95_ratio:.2f}",
             "at most 1.25",
             result.p95_ratio <= 1.25,
