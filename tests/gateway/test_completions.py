@@ -263,6 +263,7 @@ async def test_a_client_that_does_not_read_is_disconnected(run_gateway, fleet):
         ({"prompt": "a", "stop_token_ids": [272]}, "stop_token_ids", "tokens 0 to 271, not 272"),
         ({"prompt": "a", "stop": ""}, "stop", "not empty"),
         ({"prompt": "a", "stop": ["a"] * 257}, "stop", "up to 256"),
+        ({"prompt": "a", "stop": ["a" * 4000, "b" * 97]}, "stop", "at most 4096 characters"),
         ({"prompt": "a", "stream": "yes"}, "stream", "true or false"),
         ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream: true"),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "no"),

@@ -19,6 +19,9 @@ from equipoise.wire.inference_messages import (
 MAX_STOPS = 256
 """Stop strings of a request; OpenAI takes 4."""
 
+MAX_STOP_CHARACTERS = 4096
+"""Characters of all stop strings together: held text is compared with all of them at each token."""
+
 MAX_PROMPT_LOGPROBS = 2**18
 """Logprobs of the prompts' tokens, in all choices of a request together: 16 MB of an answer."""
 
@@ -177,4 +180,6 @@ def stops_of(fields: Fields) -> tuple[str, ...]:
     is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
     if not is_list or not all(isinstance(stop, str) and stop for stop in stops):
         raise fields.reject("stop", f"must be a string or a list of up to {MAX_STOPS}, not empty")
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise fields.reject("stop", f"must have at most {MAX_STOP_CHARACTERS} characters in all")
     return tuple(stops)
