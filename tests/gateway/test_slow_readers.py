@@ -2,11 +2,15 @@
 
 import asyncio
 import json
-import logging
 import socket
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from urllib.parse import urlsplit
 
+import psutil
+import pytest
+
+from equipoise.gateway.client import HttpClient
+from equipoise.gateway.errors import ClientGoneError
 from equipoise_api.v1 import worker_pb2 as pb
 from tests.support.scripted_ranks import BOUND_S, FakeRank, all_events, listening, tokens_of
 
@@ -35,10 +39,10 @@ class ChattyRank(FakeRank):
             self.num_sent += 1
 
 
-def ask_and_read_nothing(base_url):
-    """A hundred megabytes are asked for by a client that has room for next to nothing."""
-    fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": MANY_TOKENS, "stream": True}
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+def ask_and_read_nothing(base_url, **fields):
+    """Megabytes are asked for by a client that has room for next to nothing."""
+    fields |= {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    body = json.dumps({"top_logprobs": 20, **fields}).encode()
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((urlsplit(str(base_url)).hostname, urlsplit(str(base_url)).port))
@@ -47,18 +51,32 @@ def ask_and_read_nothing(base_url):
     return client
 
 
-async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(run_gateway, caplog):
-    caplog.set_level(logging.INFO)
-    rank, served = ChattyRank(), 0
+def is_connected(client):
+    """Whether the gateway, in this process, has its end of the connection."""
+    _, port = client.getsockname()
+    connections = psutil.Process().net_connections("tcp")
+    return any(one.raddr and one.raddr.port == port for one in connections)
+
+
+@asynccontextmanager
+async def running(run_gateway, rank):
+    """A gateway that waits a second for its clients."""
     sizes = {"max_tokens": MANY_TOKENS, "context_length": 2 * MANY_TOKENS}
     async with (
         listening(rank) as address,
         run_gateway(workers=(address,), client_timeout_s=1.0, **sizes) as gateway,
     ):
-        with closing(ask_and_read_nothing(gateway.client.base_url)):
+        yield gateway
+
+
+async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(run_gateway):
+    rank, served = ChattyRank(), 0
+    async with running(run_gateway, rank) as gateway:
+        url = gateway.client.base_url
+        with closing(ask_and_read_nothing(url, max_tokens=MANY_TOKENS, stream=True)) as client:
             await asyncio.wait_for(rank.until(lambda: rank.num_open), BOUND_S)
             async with asyncio.timeout(BOUND_S):
-                while "the client did not read for 1 s (client)" not in caplog.text:
+                while is_connected(client):
                     async with gateway.stream(prompt=[7], max_tokens=5) as response:
                         assert tokens_of(await all_events(response)) == (65,) * 5
                     served += 1
@@ -66,3 +84,25 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(r
     assert served > 3
     # Unread output is not buffered: its rank was held back.
     assert (rank.num_sent - served) * TOKENS_A_MESSAGE < MANY_TOKENS / 2
+
+
+async def test_a_client_that_does_not_read_a_whole_answer_is_disconnected(run_gateway):
+    rank = ChattyRank()
+    async with running(run_gateway, rank) as gateway:
+        with closing(ask_and_read_nothing(gateway.client.base_url, max_tokens=4600)) as client:
+            await asyncio.wait_for(rank.until(lambda: rank.num_open), BOUND_S)
+            assert is_connected(client)
+            async with asyncio.timeout(BOUND_S):
+                while is_connected(client):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+
+async def test_a_client_that_reads_too_slowly_ends_its_stream():
+    """The system sees that it reads, but the next event waits for long."""
+
+    async def send(_message):
+        await asyncio.Event().wait()
+
+    client = HttpClient({}, send, send, timeout_s=0.05)
+    with pytest.raises(ClientGoneError, match=r"did not read for 0\.05 s"):
+        await client.send_event("text")

@@ -14,7 +14,10 @@ from equipoise.gateway.errors import BodyTooLargeError, BodyTooSlowError, Client
 
 
 class HttpClient:
-    """A client that does not send or read within `timeout_s` is disconnected."""
+    """The request of a client that does not send or read within `timeout_s` ends.
+
+    What was written before may still wait for the client; the server's socket bounds that.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, timeout_s: float) -> None:
         self.is_streaming = False

@@ -77,7 +77,7 @@ async def serve(
         worker_name=settings.tls_worker_name,
         balancer_name=settings.tls_balancer_name,
     )
-    listener = _listener(settings.listen)
+    listener = _listener(settings)
     table = partial(
         RankTable,
         max_queued=settings.max_queued_requests,
@@ -142,13 +142,19 @@ async def serve(
         await asyncio.gather(stopped, *watching, return_exceptions=True)
 
 
-def _listener(listen: str) -> socket.socket:
+def _listener(settings: GatewaySettings) -> socket.socket:
     try:
-        return open_listener(listen)
+        listener = open_listener(settings.listen)
     except OSError as error:
         raise GatewayError(
-            f"cannot listen on {listen}: {error.strerror}; choose another address with --listen"
+            f"cannot listen on {settings.listen}: {error.strerror}; choose another address with "
+            f"--listen"
         ) from error
+    # A closed connection stays until its client has read the rest. Linux ends it if that stops.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        timeout_ms = round(settings.client_timeout_s * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    return listener
 
 
 class _Model:
