@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from equipoise.gateway import relay as relay_module
 from equipoise.gateway.errors import InvalidRequestError, NoRankError
 from equipoise.gateway.handover import Direct, first_leg, why_direct
 from equipoise.gateway.metrics import RequestTally
@@ -253,13 +252,16 @@ async def test_when_all_prefill_ranks_fail_the_decode_rank_prefills_the_prompt()
         assert rig.tally.num_handed_over == 0
 
 
-async def test_a_full_prefill_pool_makes_the_decode_rank_prefill_the_prompt(monkeypatch):
-    monkeypatch.setattr(relay_module, "PREFILL_WAIT_S", 0.05)
+async def test_a_full_prefill_pool_makes_the_decode_rank_prefill_the_prompt():
     async with pools(num_prefill=1) as rig:
         full = Fault(code=grpc.StatusCode.RESOURCE_EXHAUSTED, accept=False)
         rig.prefill[0].faults.extend([full] * 5)
         assert tokens_of(await answer(rig)) == undisturbed(PROMPT, 12)
         assert rig.tally.direct == {Direct.CROWDED: 1}
+        # The rank is not asked again for this prompt, and the next prompt finds that it rests.
+        assert len(rig.prefill[0].faults) == 4
+        (rank,) = rig.tables[0].loads()
+        assert rank.resting_reason == "as the script says"
 
 
 async def test_a_prompt_that_only_the_prefill_pool_rejects_goes_to_the_decode_rank(caplog):

@@ -31,7 +31,7 @@ class Direct(StrEnum):
     """Latents of the prefill pool have another form."""
 
     CROWDED = "crowded"
-    """No rank of the prefill pool accepted it soon enough."""
+    """No rank of the prefill pool is free soon enough, or the chosen one's queue is full."""
 
     REJECTED = "rejected"
     """A rank of the prefill pool rejects what this one accepts: their limits differ."""

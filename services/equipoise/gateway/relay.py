@@ -166,6 +166,10 @@ class Relay:
                 # The pools' limits may differ. If the decode rank rejects it too, it is invalid.
                 leg, rejection = None, f"{progress.running.rank.name} rejects it: {error}"
                 progress.running = reservation
+            except RankFullError as full:
+                leg.full(str(full))
+                self._note_direct(Direct.CROWDED, reservation.rank)
+                leg, progress.running = None, reservation
         if leg is None:
             own_pool = self._settings.pool
             async with aclosing(self._attempt(reservation, request, pool=own_pool)) as parts:
