@@ -1,6 +1,7 @@
 """`/v1/responses` as OpenAI's client sees it: whole, streamed, and sent back as input."""
 
 import json
+from contextlib import asynccontextmanager
 
 import openai
 import pytest
@@ -9,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from equipoise_api.v1 import worker_pb2 as pb
-from tests.gateway.test_tool_calls import hermes
+from tests.gateway.test_tool_calls import dsml, hermes
 from tests.support.scripted_ranks import BOUND_S, TRUSTING_NOBODY, Fault, says, undisturbed
 
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -26,14 +27,14 @@ ROME = '{"city": "Rome"}'
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
 
 
-@pytest_asyncio.fixture
-async def client(run_gateway, fleet):
+@asynccontextmanager
+async def clients(run_gateway, fleet, **settings):
     async with (
         run_gateway(
             workers=tuple(fleet.addresses),
             context_length=4096,
-            tool_call_parser="hermes",
             reasoning_parser="deepseek_r1",
+            **settings,
         ) as gateway,
         openai.AsyncOpenAI(
             base_url=f"{gateway.client.base_url}/v1",
@@ -43,6 +44,12 @@ async def client(run_gateway, fleet):
             http_client=openai.DefaultAsyncHttpxClient(verify=TRUSTING_NOBODY),
         ) as client,
     ):
+        yield client
+
+
+@pytest_asyncio.fixture
+async def client(run_gateway, fleet):
+    async with clients(run_gateway, fleet, tool_call_parser="hermes") as client:
         yield client
 
 
@@ -181,6 +188,21 @@ async def test_the_events_of_a_stream_come_in_openais_order(client, fleet):
         assert text == wanted
         ids = {getattr(event, "item_id", item.id) for event in of_item}
         assert ids == {item.id}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_within_a_call_follows_it(run_gateway, fleet, stream):
+    arguments = '{"city": "Rome", "days": 2}'
+    call = dsml("weather", arguments).replace("\n<", " or<")
+    fleet.fail(says(f"why</think>{call}"))
+    async with clients(run_gateway, fleet, tool_call_parser="deepseek_v32") as client:
+        answer = await client.responses.create(
+            model="tiny", input="a", tools=[WEATHER], stream=stream
+        )
+        whole = [event async for event in answer][-1].response if stream else answer
+    _, call, message = whole.output
+    assert (call.name, call.arguments, call.status) == ("weather", arguments, "completed")
+    assert message.content[0].text == "or or or"
 
 
 async def test_openais_stream_helper_adds_up(client, fleet):

@@ -192,7 +192,7 @@ def test_whatever_a_model_writes_the_cut_does_not_matter_and_no_word_is_lost(dat
         (DEEPSEEK_V32, dsml("f", '{"a": 1}').replace(' string="false"', ""), "",
          [("f", '{"a": 1}')]),
         (DEEPSEEK_V32, dsml("f", '{"a": 1}').replace("<\uff5cDSML\uff5cp", "so <\uff5cDSML\uff5cp"),
-         "\nso", [("f", '{"a": 1}')]),
+         "so", [("f", '{"a": 1}')]),
         (DEEPSEEK_V32, dsml("f", "{}").replace("\n\n", ' {"a":\n{}} '), "",
          [("f", '{"a":\n{}}')]),
         (DEEPSEEK_V32, dsml("f", '{"a": "b"}').partition("b<")[0] + "b</", "",
@@ -228,6 +228,15 @@ def test_text_in_dsml_arrives_as_it_is_written_and_other_values_at_once():
     assert [call.arguments for call in arguments] == [
         *('{"a": "', "x", '\\"', "y", '"', ', "b": ', "[1, 2]", "}")
     ]
+
+
+def test_content_within_a_call_follows_it():
+    split = ToolCallSplit(DEEPSEEK_V32)
+    written = dsml("f", '{"a": 1}').replace("\n<", " or<")
+    before = [split.read(letter, final=False)[0] for letter in written.removesuffix(">")]
+    assert not any(before)
+    text, (call,) = split.read(">", final=False)
+    assert (text, call.arguments, split.has_called) == ("or or", "}", True)
 
 
 def test_an_incomplete_call_is_no_call_to_act_on():

@@ -61,9 +61,9 @@ class _State(Enum):
 class ToolCallSplit:
     """Splits a text into content and calls.
 
-    A call that cannot be read is content as the model wrote it. White space beside calls is
-    dropped. The text ends with call number `max_calls`, if set. With `function` the text is
-    nothing but the arguments of one call of that function.
+    A call that cannot be read is content as the model wrote it. Content within a call follows it.
+    White space beside calls is dropped. The text ends with call number `max_calls`, if set. With
+    `function` the text is nothing but the arguments of one call of that function.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class ToolCallSplit:
         self._state = _State.CONTENT
         self._held = ""
         self._space = ""
+        self._within_call = ""
         self._is_after_call = False
         self._num_calls = 0
         self._content: list[str] = []
@@ -162,12 +163,13 @@ class ToolCallSplit:
     def _read_arguments(self, final: bool) -> bool:
         part = self._arguments.read(self._held, final=final)
         self._say_arguments(part.arguments)
-        self._say(part.content)
+        self._within_call += part.content
         self._held = self._held[part.size :]
         if self._arguments.is_complete:
             self._end_call(_State.CLOSE)
-        elif final:
-            self._space = ""
+        if self._arguments.is_complete or final:
+            self._say(self._within_call)
+            self._within_call = self._space = ""
         return self._arguments.is_complete
 
     def _read_close(self, final: bool) -> bool:
