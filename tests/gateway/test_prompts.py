@@ -5,7 +5,14 @@ import json
 
 import pytest
 
-from tests.support.scripted_ranks import BOUND_S, END_TOKEN, Fault, all_events, undisturbed
+from tests.support.scripted_ranks import (
+    BOUND_S,
+    END_TOKEN,
+    VOCAB_SIZE,
+    Fault,
+    all_events,
+    undisturbed,
+)
 
 PROMPTS = ["def f(", "class A:", "x = "]
 
@@ -144,6 +151,41 @@ async def test_an_answer_has_a_bounded_number_of_prompt_logprobs(gateway, fleet,
     assert fleet.num_requests == 0
     few = await ask(gateway, prompt=prompts[:2], max_tokens=1, prompt_logprobs=20)
     assert len(few["choices"][0]["prompt_logprobs"]) == 200
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 17, "logprobs": 1}),
+        ("/v1/completions", {"prompt": "a" * 2200, "logprobs": 1, "n": 16, "echo": True}),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 20, "n": 2}),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 2, "n": 16}),
+    ],
+)
+async def test_a_whole_answer_has_a_bounded_number_of_logprobs(run_gateway, fleet, path, fields):
+    """Sixteen choices could take a gigabyte, and 13 s in which no other request got a token."""
+    async with run_gateway(workers=tuple(fleet.addresses), context_length=16384) as gateway:
+        response = await gateway.client.post(path, json={"max_tokens": 8192, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "logprobs")
+        assert "ask for fewer logprobs, tokens (max_tokens) or choices (n)" in error["message"]
+        assert fleet.num_requests == 0
+        # Fewer tokens may have them, and generated ones in a stream, which are sent one by one.
+        for change in ({"max_tokens": 4096}, {"max_tokens": 8192, "stream": True}):
+            body = {**fields, **change, "stop_token_ids": [*range(VOCAB_SIZE)]}
+            response = await gateway.client.post(path, json=body)
+            assert response.status_code == 200, response.text
+
+
+async def test_logprobs_of_prompts_and_of_generated_tokens_count_together(gateway):
+    fields = {"prompt": [[1] * 100] * 20, "max_tokens": 100, "prompt_logprobs": 20, "logprobs": 20}
+    await ask(gateway, **fields)
+    error = (await gateway.post(**{**fields, "n": 4})).json()["error"]
+    assert error["param"] == "logprobs"
+    assert "could make an answer of 336000 logprobs, more than 262144" in error["message"]
 
 
 async def test_prompt_token_ids_come_with_token_ids(gateway):

@@ -18,6 +18,7 @@ from equipoise.gateway.responses_form import REPEATED_FIELDS
 from equipoise.gateway.responses_input import messages_of_input, text_format_of
 from equipoise.gateway.sampling_fields import (
     SamplingDefaults,
+    check_num_logprobs,
     logit_bias_of,
     num_logprobs_of,
     prompt_logprobs_of,
@@ -274,10 +275,14 @@ class RequestParser:
         if stream and num_choices > num_best:
             raise fields.reject("best_of", "must equal n in a stream: the best are known last")
         prompt_logprobs, shows_prompt_logprobs = prompt_logprobs_of(
+            fields, stream=stream, echoed=logprobs if echo else None
+        )
+        check_num_logprobs(
             fields,
             num_scored=sum(map(len, prompts)) * num_choices,
-            stream=stream,
-            echoed=logprobs if echo else None,
+            prompt_logprobs=prompt_logprobs,
+            num_generated=0 if stream else len(prompts) * num_choices * max_tokens,
+            logprobs=logprobs,
         )
         # The best choices are found by the logprobs of their tokens.
         sampled_logprobs = 0 if logprobs is None and num_choices > num_best else logprobs

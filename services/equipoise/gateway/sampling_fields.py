@@ -22,8 +22,8 @@ MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 4096
 """Characters of all stop strings together: held text is compared with all of them at each token."""
 
-MAX_PROMPT_LOGPROBS = 2**18
-"""Logprobs of the prompts' tokens, in all choices of a request together: 16 MB of an answer."""
+MAX_ANSWER_LOGPROBS = 2**18
+"""Logprobs that are sent at once: 1.3 s of a gateway's time, up to 18 MB of an answer."""
 
 MIN_TEMPERATURE = 0.01
 """A lower temperature other than 0 is raised to this, as vLLM does."""
@@ -105,27 +105,47 @@ def num_logprobs_of(fields: Fields, name: str) -> int | None:
 
 
 def prompt_logprobs_of(
-    fields: Fields, *, num_scored: int, stream: bool, echoed: int | None
+    fields: Fields, *, stream: bool, echoed: int | None
 ) -> tuple[int | None, bool]:
     """The same for the tokens of the prompts, and whether they get a field of their own.
 
-    `num_scored`: tokens in the prompts of all choices. `echoed`: the `logprobs` of an answer that
-    repeats its prompt.
+    `echoed`: the `logprobs` of an answer that repeats its prompt.
 
     Raises:
-        InvalidRequestError: it is out of range, or the answer would be too large.
+        InvalidRequestError: it is out of range.
     """
     own = num_logprobs_of(fields, "prompt_logprobs")
     if own is not None and stream:
         raise fields.reject("prompt_logprobs", "is not available in a stream")
-    wanted = echoed if own is None else own
-    if wanted is not None and num_scored * (1 + wanted) > MAX_PROMPT_LOGPROBS:
+    return (echoed if own is None else own), own is not None
+
+
+def check_num_logprobs(
+    fields: Fields,
+    *,
+    num_scored: int,
+    prompt_logprobs: int | None,
+    num_generated: int,
+    logprobs: int | None,
+) -> None:
+    """Check how many logprobs would be sent at once.
+
+    `num_scored`: tokens in the prompts of all choices. `num_generated`: tokens that all choices
+    may have, except in a stream, which sends their logprobs one by one.
+
+    Raises:
+        InvalidRequestError: the answer could be too large.
+    """
+    of_prompts = 0 if prompt_logprobs is None else num_scored * (1 + prompt_logprobs)
+    generated = 0 if logprobs is None else num_generated * (1 + logprobs)
+    if of_prompts + generated > MAX_ANSWER_LOGPROBS:
+        is_own = "prompt_logprobs" in fields and of_prompts > generated
         raise fields.reject(
-            "logprobs" if own is None else "prompt_logprobs",
-            f"{wanted} of {num_scored} tokens of prompts would be more than {MAX_PROMPT_LOGPROBS} "
-            f"logprobs in one answer: send fewer prompts at a time, or ask for fewer logprobs",
+            "prompt_logprobs" if is_own else "logprobs",
+            f"could make an answer of {of_prompts + generated} logprobs, more than "
+            f"{MAX_ANSWER_LOGPROBS}: ask for fewer logprobs, tokens (max_tokens) or choices (n), "
+            f"send fewer prompts at a time, or stream the generated tokens",
         )
-    return wanted, own is not None
 
 
 def logit_bias_of(fields: Fields, *, vocab_size: int) -> tuple[tuple[int, float], ...]:
