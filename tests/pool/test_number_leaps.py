@@ -205,4 +205,18 @@ def test_a_balancer_whose_clock_is_not_set_believes_ordinary_numbers(make_harnes
     harness.now = 1.0
     worker = harness.workers[LIAR]
     harness.hello(replace(worker.hello, highest_epoch=2**32, highest_generation=2**32))
-    assert harness.pool.roster.highest_epoch == 2**32
+    assert 2**32 < harness.pool.roster.highest_epoch < 2**32 + 2**16
+
+
+def test_leaders_that_hear_the_same_claim_use_different_numbers(make_harness):
+    """Each may have ranks of the same pool, and the store has lost what the first one used."""
+    used = []
+    for term in (1, 2):
+        harness = make_harness(term=term)
+        harness.now = TODAY_S
+        claim = {"highest_epoch": 2**32, "highest_generation": 2**32}
+        harness.hello(replace(harness.workers[LIAR].hello, **claim))
+        used += [(harness.pool.roster.highest_epoch, harness.pool.layouts.next_generation)]
+    (epoch, generation), (other_epoch, other_generation) = used
+    assert epoch != other_epoch
+    assert generation != other_generation

@@ -56,8 +56,9 @@ class NumberClaims:
     def reserve(self, worker: str, used: UsedNumbers, *, clock_s: int = 0) -> Chain:
         """Use higher numbers from here on, whatever the store forgot.
 
-        A worker that raises them far is named, whether it does so at once or in many reports. Other
-        engines number their epochs by a clock: `clock_s` is in Unix seconds, 0 for our workers.
+        A worker that raises them far is named, whether it does so at once or in many reports, and
+        some more are left out: it may raise those of another leader as far. Other engines number
+        their epochs by a clock: `clock_s` is in Unix seconds, 0 for our workers.
         """
         leaps = used.leaps(known=self._used, clock_s=clock_s)
         self._roster.reserve_epoch(used.epoch)
@@ -75,6 +76,8 @@ class NumberClaims:
             logs.append(Log(text=text, is_warning=True, worker=worker))
         for forgotten in list(self._raised)[:-MAX_CLAIMS]:
             del self._raised[forgotten]
+        if logs:
+            self._leave_out(worker)
         return tuple(logs)
 
     def skip(self, workers: Collection[str]) -> None:
@@ -84,8 +87,11 @@ class NumberClaims:
         balancer for different processes.
         """
         members = self._roster.members
-        processes = sorted((name, members[name].hello.boot_id) for name in workers)
-        num_skipped = SKIPPED_NUMBERS + crc32(repr((self._term, processes)).encode()) % SPREAD
+        self._leave_out(sorted((name, members[name].hello.boot_id) for name in workers))
+
+    def _leave_out(self, why: object) -> None:
+        """Leave out some numbers: how many depends on the term and on the reason."""
+        num_skipped = SKIPPED_NUMBERS + crc32(repr((self._term, why)).encode()) % SPREAD
         used = self._used
         self._roster.reserve_epoch(used.epoch + num_skipped)
         self._layouts.reserve(used.generation + num_skipped)
