@@ -1,6 +1,7 @@
 """Signed tokens: for one audience, for a minute, by accepted keys only."""
 
 import base64
+import errno
 import json
 from pathlib import Path
 
@@ -152,6 +153,24 @@ def test_a_file_that_stays_unusable_is_one_warning(keys, caplog):
             now=NOW,
         )
     assert caplog.text.count("keeping the last valid accepted keys") == 1
+
+
+def test_a_file_that_could_not_be_opened_is_read_later(keys, monkeypatch):
+    """As when this process has too many open files, or before its owner is set."""
+    paths, accepted = keys
+    known = AcceptedKeys(str(accepted))
+    token = SigningKey(paths["gateway"]).token(audience=AUDIENCE, now=NOW)
+    text = accepted.read_text()
+    accepted.write_text("".join(line for line in text.splitlines(True) if "gateway" not in line))
+    with monkeypatch.context() as broken:
+        broken.setattr("builtins.open", _no_more_files)
+        known.identify(token, audience=AUDIENCE, now=NOW)
+    with pytest.raises(InvalidTokenError, match="not accepted"):
+        known.identify(token, audience=AUDIENCE, now=NOW)
+
+
+def _no_more_files(*_, **__):
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def test_a_key_of_another_kind_is_an_error(tmp_path):

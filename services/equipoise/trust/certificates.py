@@ -44,7 +44,7 @@ class CertificateFiles:
         self._files = WatchedFiles(tuple(self._paths.items()))
 
     def changed(self) -> bool:
-        """Whether a file was replaced since `read`."""
+        """Whether a file was replaced since the last successful `read`."""
         return self._files.changed()
 
     def read(self, *, now: datetime) -> Certificates:
@@ -53,7 +53,10 @@ class CertificateFiles:
         Raises:
             TrustError: a file is missing, is not PEM, has expired, or does not match the others.
         """
-        texts = dict(zip(self._paths, self._files.read(), strict=True))
+        return self._files.read(lambda *texts: self._checked(texts, now=now))
+
+    def _checked(self, contents: Sequence[bytes], *, now: datetime) -> Certificates:
+        texts = dict(zip(self._paths, contents, strict=True))
         ca = self._certificates("tls_ca", texts.get("tls_ca"))
         chain = self._certificates("tls_cert", texts.get("tls_cert"))
         for setting, found in (("tls_ca", ca), ("tls_cert", chain[:1])):

@@ -82,6 +82,7 @@ class Credentials:
         self._files = CertificateFiles(self.tls)
         self._certificates = self._files.read(now=datetime.now(UTC))
         self._version = 1
+        self._fault = ""
 
     def version(self) -> int:
         """A number that grows when certificates are replaced; reopen channels of older versions."""
@@ -171,9 +172,11 @@ class Credentials:
         try:
             self._certificates = self._files.read(now=datetime.now(UTC))
         except TrustError as error:
-            _log.warning("keeping the last valid certificates: %s", error)
+            if str(error) != self._fault:  # They are read again at each handshake.
+                self._fault = str(error)
+                _log.warning("keeping the last valid certificates: %s", error)
             return
-        self._version += 1
+        self._version, self._fault = self._version + 1, ""
         _log.info("reloaded the certificates")
 
     def _for_channels(self) -> grpc.ChannelCredentials:

@@ -25,16 +25,16 @@ class WatchedFiles:
         self._read_at: Stamp = ()
 
     def changed(self) -> bool:
-        """Whether a file was replaced since the last `read`."""
+        """Whether a file was replaced since the last successful `read`."""
         return self._stamp() != self._read_at
 
-    def read(self) -> tuple[bytes, ...]:
-        """The current contents of all files.
+    def read(self, parse: Callable[..., Content]) -> Content:
+        """What `parse` makes of the current contents of all files, in order.
 
         Raises:
-            TrustError: a file cannot be read; the message names it and its setting.
+            TrustError: a file cannot be read, or `parse` raised it; they are read again next time.
         """
-        self._read_at = self._stamp()
+        stamp = self._stamp()
         contents = []
         for setting, path in self._paths:
             try:
@@ -42,7 +42,9 @@ class WatchedFiles:
                     contents.append(file.read())
             except OSError as error:
                 raise TrustError(f"{setting} {path}: {error.strerror}") from error
-        return tuple(contents)
+        content = parse(*contents)
+        self._read_at = stamp
+        return content
 
     def _stamp(self) -> Stamp:
         stamps = []
@@ -69,14 +71,17 @@ class ReloadedFile(Generic[Content]):
         self._files = WatchedFiles(((setting, path),))
         self._name = name
         self._parse = parse
-        self._content = parse(*self._files.read())
+        self._fault = ""
+        self._content = self._files.read(parse)
 
     def content(self) -> Content:
         """The content, parsed again if the file was replaced."""
         if self._files.changed():
             try:
-                self._content = self._parse(*self._files.read())
+                self._content, self._fault = self._files.read(self._parse), ""
                 _log.info("reloaded the %s", self._name)
             except TrustError as error:
-                _log.warning("keeping the last valid %s: %s", self._name, error)
+                if str(error) != self._fault:  # It is tried again with each call.
+                    self._fault = str(error)
+                    _log.warning("keeping the last valid %s: %s", self._name, error)
         return self._content

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -216,9 +215,8 @@ def _guarded(handler: Any, admit: Callable[[_Context], Awaitable[None]]) -> Any:
         await admit(context)
         request = requests if handler.request_streaming else await only_one(requests, context)
         if inspect.isasyncgenfunction(inner):
-            async with aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
+            async for response in inner(request, context):
+                await context.write(response)
             return
         response = await inner(request, context)
         if not handler.response_streaming:
