@@ -4,9 +4,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from equipoise.wire.block_keys import keys_of
 from equipoise.worker.blocks import BlockPool, BlockTable, found_blocks
 
 SIZE = 2
+
+
+def table_of(pool, tokens):
+    return BlockTable(pool, keys_of(tokens, block_tokens=pool.block_tokens))
 
 
 class Held:
@@ -30,7 +35,7 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
     def begin(self, tokens):
-        table = BlockTable(self.pool, tokens)
+        table = table_of(self.pool, tokens)
         assert table.num_found_tokens < len(tokens)
         for index, block in enumerate(table.blocks):
             assert self.memory[block] == tokens[: (index + 1) * SIZE]
@@ -78,7 +83,8 @@ class Blocks(RuleBasedStateMachine):
     def others_can_find_the_full_blocks_that_a_sequence_holds(self):
         for one in self.alive:
             count = one.num_run // SIZE
-            found = found_blocks(self.pool, [*one.tokens[: count * SIZE], 0])
+            tokens = [*one.tokens[: count * SIZE], 0]
+            found = found_blocks(self.pool, keys_of(tokens, block_tokens=SIZE))
             assert [block for _, block in found] == list(one.table.blocks[:count])
 
 
@@ -87,7 +93,7 @@ TestBlocks = Blocks.TestCase
 
 
 def run_whole(pool, tokens):
-    table = BlockTable(pool, tokens)
+    table = table_of(pool, tokens)
     assert table.grow(len(tokens))
     table.publish(tokens, num_run=len(tokens))
     return table
@@ -96,16 +102,16 @@ def run_whole(pool, tokens):
 def test_the_last_token_is_never_cached_because_it_must_run():
     pool = BlockPool(num_blocks=4, block_tokens=2)
     run_whole(pool, [1, 2, 3, 4]).release()
-    assert BlockTable(pool, [1, 2, 3, 4]).num_found_tokens == 2
-    assert BlockTable(pool, [1, 2, 3, 4, 5]).num_found_tokens == 4
+    assert table_of(pool, [1, 2, 3, 4]).num_found_tokens == 2
+    assert table_of(pool, [1, 2, 3, 4, 5]).num_found_tokens == 4
 
 
 def test_the_same_tokens_after_another_prefix_are_another_block():
     pool = BlockPool(num_blocks=8, block_tokens=2)
     run_whole(pool, [1, 2, 3, 4])
-    assert BlockTable(pool, [3, 4, 9]).num_found_tokens == 0
-    assert BlockTable(pool, [2, 1, 3, 4, 9]).num_found_tokens == 0
-    assert BlockTable(pool, [1, 2, 9, 9, 9]).num_found_tokens == 2
+    assert table_of(pool, [3, 4, 9]).num_found_tokens == 0
+    assert table_of(pool, [2, 1, 3, 4, 9]).num_found_tokens == 0
+    assert table_of(pool, [1, 2, 9, 9, 9]).num_found_tokens == 2
 
 
 def test_least_recently_used_blocks_are_evicted_first_and_sequence_ends_before_starts():
@@ -113,21 +119,21 @@ def test_least_recently_used_blocks_are_evicted_first_and_sequence_ends_before_s
     for tokens in ([1, 2], [3, 4]):
         run_whole(pool, tokens).release()
     assert pool.num_findable == 4
-    assert BlockTable(pool, [1, 9]).num_found_tokens == 1
-    newcomer = BlockTable(pool, [7, 8])
+    assert table_of(pool, [1, 9]).num_found_tokens == 1
+    newcomer = table_of(pool, [7, 8])
     assert newcomer.grow(2)
-    assert BlockTable(pool, [1, 2, 9]).num_found_tokens == 1
-    assert BlockTable(pool, [3, 4, 9]).num_found_tokens == 1
+    assert table_of(pool, [1, 2, 9]).num_found_tokens == 1
+    assert table_of(pool, [3, 4, 9]).num_found_tokens == 1
 
 
 def test_a_shared_block_is_held_until_both_sequences_release_it():
     pool = BlockPool(num_blocks=2, block_tokens=2)
     first = run_whole(pool, [1, 2])
-    second = BlockTable(pool, [1, 2, 3])
+    second = table_of(pool, [1, 2, 3])
     assert second.blocks == first.blocks
     first.release()
     assert pool.num_used == 1
     assert second.grow(3)
-    assert not BlockTable(pool, [5]).grow(1)
+    assert not table_of(pool, [5]).grow(1)
     second.release()
     assert pool.num_used == 0

@@ -8,7 +8,7 @@ depend on neither layout nor epoch, so cached blocks stay valid after a switch.
 
 from collections.abc import Iterable, Sequence
 
-from equipoise.wire.block_keys import ROOT, BlockKey, key_after, keys_of
+from equipoise.wire.block_keys import ROOT, BlockKey, key_after
 
 
 class BlockPool:
@@ -107,15 +107,15 @@ class BlockPool:
 class BlockTable:
     """The blocks that one sequence holds, in order of position."""
 
-    def __init__(self, pool: BlockPool, tokens: Sequence[int]) -> None:
-        """Hold the cached blocks of a sequence with these tokens.
+    def __init__(self, pool: BlockPool, keys: Iterable[BlockKey]) -> None:
+        """Hold the cached blocks of a sequence whose full blocks have these keys.
 
-        The last token is never in them, because it must run to predict the next one.
+        Its last token is never in them, because it must run to predict the next one.
         """
         self._pool = pool
         self._blocks: list[int] = []
         self._keys: list[BlockKey] = []
-        for key, block in found_blocks(pool, tokens):
+        for key, block in found_blocks(pool, keys):
             pool.hold(block)
             self._keys.append(key)
             self._blocks.append(block)
@@ -165,10 +165,10 @@ class BlockTable:
         self._keys.clear()
 
 
-def found_blocks(pool: BlockPool, tokens: Sequence[int]) -> list[tuple[BlockKey, int]]:
-    """Keys and blocks of a sequence's cached full blocks, without its last token."""
+def found_blocks(pool: BlockPool, keys: Iterable[BlockKey]) -> list[tuple[BlockKey, int]]:
+    """Keys and blocks of a sequence's full blocks up to the first that is not cached."""
     found: list[tuple[BlockKey, int]] = []
-    for key in keys_of(tokens, block_tokens=pool.block_tokens):
+    for key in keys:
         block = pool.find(key)
         if block is None:
             break

@@ -304,7 +304,9 @@ class Scheduler:
 
     def _has_room(self, waiting: Sequence) -> bool:
         """Whether there are blocks for a queued request beside those ahead of it."""
-        found = [block for _, block in found_blocks(self.blocks, waiting.findable)]
+        found = [
+            block for _, block in found_blocks(self.blocks, waiting.keys_found_by(self.blocks))
+        ]
         missing = self.blocks.blocks_for(len(waiting.tokens)) - len(found)
         missing += self.blocks.count_idle(found)
         for ahead in takewhile(lambda one: one is not waiting, self._queue):

@@ -3,10 +3,12 @@
 Also the input and output of a step: `Request`, `Chunk`, `Emission`. Pure: no torch, clock, threads.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Self
 
+from equipoise.wire.block_keys import ROOT, BlockKey, key_after
 from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool, BlockTable
 from equipoise.worker.grammars import Constraint
@@ -221,6 +223,8 @@ class Sequence:
     is_fetching: bool = False
     """Whether its latents are still to be fetched from another pool; then it is not admitted."""
 
+    _block_keys: list[BlockKey] = field(init=False, repr=False, default_factory=list)
+
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
 
@@ -257,10 +261,18 @@ class Sequence:
         """Tokens of the prompt that are still to be scored."""
         return self.request.num_scored - len(self.scores)
 
-    @property
-    def findable(self) -> Tokens[int]:
-        """The tokens whose blocks may be taken from the cache; rows that score have to run."""
-        return self.tokens[: len(self.scores) + 1] if self.num_unscored else self.tokens
+    def keys_found_by(self, pool: BlockPool) -> Iterator[BlockKey]:
+        """Yield the keys of full blocks that may be taken from the cache, without the last token.
+
+        Rows that score have to run. Each key is computed once: a prompt may wait for many steps.
+        """
+        num_tokens = len(self.scores) + 1 if self.num_unscored else len(self.tokens)
+        keys, size = self._block_keys, pool.block_tokens
+        for index, start in enumerate(range(0, num_tokens - size, size)):
+            if index == len(keys):
+                part = self.tokens[start : start + size]
+                keys.append(key_after(keys[-1] if keys else ROOT, part))
+            yield keys[index]
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -269,7 +281,7 @@ class Sequence:
 
     def begin(self, pool: BlockPool) -> int:
         """Become active with the cached blocks; returns how many tokens those have."""
-        self.table = BlockTable(pool, self.findable)
+        self.table = BlockTable(pool, self.keys_found_by(pool))
         self.num_run = self.table.num_found_tokens
         if self.num_cached is None:
             self.num_cached = self.num_run
