@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.wire.inference_messages import Grammar, GrammarKind
+from equipoise.worker.errors import QueueFullError
 from equipoise.worker.grammar_compiler import GrammarCompiler
 from equipoise.worker.grammars import GrammarError, GrammarLimitError
 
@@ -64,7 +66,7 @@ async def test_a_grammar_that_takes_too_much_is_rejected_and_later_ones_are_not(
     with_limit(compiler, limit)
     with pytest.raises(GrammarLimitError, match="too complex: compiling it takes too much"):
         await constraint_of(compiler, grammar)
-    with_limit(compiler, "TRIAL_CPU_S = 10")
+    with_limit(compiler, "TRIAL_CPU_S = 5")
     simple = Grammar(kind=GrammarKind.REGEX, text="a")
     assert (await constraint_of(compiler, simple)).masks().any()
     with pytest.raises(GrammarError, match="it matches no text"):
@@ -73,6 +75,52 @@ async def test_a_grammar_that_takes_too_much_is_rejected_and_later_ones_are_not(
     assert alive.returncode is None, "it serves again"
     compiler.close()
     await asyncio.wait_for(alive.wait(), 60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_process_that_ended_before_says_nothing_of_a_grammar(compiler, number):
+    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
+    (process,) = compiler._idle
+    process.send_signal(number)
+    await process.wait()
+    grammar = Grammar(kind=GrammarKind.REGEX, text="b")
+    assert (await constraint_of(compiler, grammar)).masks().any()
+
+
+@pytest.mark.parametrize("command", [("/nowhere",), (sys.executable, "-c", "pass")])
+async def test_a_rank_that_cannot_compile_is_not_to_blame_on_the_grammar(compiler, command):
+    compiler._command = command
+    with pytest.raises(QueueFullError, match="process"):
+        await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
+
+
+async def test_grammars_that_wait_are_few_and_the_same_one_is_compiled_once(compiler, monkeypatch):
+    tried, go, try_ = [], asyncio.Event(), compiler._try
+
+    async def slow(grammar):
+        tried.append(grammar.text)
+        await go.wait()
+        await try_(grammar)
+
+    monkeypatch.setattr(compiler, "_try", slow)
+    texts = [*"abcdef"] * 3
+    waiting = [
+        asyncio.create_task(constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text=text)))
+        for text in texts
+    ]
+    await asyncio.sleep(0.1)
+    with pytest.raises(QueueFullError, match="6 grammars are being compiled"):
+        await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="g"))
+    go.set()
+    assert all([(await task).masks().any() for task in waiting])
+    assert sorted(tried) == [*"abcdef"]
+    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="g"))
+
+
+async def test_a_grammar_that_takes_much_memory_for_good_is_rejected(compiler):
+    with_limit(compiler, "MAX_COMPILED_BYTES = 2**16")
+    with pytest.raises(GrammarLimitError, match="compiling it takes too much"):
+        await constraint_of(compiler, DEEP)
 
 
 async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler):

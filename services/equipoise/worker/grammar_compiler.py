@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -19,25 +20,41 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from equipoise.wire.inference_messages import Grammar, GrammarKind
+from equipoise.worker.errors import QueueFullError
 from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitError, Grammars
 
 MAX_COMPILING = 2
-"""Grammars that are compiled at a time; others wait."""
+"""Grammars that are compiled at a time."""
 
-TRIAL_CPU_S = 10
+MAX_WAITING = 4
+"""Further grammars that may wait. All are done before a gateway takes the rank for lost."""
+
+TRIAL_CPU_S = 5
 """Processor time that the other process may take for one, seconds. The largest grammars that
 clients send take two."""
 
-TRIAL_TIMEOUT_S = 60.0
+TRIAL_TIMEOUT_S = 15.0
 """Time that it may take for one, seconds, on a busy machine: ranks have a higher priority."""
+
+TRIAL_BYTES = 2**30
+"""Memory that the other process may take, beside its stacks."""
+
+MAX_COMPILED_BYTES = 64 * 2**20
+"""Memory that a compiled grammar may take; ranks keep several."""
 
 STACK_BYTES = 256 * 2**20
 """Stack of threads that compile. 32 MiB is enough for the deepest known grammar of the allowed
 size, and pages that are never touched cost nothing."""
 
 _NICENESS = 10
+
+_FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT}
+"""By which a grammar ends the process that compiles it."""
+
+_TOO_MUCH = "too complex: compiling it takes too much"
 
 _Result = TypeVar("_Result")
 
@@ -50,7 +67,10 @@ class GrammarCompiler:
         self._grammars = Grammars(folder, vocab_size=vocab_size)
         self._command = (sys.executable, "-m", __name__, str(folder), str(vocab_size))
         self._permits = asyncio.Semaphore(MAX_COMPILING)
+        # Of grammars that are being compiled: other choices of a request wait for the first one.
+        self._locks: WeakValueDictionary[Grammar, asyncio.Lock] = WeakValueDictionary()
         self._idle: list[Process] = []
+        self._is_closed = False
         self._threads = _deep_threads()
 
     async def load(self) -> None:
@@ -64,70 +84,98 @@ class GrammarCompiler:
 
         Raises:
             GrammarError: as `Grammars.constraint` does, or compiling it takes too much.
+            QueueFullError: too many others wait, or no process can be started.
         """
-        if not self._grammars.has_compiled(grammar):
-            async with self._permits:
-                await self._try(grammar)
-        return await self._run(
-            partial(self._grammars.constraint, grammar, output=output, stop_tokens=stop_tokens)
+        constraint = partial(
+            self._grammars.constraint, grammar, output=output, stop_tokens=stop_tokens
         )
+        if self._grammars.has_compiled(grammar):
+            return await self._run(constraint)
+        if grammar not in self._locks and len(self._locks) >= MAX_COMPILING + MAX_WAITING:
+            raise QueueFullError(f"{len(self._locks)} grammars are being compiled: try again later")
+        lock = self._locks.setdefault(grammar, asyncio.Lock())
+        async with lock, self._permits:
+            if not self._grammars.has_compiled(grammar):
+                await self._try(grammar)
+            return await self._run(constraint)
 
     def close(self) -> None:
         """End the other processes."""
+        self._is_closed = True
         while self._idle:
-            _end(self._idle.pop())
+            self._idle.pop().kill()
 
     async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _try(self, grammar: Grammar) -> None:
-        """Compile in another process, which serves again unless that kills it."""
-        process = self._idle.pop() if self._idle else await self._start()
-        is_alive = False
-        try:
-            async with asyncio.timeout(TRIAL_TIMEOUT_S):
-                answer = json.loads(await _ask(process, asdict(grammar)))
-            is_alive = True
-        except (TimeoutError, ValueError, OSError):
-            raise GrammarLimitError("too complex: compiling it takes too much") from None
-        finally:
-            self._idle.append(process) if is_alive else _end(process)
-        if answer["error"]:
-            raise (GrammarLimitError if answer["is_limit"] else GrammarError)(answer["error"])
+        """Compile in another process; one that has ended before or is ended says nothing of it."""
+        code = 0
+        for idle in (self._idle[-1:], []):
+            process = self._idle.pop() if idle else await self._start()
+            if line := await self._ask(process, asdict(grammar)):
+                answer = json.loads(line)
+                if answer["error"]:
+                    raise (GrammarLimitError if answer["is_limit"] else GrammarError)(
+                        answer["error"]
+                    )
+                return
+            code = await process.wait()
+            if -code in _FATAL:
+                raise GrammarLimitError(_TOO_MUCH)
+        raise QueueFullError(f"the process that compiles grammars ended with {code}: try again")
 
     async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=2**20
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                limit=2**20,
+                start_new_session=True,  # Signals to this process are not for it.
+            )
+        except OSError as error:
+            raise QueueFullError(f"no process can compile the grammar: {error}") from None
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
         return process
 
-
-async def _ask(process: Process, question: object) -> bytes:
-    """Send a line; returns the line that answers it, or nothing if the process ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(question).encode() + b"\n")
-    await process.stdin.drain()
-    return await process.stdout.readline()
-
-
-def _end(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
+    async def _ask(self, process: Process, question: object) -> bytes:
+        """Send a line; returns the line that answers it, or nothing if the process has ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        is_over = False
+        try:
+            async with asyncio.timeout(TRIAL_TIMEOUT_S):
+                with suppress(ConnectionError):
+                    process.stdin.write(json.dumps(question).encode() + b"\n")
+                    await process.stdin.drain()
+                line = await process.stdout.readline()
+                is_over = not line
+        except TimeoutError:
+            raise GrammarLimitError(_TOO_MUCH) from None
+        else:
+            if line and not self._is_closed:
+                self._idle.append(process)
+                is_over = True
+            return line
+        finally:
+            if not is_over:
+                process.kill()
 
 
 def _deep_threads() -> ThreadPoolExecutor:
     """Threads with `STACK_BYTES` each: the size applies to those that start while it is set."""
     before = threading.stack_size(STACK_BYTES)
-    threads, started = (
-        ThreadPoolExecutor(MAX_COMPILING, "grammar"),
-        threading.Barrier(MAX_COMPILING),
-    )
+    threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
+    started = threading.Barrier(MAX_COMPILING)
     try:
         for waiting in [threads.submit(started.wait) for _ in range(MAX_COMPILING)]:
             waiting.result()
+    except BaseException:
+        started.abort()
+        raise
     finally:
         threading.stack_size(before)
     return threads
@@ -138,6 +186,7 @@ def _main(folder: str, vocab_size: str) -> None:
     grammars = Grammars(Path(folder), vocab_size=int(vocab_size))
     grammars.load()
     threads = _deep_threads()
+    _bound_memory()
     for line in sys.stdin:
         _bound_processor_time()
         values = json.loads(line)
@@ -149,11 +198,30 @@ def _main(folder: str, vocab_size: str) -> None:
 
 
 def _fault(grammars: Grammars, grammar: Grammar) -> GrammarError | None:
+    before = _memory()
     try:
-        grammars.compile(grammar)
+        compiled = grammars.compile(grammar)
     except GrammarError as error:
         return error
-    return None
+    more = _memory() - before
+    del compiled
+    return GrammarLimitError(_TOO_MUCH) if more > MAX_COMPILED_BYTES else None
+
+
+def _memory() -> int:
+    """Bytes of this process that are in memory; 0 if the system does not say."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _bound_memory() -> None:
+    """Let memory run out here first."""
+    most = TRIAL_BYTES + MAX_COMPILING * STACK_BYTES
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _bound_processor_time() -> None:

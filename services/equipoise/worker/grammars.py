@@ -44,7 +44,7 @@ _MAX_SYMBOLS = {
     GrammarKind.GRAMMAR: 4_000,
 }
 
-MAX_MASK_S = 0.05
+MAX_MASK_S = 0.1
 """Processor time of a mask, seconds: all ranks wait for it. Ambiguous grammars take ever more, the
 longer the output is, however small they are."""
 
