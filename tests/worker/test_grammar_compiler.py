@@ -10,6 +10,7 @@ import pytest
 
 from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.wire.inference_messages import Grammar, GrammarKind
+from equipoise.worker import grammar_compiler
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.grammar_compiler import GrammarCompiler
 from equipoise.worker.grammars import GrammarError, GrammarLimitError
@@ -94,7 +95,9 @@ async def test_a_rank_that_cannot_compile_is_not_to_blame_on_the_grammar(compile
         await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
 
 
-async def test_grammars_that_wait_are_few_and_the_same_one_is_compiled_once(compiler, monkeypatch):
+async def test_a_grammar_does_not_wait_for_long_and_the_same_one_is_compiled_once(
+    compiler, monkeypatch
+):
     tried, go, try_ = [], asyncio.Event(), compiler._try
 
     async def slow(grammar):
@@ -103,18 +106,20 @@ async def test_grammars_that_wait_are_few_and_the_same_one_is_compiled_once(comp
         await try_(grammar)
 
     monkeypatch.setattr(compiler, "_try", slow)
-    texts = [*"abcdef"] * 3
     waiting = [
         asyncio.create_task(constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text=text)))
-        for text in texts
+        for text in [*"abcdef"] * 3
     ]
     await asyncio.sleep(0.1)
-    with pytest.raises(QueueFullError, match="6 grammars are being compiled"):
-        await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="g"))
+    other = Grammar(kind=GrammarKind.REGEX, text="g")
+    with monkeypatch.context() as impatient:
+        impatient.setattr(grammar_compiler, "MAX_WAIT_S", 0.1)
+        with pytest.raises(QueueFullError, match="7 grammars are being compiled: try again"):
+            await constraint_of(compiler, other)
     go.set()
     assert all([(await task).masks().any() for task in waiting])
     assert sorted(tried) == [*"abcdef"]
-    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="g"))
+    await constraint_of(compiler, other)
 
 
 async def test_a_grammar_that_takes_much_memory_for_good_is_rejected(compiler):

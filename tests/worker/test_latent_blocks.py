@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.wire.block_keys import keys_of
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
 from equipoise.worker.latents.holds import HoldEnd, HoldLedger
@@ -46,7 +47,8 @@ def test_each_hold_of_the_same_prompt_keeps_its_blocks_findable():
     assert scheduler.holds.end(first.hold, HoldEnd.FETCHED)
     scheduler.submit(Request(key=2, prompt=tuple(range(20, 20 + 7 * BLOCK)), max_tokens=1))
     commit(scheduler, plan := scheduler.plan(), model.run(plan))
-    assert len(found_blocks(scheduler.blocks, prompt)) == 4
+    keys = keys_of(prompt, block_tokens=scheduler.blocks.block_tokens)
+    assert len(found_blocks(scheduler.blocks, keys)) == 4
     assert scheduler.holds.end(second.hold, HoldEnd.FETCHED)
     assert scheduler.blocks.num_used == 0
 

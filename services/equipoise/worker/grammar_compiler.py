@@ -15,7 +15,7 @@ import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,8 @@ from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitErro
 MAX_COMPILING = 2
 """Grammars that are compiled at a time."""
 
-MAX_WAITING = 4
-"""Further grammars that may wait. All are done before a gateway takes the rank for lost."""
+MAX_WAIT_S = 30.0
+"""How long a grammar waits for its turn, seconds; gateways take a silent rank for lost after 60."""
 
 TRIAL_CPU_S = 5
 """Processor time that the other process may take for one, seconds. The largest grammars that
@@ -84,17 +84,22 @@ class GrammarCompiler:
 
         Raises:
             GrammarError: as `Grammars.constraint` does, or compiling it takes too much.
-            QueueFullError: too many others wait, or no process can be started.
+            QueueFullError: others take long, or no process can be started.
         """
         constraint = partial(
             self._grammars.constraint, grammar, output=output, stop_tokens=stop_tokens
         )
         if self._grammars.has_compiled(grammar):
             return await self._run(constraint)
-        if grammar not in self._locks and len(self._locks) >= MAX_COMPILING + MAX_WAITING:
-            raise QueueFullError(f"{len(self._locks)} grammars are being compiled: try again later")
         lock = self._locks.setdefault(grammar, asyncio.Lock())
-        async with lock, self._permits:
+        async with AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(MAX_WAIT_S):
+                    await turn.enter_async_context(lock)
+                    await turn.enter_async_context(self._permits)
+            except TimeoutError:
+                num = len(self._locks)
+                raise QueueFullError(f"{num} grammars are being compiled: try again") from None
             if not self._grammars.has_compiled(grammar):
                 await self._try(grammar)
             return await self._run(constraint)
