@@ -156,3 +156,26 @@ async def test_a_call_that_must_be_made_is_made_and_matches_its_parameters(clien
             assert sorted(arguments) == ["city", "sunny"]
             assert arguments["city"] in ("Rome", "Oslo")
             assert isinstance(arguments["sunny"], bool)
+
+
+DEEP = "\n".join(("start: r0", *(f"r{n}: r{n + 1}" for n in range(3500)), 'r3500: "a"'))
+"""It overflows a usual stack."""
+
+MANY_EDGES = {"type": "integer", "multipleOf": 1_000_003}
+"""It takes minutes to compile."""
+
+
+async def test_grammars_that_crash_or_never_end_cost_other_requests_nothing(client):
+    async def ask(**fields):
+        return await client.completions.create(
+            model="tiny", prompt="def f(", max_tokens=4, temperature=0, extra_body=fields
+        )
+
+    usual = (await ask()).choices[0].text
+    endless = [asyncio.create_task(ask(guided_json=MANY_EDGES, seed=seed)) for seed in range(2)]
+    while not all(task.done() for task in endless):
+        assert (await ask()).choices[0].text == usual
+    for task in endless:
+        with pytest.raises(openai.BadRequestError, match="too complex"):
+            await task
+    assert (await ask(guided_grammar=DEEP)).choices[0].text == "a"

@@ -56,11 +56,12 @@ class Reporter:
             self._send(report)
 
     def build(self, progress: EngineProgress) -> list[Report]:
-        """Return the final reports of ended generations, then the current generation's.
+        """Return the current generation's report, then the final ones of ended generations.
 
-        Final reports stop after `FINAL_REPORTS`: a restarted balancer no longer knows these
-        layouts and would reject the reports forever. Engines add up their last counts after the
-        switch.
+        A window may close between them. All tell the rank's steps, so the first one must have what
+        was counted in these; the others rarely have anything new. They stop after `FINAL_REPORTS`:
+        a restarted balancer no longer knows these layouts and would reject the reports forever.
+        Engines add up their last counts after the switch.
         """
         current, *ended = progress.loads
         known, self._finals = self._finals, {}
@@ -87,5 +88,5 @@ class Reporter:
                 ),
                 stats=stats,
             )
-            for load in (*finals, current)
+            for load in (current, *finals)
         ]
