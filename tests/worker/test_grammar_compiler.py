@@ -67,7 +67,7 @@ async def test_a_grammar_that_takes_too_much_is_rejected_and_later_ones_are_not(
     with_limit(compiler, limit)
     with pytest.raises(GrammarLimitError, match="too complex: compiling it takes too much"):
         await constraint_of(compiler, grammar)
-    with_limit(compiler, "TRIAL_CPU_S = 5")
+    with_limit(compiler, "TRIAL_CPU_S = 4")
     simple = Grammar(kind=GrammarKind.REGEX, text="a")
     assert (await constraint_of(compiler, simple)).masks().any()
     with pytest.raises(GrammarError, match="it matches no text"):
@@ -120,6 +120,13 @@ async def test_a_grammar_does_not_wait_for_long_and_the_same_one_is_compiled_onc
     assert all([(await task).masks().any() for task in waiting])
     assert sorted(tried) == [*"abcdef"]
     await constraint_of(compiler, other)
+
+
+async def test_a_busy_machine_is_no_fault_of_a_grammar(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_compiler, "TRIAL_TIMEOUT_S", 0.0)
+    with pytest.raises(QueueFullError, match="too busy to compile the grammar"):
+        await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
+    assert not compiler._idle
 
 
 async def test_a_grammar_that_takes_much_memory_for_good_is_rejected(compiler):

@@ -29,15 +29,15 @@ from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitErro
 MAX_COMPILING = 2
 """Grammars that are compiled at a time."""
 
-MAX_WAIT_S = 30.0
+MAX_WAIT_S = 25.0
 """How long a grammar waits for its turn, seconds; gateways take a silent rank for lost after 60."""
 
-TRIAL_CPU_S = 5
+TRIAL_CPU_S = 4
 """Processor time that the other process may take for one, seconds. The largest grammars that
 clients send take two."""
 
-TRIAL_TIMEOUT_S = 15.0
-"""Time that it may take for one, seconds, on a busy machine: ranks have a higher priority."""
+TRIAL_TIMEOUT_S = 25.0
+"""Time that it may take for one, seconds. On a busy machine that is no fault of the grammar's."""
 
 TRIAL_BYTES = 2**30
 """Memory that the other process may take, beside its stacks."""
@@ -49,7 +49,8 @@ STACK_BYTES = 256 * 2**20
 """Stack of threads that compile. 32 MiB is enough for the deepest known grammar of the allowed
 size, and pages that are never touched cost nothing."""
 
-_NICENESS = 10
+_NICENESS = 5
+"""Of the other process while it compiles; it starts like any other."""
 
 _FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT}
 """By which a grammar ends the process that compiles it."""
@@ -132,7 +133,7 @@ class GrammarCompiler:
 
     async def _start(self) -> Process:
         try:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -142,9 +143,6 @@ class GrammarCompiler:
             )
         except OSError as error:
             raise QueueFullError(f"no process can compile the grammar: {error}") from None
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
-        return process
 
     async def _ask(self, process: Process, question: object) -> bytes:
         """Send a line; returns the line that answers it, or nothing if the process has ended."""
@@ -159,7 +157,7 @@ class GrammarCompiler:
                 line = await process.stdout.readline()
                 is_over = not line
         except TimeoutError:
-            raise GrammarLimitError(_TOO_MUCH) from None
+            raise QueueFullError("this machine is too busy to compile the grammar") from None
         else:
             if line and not self._is_closed:
                 self._idle.append(process)
@@ -192,6 +190,7 @@ def _main(folder: str, vocab_size: str) -> None:
     grammars.load()
     threads = _deep_threads()
     _bound_memory()
+    os.nice(_NICENESS)
     for line in sys.stdin:
         _bound_processor_time()
         values = json.loads(line)
