@@ -204,3 +204,12 @@ def test_handovers_are_summed_over_the_ranks(decode):
             "held_tokens": 0,
         }
     assert "99.2 % of their latents arrived" in decode.text()
+
+
+def test_tokens_of_a_report_that_arrives_late_count_once(decode):
+    """A stream that was given up may hold reports from before those of the next one."""
+    worker = decode.harness.ranks[0]
+    for steps, processed in (1, 100), (9, 900), (5, 500), (9, 900):
+        decode.harness.now += STEP_S
+        decode.harness.say(worker, decode.report(worker, steps=steps, tokens_processed=processed))
+    assert decode.harness.pool.windows._demand._open.tokens == 800

@@ -161,8 +161,10 @@ class PoolLoads:
         self.slow = replace(self.slow, half_life_s=policy.slow_half_life_s)
         self._policy = policy
 
-    def accept(self, report: Report, layout: Layout, *, now: float) -> None:
+    def accept(self, report: Report, layout: Layout, *, now: float) -> bool:
         """Count a report; `layout` is that of its generation, or the newest one known.
+
+        Returns whether it is the latest of its rank: one of an earlier stream may arrive late.
 
         Raises:
             InvalidReportError: the report cannot be used; nothing of it is counted.
@@ -194,6 +196,7 @@ class PoolLoads:
             self._gap_s[load.rank] = now - self._heard_s[load.rank]
         self._heard_s[load.rank] = now
         self._reported[load.rank] = True
+        return is_latest
 
     def is_due(self, *, now: float) -> bool:
         """Whether the open window has lasted for a planning interval.

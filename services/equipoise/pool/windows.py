@@ -143,8 +143,9 @@ class Windows:
             InvalidReportError: the report cannot be used; nothing of it is counted.
         """
         # Before all ranks serve nothing is lost: counters are cumulative.
-        if self.loads is not None and self._demand is not None:
-            self.loads.accept(report, layout, now=now)
+        if self.loads is None or self._demand is None:
+            return
+        if self.loads.accept(report, layout, now=now):
             self._demand.accept(report, layout, now=now)
 
     def close_due(self, *, generation: int, now: float) -> ClosedWindow | None:
