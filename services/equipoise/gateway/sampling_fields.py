@@ -23,7 +23,7 @@ MAX_STOP_CHARACTERS = 4096
 """Characters of all stop strings together: held text is compared with all of them at each token."""
 
 MAX_ANSWER_LOGPROBS = 2**18
-"""Logprobs that are sent at once: 1.3 s of a gateway's time, up to 18 MB of an answer."""
+"""Logprobs that are sent at once. 100,000 took up to 0.6 s of a gateway's time, and 7 MB."""
 
 MIN_TEMPERATURE = 0.01
 """A lower temperature other than 0 is raised to this, as vLLM does."""
