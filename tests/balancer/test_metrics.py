@@ -177,12 +177,14 @@ def test_a_rank_that_stays_away_is_missing_from_the_intended_number(make_harness
 
 
 def fill_all_slots(harness, *, minutes):
-    """A rank reports each minute that it decodes 4 of 4 requests."""
+    """A rank reports each minute that it decodes 4 of 4 requests, a step a second."""
     report = harness.ranks[0].report()
-    stats = replace(report.stats, max_requests=4, cache_tokens=100)
-    report = replace(report, load=replace(report.load, phase=Phase.DECODE), stats=stats)
+    load, first = replace(report.load, phase=Phase.DECODE), report.stats.steps
     for _ in range(minutes):
         harness.now += 60.0
+        steps = first + round(harness.now)
+        stats = replace(report.stats, steps=steps, max_requests=4, cache_tokens=100)
+        report = replace(report, load=load, stats=stats)
         harness.pool.windows.accept(report, harness.pool.layouts.current, now=harness.now)
 
 
