@@ -7,6 +7,7 @@ between calls.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def beside(device: torch.device) -> Iterator[Arrive]:
     if device.type != "cuda":
         yield lambda *_tensors: None
         return
-    stream, event = torch.cuda.Stream(device), torch.cuda.Event()
+    stream, event = _stream_beside(device, "to"), torch.cuda.Event()
 
     def arrive(*tensors: Tensor) -> None:
         computing = torch.cuda.current_stream(device)
@@ -113,7 +114,7 @@ def to_host(parts: Sequence[Tensor]) -> Tensor:
     sizes = [part.numel() for part in parts]
     # Copies to memory that is not pinned wait for the whole device.
     whole = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
-    stream = torch.cuda.Stream(device)
+    stream = _stream_beside(device, "from")
     # What the computation has queued may still be writing these tensors.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -122,6 +123,13 @@ def to_host(parts: Sequence[Tensor]) -> Tensor:
             part.record_stream(stream)
     stream.synchronize()
     return whole
+
+
+@cache
+def _stream_beside(device: torch.device, direction: str) -> torch.cuda.Stream:
+    """The stream of all copies in one direction; the allocator keeps memory for each stream."""
+    assert direction in {"to", "from"}
+    return torch.cuda.Stream(device)
 
 
 def _is_number(text: str) -> bool:

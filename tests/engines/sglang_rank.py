@@ -62,7 +62,9 @@ def set_up_logs(rank):
 
 def updater_of_this_release():
     """The class whose methods write weights in place."""
-    return pkgutil.resolve_name(next(sglang._updates()).rpartition(".")[0])
+    return pkgutil.resolve_name(
+        next(sglang._places_of("update_weights_from_disk")).rpartition(".")[0]
+    )
 
 
 class Rank:

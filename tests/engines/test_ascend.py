@@ -150,7 +150,7 @@ def seen(monkeypatch):
     module = SimpleNamespace(EplbState=EplbState)
     monkeypatch.setitem(sys.modules, "vllm.distributed.eplb.eplb_state", module)
     monkeypatch.setattr(releases, "version", lambda _name: "0.30.0")
-    monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings: seat)
+    monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings, _seats: seat)
     vllm.install(None)
     return seen
 

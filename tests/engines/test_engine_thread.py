@@ -101,7 +101,7 @@ class VllmEngine:
         module = SimpleNamespace(EplbState=VllmState)
         monkeypatch.setitem(sys.modules, "vllm.distributed.eplb.eplb_state", module)
         monkeypatch.setattr(releases, "version", lambda _name: "0.33.0")
-        monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings: self.seat)
+        monkeypatch.setattr(vllm, "_take_seat", lambda _state, _settings, _seats: self.seat)
         vllm.install(None)
 
     def step(self):

@@ -52,6 +52,64 @@ def test_an_engine_without_its_package_starts_and_is_told_why(register, monkeypa
     assert "Equipoise leaves this engine alone" in caplog.text
 
 
+class Noting:
+    """A seat that keeps what it is told."""
+
+    def __init__(self):
+        self.noted = []
+
+    def __getattr__(self, name):
+        return lambda: self.noted.append(name)
+
+
+def test_every_worker_of_vllm_tells_its_seat_of_updates_and_of_sleep(monkeypatch):
+    """Those of other platforms derive from its base class only."""
+
+    class WorkerBase:
+        def sleep(self, level):
+            seat.noted.append(f"level {level}")
+
+        def wake_up(self, tags=None):
+            seat.noted.append(f"{tags}")
+
+    class OtherWorker(WorkerBase):
+        def update_weights(self, _request):
+            raise ValueError("half-way")
+
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.worker.worker_base", SimpleNamespace(WorkerBase=WorkerBase)
+    )
+    seat = Noting()
+    vllm._watch_weights([seat])
+    vllm._watch_weights([seat])  # Of a second engine in this process.
+    worker = OtherWorker()
+    with pytest.raises(ValueError, match="half-way"):
+        worker.update_weights("request")
+    worker.sleep(2)
+    worker.wake_up(["weights"])
+    worker.wake_up(tags=["kv_cache"])
+    assert seat.noted == [
+        *("note_update", "note_release", "level 2"),
+        *("['weights']", "note_restore", "['kv_cache']"),
+    ]
+
+
+def test_a_release_of_vllm_whose_updates_are_not_noticed_at_once_is_named(monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "vllm.v1.worker.worker_base", raising=False)
+    vllm._watch_weights([Noting()])
+    assert "updates of the weights are noticed late" in caplog.text
+
+
+def test_sglang_tells_its_seat_of_sleep():
+    hooks, seat = sglang.Hooks(settings_from(WANTED)), Noting()
+    hooks._seat = seat
+    for tags in (["kv_cache"], ["kv_cache", "weights"], None):
+        request = SimpleNamespace(tags=tags)
+        for hook in (hooks.note_release, hooks.note_restore):
+            assert hook(lambda _updater, one: one.tags, "updater", request) == tags
+    assert seat.noted == ["note_release", "note_restore"] * 2
+
+
 @pytest.mark.parametrize("name", ["vllm", ""])
 def test_the_plugin_logs_where_its_engine_does(name, monkeypatch):
     """vLLM sets up a logger of its own name only, SGLang the root logger; both later."""
@@ -121,7 +179,7 @@ def test_a_release_that_the_plugin_does_not_fit_serves_by_itself(caplog):
         hooks.end_pass(passes.append, "manager")
     assert passes == ["manager"] * 2
     assert hooks.seat is None
-    assert vllm._take_seat(object(), settings) is None
+    assert vllm._take_seat(object(), settings, []) is None
     assert caplog.text.count("the plugin does not fit this release") == 2
 
 

@@ -12,6 +12,7 @@ from equipoise.engines.seat import ROUND_PASSES
 from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import settings_from
 from equipoise.engines.slots import EngineSlots
+from equipoise.rank.errors import NotHeldError
 from tests.engines.seats import MemoryLockstep, Ranks, Rendezvous
 
 FIRST = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 2, 0]]
@@ -381,6 +382,51 @@ def test_a_few_updated_experts_are_taken_if_the_engine_announced_them(ranks):
     update(ranks, experts=[3])
     step_until(ranks, has_baseline(ranks, 2))
     assert not any(seat.stopped for seat in ranks.seats)
+
+
+def test_experts_that_a_switch_took_from_before_an_unannounced_update_are_noticed():
+    """Without replicas nothing else holds their new weights."""
+    ranks = Ranks([[0, 1, 2, 3]], num_experts=4).until_ready()
+    stage(ranks, [[2, 1, 0, 3]])
+    ranks.step()  # The ranks will switch.
+    update(ranks, announced=False)
+    ranks.step(2)
+    assert len(ranks.switched) == 2
+    ranks.seats[0].note_changed_slots()
+    step_until(ranks, lambda: len(ranks.stopped) == 2)
+    assert "slot 0 (w-0) of layer 0, expert 2 still has its old weights" in ranks.seats[1].stopped
+
+
+def test_an_unannounced_update_after_a_switch_is_taken(ranks):
+    stage(ranks, SECOND)
+    ranks.step(3)
+    update(ranks, announced=False)
+    ranks.seats[0].note_changed_slots()
+    step_until(ranks, has_baseline(ranks, 2))
+    update(
+        ranks, announced=False, experts=[0, 1]
+    )  # Of half of the slots, none of them moved since.
+    ranks.seats[0].note_changed_slots()
+    step_until(ranks, has_baseline(ranks, 3))
+    assert not any(seat.stopped for seat in ranks.seats)
+
+
+def test_an_engine_sleeps_and_is_balanced_again_when_it_wakes(ranks):
+    stage(ranks, SECOND)
+    ranks.step()
+    for seat in ranks.seats:
+        seat.note_release()
+    with pytest.raises(NotHeldError, match="the engine sleeps"):
+        ranks.seats[0].held.hash_slot(0, 0)
+    ranks.seats[1].note_changed_slots()  # A hashing that began before waits.
+    update(ranks, announced=False)
+    for seat in ranks.seats:
+        seat.note_restore()
+    step_until(ranks, lambda: ranks.based[-2:] == [0, 1])
+    assert ranks.switched == []
+    stage(ranks, SECOND)
+    ranks.step(3)
+    assert [rank for rank, _ in ranks.switched] == [0, 1]
 
 
 def test_an_update_that_reaches_the_ranks_one_by_one_is_waited_for(ranks):

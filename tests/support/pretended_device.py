@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from equipoise_model.device import _stream_beside
+
 CUDA = torch.device("cuda", 0)
 
 # These take the host's tensors beside the device's, as torch's own do.
@@ -217,4 +219,6 @@ def pretended_device():
         mock.patch.object(torch.Tensor, "record_stream"),
         _Functions(),
     ):
+        _stream_beside.cache_clear()
         yield recorder
+    _stream_beside.cache_clear()

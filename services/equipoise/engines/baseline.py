@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from equipoise.engines.comparison import Comparison, compare, held_row
 from equipoise.engines.lockstep import Lockstep, Pending
 from equipoise.engines.slots import EngineSlots
-from equipoise.planning.arrays import Checksums
-from equipoise.planning.layout import Layout
+from equipoise.planning.arrays import Bools, Checksums
+from equipoise.planning.layout import Layout, is_moved
 from equipoise.rank.errors import GroupError, NotHeldError
 from equipoise.rank.held import Contents, HeldExperts
 
@@ -24,6 +26,8 @@ MAX_ATTEMPTS = 7
 
 FIRST_PAUSE_S = 1.0
 """Pause before the second attempt; twice as long before each further one."""
+
+_RETRY_PAUSE_S = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +110,8 @@ class Baseline:
         self._is_hashing = False
         self._comparing: _Comparing | None = None
         self._attempts = 0
+        # Slots that switches have filled since the last baseline, [layers, slots].
+        self._filled: Bools = np.zeros(layout.expert_of_slot.shape, dtype=bool)
 
     @property
     def held(self) -> HeldExperts[Any] | None:
@@ -125,8 +131,9 @@ class Baseline:
                 self._announced = self.version
         self._hash_again()
 
-    def note_switch(self) -> None:
+    def note_switch(self, before: Layout, after: Layout) -> None:
         """The slots hold another layout: what was hashed for the next baseline is out of date."""
+        self._filled |= is_moved(before.expert_of_slot, after.expert_of_slot)
         with self._lock:
             self._hashed = None
         if not self.is_valid:
@@ -172,7 +179,8 @@ class Baseline:
         comparing, self._comparing = self._comparing, None
         if comparing is None:
             return None
-        found = compare(comparing.rows.result(), comparing.contents.layout, self.table)
+        layout = comparing.contents.layout
+        found = compare(comparing.rows.result(), layout, self.table, filled=self._filled)
         if found.versions != {comparing.version}:
             return None  # Some have hashed newer weights since they said so: all compare those.
         fault = _fault(found, is_announced=comparing.is_announced)
@@ -189,10 +197,10 @@ class Baseline:
             self._hash_again()
             return None
         self._attempts, self.taken, self.table = 0, comparing.version, found.table
+        self._filled = np.zeros_like(self._filled)
         held = self._held
         assert held is not None, "it was hashed"
         number = max(comparing.least_number, held.contents.layout.generation + 1)
-        layout = comparing.contents.layout
         numbered = layout.with_placement(layout.expert_of_slot, generation=number)
         held.rebase(Contents(layout=numbered, checksums=comparing.contents.checksums))
         return Agreed(found.workers, number, is_first)
@@ -225,17 +233,18 @@ class Baseline:
     def _hash_once(self) -> bool:
         """Returns whether the result is that of the newest weights and layout."""
         version = self.version
-        if self._held is None:
-            self.first_tables = self._tables(self._layout)
-            self._held = HeldExperts(
-                self._slots, layout=self._layout, rank=self._rank, tables=self._tables
-            )
-            contents = self._held.contents
-        else:
-            try:
+        try:
+            if self._held is None:
+                self.first_tables = self._tables(self._layout)
+                self._held = HeldExperts(
+                    self._slots, layout=self._layout, rank=self._rank, tables=self._tables
+                )
+                contents = self._held.contents
+            else:
                 contents = self._held.hash_all()
-            except NotHeldError:
-                return False
+        except NotHeldError:
+            time.sleep(_RETRY_PAUSE_S)
+            return False
         with self._lock:
             if self.version != version or contents.layout is not self._held.contents.layout:
                 return False
@@ -259,5 +268,10 @@ def _fault(found: Comparison, *, is_announced: bool) -> str:
             f"{found.share_changed:.1%} of the slots hold other bytes than before (the first is "
             f"{found.first_changed}), and the engine announced no update: memory of a machine is "
             "damaged, or only some weights were updated; restart the engine"
+        )
+    if not is_announced and found.share_changed > 0 and found.first_kept:
+        return (
+            f"the weights were updated while experts moved, and the engine announced no update: "
+            f"{found.first_kept} still has its old weights; restart the engine"
         )
     return found.conflict

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.planning.arrays import Checksums, ExpertTable
+from equipoise.planning.arrays import Bools, Checksums, ExpertTable
 from equipoise.planning.layout import Layout
 from equipoise.planning.moves import CHECKSUM_BYTES
 from equipoise.rank.held import Contents
@@ -40,6 +40,9 @@ class Comparison:
     first_changed: str
     """The first such slot, in words; empty if there is none."""
 
+    first_kept: str
+    """The first slot in words that a switch has filled since and that does not, or empty."""
+
 
 def held_row(worker: str, version: int, checksums: Checksums) -> Tensor:
     """Return a rank's row: its worker's name in ASCII, and what it has hashed of its own slots.
@@ -50,10 +53,11 @@ def held_row(worker: str, version: int, checksums: Checksums) -> Tensor:
     return torch.frombuffer(bytearray(head + checksums.tobytes()), dtype=torch.uint8)
 
 
-def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Comparison:
+def compare(rows: Tensor, layout: Layout, before: Checksums | None, *, filled: Bools) -> Comparison:
     """Compare what the ranks hold as `layout`; `rows` are those of all ranks, in order.
 
-    `before` is the table that they agreed on the last time; None the first time.
+    `before` is the table that they agreed on the last time; None the first time. `filled` are the
+    slots that switches have filled since, [layers, slots].
     """
     held = rows.numpy()
     workers = tuple(row.tobytes().decode("ascii").rstrip() for row in held[:, :_NAME_BYTES])
@@ -70,7 +74,12 @@ def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Compariso
     def place(slot: int) -> str:
         return f"slot {slot} ({workers[slot // layout.slots_per_rank]})"
 
-    conflict, changed, share = "", "", 0.0
+    def first(chosen: Bools) -> str:
+        for layer, slot in np.argwhere(chosen)[:1].tolist():
+            return f"{place(slot)} of layer {layer}, expert {experts[layer, slot]}"
+        return ""
+
+    conflict, changed, kept, share = "", "", "", 0.0
     differs = (table[layers, experts] != of_slot).any(axis=2)
     if differs.any():
         layer, slot = (int(index) for index in np.argwhere(differs)[0])
@@ -83,8 +92,7 @@ def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Compariso
     if before is not None:
         is_changed = (before[layers, experts] != of_slot).any(axis=2)
         share = float(is_changed.mean())
-        for layer, slot in np.argwhere(is_changed)[:1].tolist():
-            changed = f"{place(slot)} of layer {layer}, expert {experts[layer, slot]}"
+        changed, kept = first(is_changed), first(filled & ~is_changed)
     return Comparison(
         workers=workers,
         versions=frozenset(versions),
@@ -92,6 +100,7 @@ def compare(rows: Tensor, layout: Layout, before: Checksums | None) -> Compariso
         conflict=conflict,
         share_changed=share,
         first_changed=changed,
+        first_kept=kept,
     )
 
 

@@ -18,7 +18,8 @@ class EngineModel:
     """What a plugin knows of the model in its engine.
 
     Raises:
-        UnsupportedEngineError: experts of its layers differ in size.
+        UnsupportedEngineError: experts of its layers differ in size, or its table has other slots
+            than its tensors.
     """
 
     engine: str
@@ -53,4 +54,14 @@ class EngineModel:
             raise UnsupportedEngineError(
                 f"an expert has {min(sizes)} bytes in one layer and {max(sizes)} in another: serve "
                 "a model with the same quantization in all MoE layers"
+            )
+        held, (num_layers, num_slots) = (
+            [one.num_slots for one in self.slots],
+            self.expert_of_slot.shape,
+        )
+        if len(held) != num_layers or len(set(held)) > 1 or num_slots % held[0]:
+            raise UnsupportedEngineError(
+                f"its table has {num_layers} layers of {num_slots} slots, and this rank has "
+                f"tensors of {sorted(set(held))} slots in {len(held)} layers: this release is "
+                "unknown"
             )

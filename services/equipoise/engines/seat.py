@@ -60,7 +60,8 @@ _FORM = RowForm(_FIELDS, HEAD_BYTES, ROUND_PASSES, LOAD_ROUNDS)
 class EngineSeat:
     """One rank's part in the agreement.
 
-    `count`, `on_step` and `note_update` are for the engine's thread, the rest for any.
+    `count`, `on_step`, `note_update`, `note_release` and `note_restore` are for the engine's
+    thread, the rest for any.
     """
 
     def __init__(
@@ -268,7 +269,25 @@ class EngineSeat:
         """
         with self._lock:
             self._staged = self._advertised = None
+        for slots in self.model.slots:
+            slots.note_written()
         self._baseline.note_update(is_announced=True)
+
+    def note_release(self) -> None:
+        """The engine is about to release the memory of its weights (sleep mode).
+
+        Waits for reads in progress; until `note_restore` there are no others.
+        """
+        with self._lock:
+            self._staged = self._advertised = None
+        for slots in self.model.slots:
+            slots.close()
+
+    def note_restore(self) -> None:
+        """The memory is back, at the same addresses; what it holds counts as an update."""
+        for slots in self.model.slots:
+            slots.open()
+        self.note_update()
 
     def _round(self) -> None:
         """Act on the previous round's exchanges, then start this round's."""
@@ -349,7 +368,7 @@ class EngineSeat:
     def _switch(self, staged: StagedGeneration[Any]) -> None:
         """Use a staged generation from the coming pass on."""
         self._loads.take(self._passes)
-        began_s = time.perf_counter()
+        before, began_s = self.held.contents.layout, time.perf_counter()
         self.held.switch(staged)
         self.model.commit(staged.tables)
         stall_us = round((time.perf_counter() - began_s) * 1e6)
@@ -357,7 +376,7 @@ class EngineSeat:
             # Whatever is staged by now starts from the generation that has just ended.
             self._staged = None
             median_us = self._median_us()
-        self._baseline.note_switch()
+        self._baseline.note_switch(before, staged.contents.layout)
         self._loads.begin(staged.generation)
         self.on_switch(
             Switched(

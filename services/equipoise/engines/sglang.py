@@ -26,7 +26,7 @@ from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import EngineSettings, settings_from
-from equipoise.engines.slots import EngineSlots, while_in_use
+from equipoise.engines.slots import EngineSlots, has_weights, while_in_use
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -56,6 +56,8 @@ _UPDATES = (
     "end_weight_update",
 )
 """Those methods; older releases lack some."""
+_RELEASE, _RESTORE = "release_memory_occupation", "resume_memory_occupation"
+"""Methods of the same classes that release memory, and bring it back."""
 _SILENT_ITERATIONS = 10**8
 _COUNTING_MODES = ("stat", "stat_approx")
 """Of the recorder: those with which `_StatAccumulator` counts."""
@@ -103,8 +105,13 @@ class Hooks:
         around, after = registry.HookType.AROUND, registry.HookType.AFTER
         registry.HookRegistry.register(_FORWARD_END, self.end_pass, around)
         registry.HookRegistry.register(_COUNTS, self.take_counts, after)
-        for update in _updates():
-            registry.HookRegistry.register(update, self.note_update, around)
+        for name, hook in (
+            *((name, self.note_update) for name in _UPDATES),
+            (_RELEASE, self.note_release),
+            (_RESTORE, self.note_restore),
+        ):
+            for place in _places_of(name):
+                registry.HookRegistry.register(place, hook, around)
 
     def take_counts(self, _result: None, _accumulator: Any, *args: Any, **named: Any) -> None:
         """Count what the recorder counted in this pass, by physical expert; it clears that next."""
@@ -119,6 +126,24 @@ class Hooks:
         finally:  # A failed update may have written some weights.
             if self._seat is not None:
                 self._seat.note_update()
+
+    def note_release(
+        self, original: Callable[..., object], updater: Any, request: Any, *args: Any
+    ) -> object:
+        """Let nobody read weights whose memory is about to be released."""
+        if self._seat is not None and has_weights(request.tags):
+            self._seat.note_release()
+        return original(updater, request, *args)
+
+    def note_restore(
+        self, original: Callable[..., object], updater: Any, request: Any, *args: Any
+    ) -> object:
+        """Notice that the memory of the weights is back."""
+        try:
+            return original(updater, request, *args)
+        finally:
+            if self._seat is not None and has_weights(request.tags):
+                self._seat.note_restore()
 
     def end_pass(self, original: Callable[[Any], None], manager: Any) -> None:
         """Take part after a pass, in place of SGLang's planner."""
@@ -169,14 +194,15 @@ class Hooks:
         )
 
 
-def _updates() -> Iterator[str]:
-    """The methods of this release that write weights in place."""
+def _places_of(name: str) -> Iterator[str]:
+    """Where this release has a method of its updater of weights."""
     for updater in _UPDATERS:
         try:
             found = pkgutil.resolve_name(updater)
         except (ImportError, AttributeError):
             continue
-        yield from (f"{updater}.{name}" for name in _UPDATES if hasattr(found, name))
+        if hasattr(found, name):
+            yield f"{updater}.{name}"
 
 
 class _Places(NamedTuple):

@@ -1,6 +1,8 @@
 """`EngineSlots`: one MoE layer's expert slots of this rank, over an engine's own tensors."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from equipoise.engines.errors import UnsupportedEngineError
 from equipoise.planning.layout import Layout
-from equipoise.rank.errors import StageRejectedError
+from equipoise.rank.errors import NotHeldError, StageRejectedError
 from equipoise_model.device import Arrive
 from equipoise_model.experts import Settle, check_payload
 
@@ -26,14 +28,24 @@ class EngineSlots:
         """`tensors` are [slots, ...] each, with the same number of slots on one device.
 
         Raises:
-            UnsupportedEngineError: an expert's row is not contiguous, or shared with others.
+            UnsupportedEngineError: an expert's row is not contiguous, or shared with others; or
+                tensors have different numbers of slots.
         """
         self._tensors = tuple(tensors)
+        if len({len(tensor) for tensor in self._tensors}) > 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
+            raise UnsupportedEngineError(
+                f"its experts have tensors of different lengths ({shapes}): use another "
+                "quantization or MoE backend"
+            )
         for tensor in self._tensors:
             _check_rows(tensor)
         self._sizes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
-        # The end of the copies of the last switch, on the engine's stream; None on a CPU.
+        # The latest writes of the engine's thread, on its stream; None on a CPU.
         self._settled: torch.Event | None = None
+        # Held by each read; the engine's thread waits for it only before memory is released.
+        self._reading = threading.Lock()
+        self._is_open = True
 
     @property
     def num_slots(self) -> int:
@@ -55,15 +67,40 @@ class EngineSlots:
         """Bytes of one expert's payload."""
         return sum(self._sizes)
 
-    @torch.no_grad()
+    def close(self) -> None:
+        """Let nobody read from here on: the engine is about to release the memory."""
+        with self._reading:
+            self._is_open = False
+
+    def open(self) -> None:
+        """Let anybody read again: the memory is back, at the same addresses."""
+        with self._reading:
+            self._is_open = True
+
+    def note_written(self) -> None:
+        """Let reads wait for what the calling thread has queued on its stream."""
+        if self.device.type != "cpu":
+            self._settled = torch.get_device_module(self.device).Event()
+            self._settled.record()
+
     def read(self, slot: int) -> Tensor:
-        """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host."""
+        """Read the payload of one slot into a new uint8 tensor [expert_bytes] on the host.
+
+        Raises:
+            NotHeldError: the slots are closed.
+        """
+        with self._reading:
+            if not self._is_open:
+                raise NotHeldError("the engine sleeps: its weights are not in memory")
+            return self._read(slot)
+
+    @torch.no_grad()
+    def _read(self, slot: int) -> Tensor:
         rows = [_as_bytes(tensor[slot]) for tensor in self._tensors]
         if self.device.type == "cpu":
             return torch.cat(rows)
         # Not on the engine's stream, which must not wait; but after what was written on it.
-        streams = torch.get_device_module(self.device)
-        stream = streams.Stream(self.device)
+        streams, stream = torch.get_device_module(self.device), _reading_stream(self.device)
         stream.wait_stream(streams.default_stream(self.device))
         if self._settled is not None:  # Some engines compute on a stream of their own.
             stream.wait_event(self._settled)
@@ -103,6 +140,17 @@ class EngineSlots:
         return settle
 
 
+def has_weights(tags: Sequence[str] | None) -> bool:
+    """Whether an engine that releases or restores memory by `tags` does so for its weights."""
+    return not tags or "weights" in tags
+
+
+@cache
+def _reading_stream(device: torch.device) -> Any:
+    """The stream that slots of a device are read on: the allocator keeps memory for each stream."""
+    return torch.get_device_module(device).Stream(device)
+
+
 def while_in_use(
     make: Callable[[Layout], _Tables], slots: Sequence[EngineSlots], model: Any
 ) -> Callable[[Layout], _Tables]:
@@ -137,7 +185,13 @@ def _memory(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 def _check_rows(tensor: Tensor) -> None:
     row = tensor[0]
-    if not row.is_contiguous() or (len(tensor) > 1 and tensor.stride(0) < row.numel()):
+    is_apart = len(tensor) == 1 or tensor.stride(0) >= row.numel()
+    try:
+        _byte_rows(tensor)
+        is_viewed = row.is_contiguous()
+    except RuntimeError:
+        is_viewed = False
+    if not (is_viewed and is_apart):
         raise UnsupportedEngineError(
             f"its experts have a tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}, whose rows cannot be copied as bytes: use another quantization or "

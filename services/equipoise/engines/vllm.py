@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +27,7 @@ from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import EngineSettings, settings_from
-from equipoise.engines.slots import EngineSlots, while_in_use
+from equipoise.engines.slots import EngineSlots, has_weights, while_in_use
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -45,8 +45,13 @@ OLDEST, NEWEST = "0.20", "0.33.0"
 _STEP = ("self", "is_dummy", "is_profile", "log_stats")
 _SILENT_INTERVAL = 10**8
 _FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_WORKERS = "vllm.v1.worker.worker_base"
+_SEAT = "equipoise_seat"
+"""Attribute of an `EplbState` that has one."""
 _UPDATES = ("reload_weights", "update_weights", "finish_weight_update")
-"""Methods of vLLM's worker that write weights in place; older releases have the first only."""
+"""Methods of workers that write weights in place; older releases have the first only."""
+_SLEEP, _WAKE = "sleep", "wake_up"
+"""Methods of workers that release the memory of weights, and bring it back."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +80,7 @@ def install(settings: EngineSettings) -> None:
     check_seam(state)
     original = state.step
     original_record = state._should_record_current_step  # noqa: SLF001 - no public name
-    seats: dict[int, EngineSeat | None] = {}
+    seats: list[EngineSeat] = []
 
     @functools.wraps(original)
     def step(
@@ -84,10 +89,9 @@ def install(settings: EngineSettings) -> None:
         if is_profile:
             original(self, is_dummy, is_profile, log_stats)
             return
-        if id(self) not in seats:
-            seats[id(self)] = _take_seat(self, settings)
-            _watch_updates(seats)
-        seat = seats[id(self)]
+        if not hasattr(self, _SEAT):
+            setattr(self, _SEAT, _take_seat(self, settings, seats))
+        seat: EngineSeat | None = getattr(self, _SEAT)
         if seat is None:
             original(self, is_dummy, is_profile, log_stats)
             return
@@ -102,36 +106,59 @@ def install(settings: EngineSettings) -> None:
 
     def should_record(self: Any, log_stats: bool = False) -> bool:
         """Count in every pass while this state is balanced from outside."""
-        return seats.get(id(self)) is not None or original_record(self, log_stats)
+        return getattr(self, _SEAT, None) is not None or original_record(self, log_stats)
 
     vars(step)["equipoise"] = seats
     state.step = step
     state._should_record_current_step = should_record  # noqa: SLF001 - no public name
 
 
-def _watch_updates(seats: Mapping[int, EngineSeat | None]) -> None:
-    """Notice updates of the weights at once; those by other ways are found by hashing."""
-    worker = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
-    for name in _UPDATES:
-        original = getattr(worker, name, None)
-        if original is not None and not hasattr(original, "equipoise"):
-            setattr(worker, name, _noticed(original, seats))
+def _watch_weights(seats: Sequence[EngineSeat]) -> None:
+    """Notice at once what workers do to the weights; updates by other ways are found by hashing.
+
+    Each platform has a worker of its own.
+    """
+    base = getattr(sys.modules.get(_WORKERS), "WorkerBase", None)
+    workers = [] if base is None else list(_with_subclasses(base))
+    for worker in workers:
+        for name in (*_UPDATES, _SLEEP, _WAKE):
+            original = getattr(worker, name, None)
+            if original is not None and not hasattr(original, "equipoise"):
+                setattr(worker, name, _noticed(name, original, seats))
+    if not any(hasattr(worker, name) for worker in workers for name in _UPDATES):
+        _log.warning(
+            "vLLM's worker has none of %s: updates of the weights are noticed late",
+            ", ".join(_UPDATES),
+        )
+
+
+def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    yield base
+    for one in base.__subclasses__():
+        yield from _with_subclasses(one)
 
 
 def _noticed(
-    original: Callable[..., object], seats: Mapping[int, EngineSeat | None]
+    name: str, original: Callable[..., object], seats: Sequence[EngineSeat]
 ) -> Callable[..., object]:
     @functools.wraps(original)
-    def update(*args: Any, **named: Any) -> object:
+    def call(*args: Any, **named: Any) -> object:
+        if name == _SLEEP:
+            for seat in seats:
+                seat.note_release()
+            return original(*args, **named)
         try:
             return original(*args, **named)
         finally:  # A failed update may have written some weights.
-            for seat in seats.values():
-                if seat is not None:
+            if name in _UPDATES:
+                for seat in seats:
                     seat.note_update()
+            elif has_weights(named.get("tags", args[1] if len(args) > 1 else None)):
+                for seat in seats:
+                    seat.note_restore()
 
-    vars(update)["equipoise"] = seats
-    return update
+    vars(call)["equipoise"] = seats
+    return call
 
 
 def check_seam(state: type) -> None:
@@ -148,12 +175,16 @@ def check_seam(state: type) -> None:
         )
 
 
-def _take_seat(state: Any, settings: EngineSettings) -> EngineSeat | None:
-    """Return the seat of this process, or None if its vLLM cannot be balanced.
+def _take_seat(state: Any, settings: EngineSettings, seats: list[EngineSeat]) -> EngineSeat | None:
+    """Return the seat of an engine, among the `seats` from now on; None if it cannot be balanced.
 
     All ranks have the same configuration, so all or none have a seat.
     """
-    return attempt(lambda: make_seat(state, settings))
+    seat = attempt(lambda: make_seat(state, settings))
+    if seat is not None:
+        seats.append(seat)
+        _watch_weights(seats)
+    return seat
 
 
 def make_seat(state: Any, settings: EngineSettings) -> EngineSeat:
