@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from equipoise.balancer.web import server, stream
 from equipoise.balancer.web.server import serving_page
 from tests.balancer.test_web import state_of
 from tests.support.browser import browsing, require_axe, require_chromium
@@ -17,6 +18,7 @@ CHART = "document.querySelector('[data-part=chart] svg')"
 CHART_READ = "document.querySelector('[data-part=balance-read]').textContent"
 FRAME_MS = 1000 / 60
 NUM_MOVES = 60
+PHASES = ("prefill", "decode")
 
 
 @asynccontextmanager
@@ -63,6 +65,57 @@ async def test_both_pools_of_a_disaggregated_fleet_stand_side_by_side():
         await page.value("document.querySelectorAll('#pools a')[2].click()")
         await page.until(f"{all_of('name')}.join() === 'others'")
         assert await page.value("document.documentElement.scrollWidth") == 1440
+
+
+async def test_pools_that_do_not_understand_each_other_are_not_shown_as_one_fleet():
+    first, second = (
+        [pictured_pool(f"{fleet}-{phase}", phase=phase, ranks=8, layers=2) for phase in PHASES]
+        for fleet in "ab"
+    )
+    fleet = PicturedFleet(*first, *second)
+    fleet.latent_forms = {key: ["61 layers of 576"] for key in ("b-decode", "b-prefill")}
+    async with looking_at(fleet, of="#pool=b-decode") as page:
+        await page.until(f"{all_of('name')}.join() === 'b-prefill,b-decode'")
+    fleet.latent_forms = {}  # Now any of two could be the partner.
+    async with looking_at(fleet, of="#pool=b-decode") as page:
+        await page.until(f"{all_of('name')}.join() === 'b-decode'")
+
+
+async def test_a_page_keeps_its_pool_when_others_come_and_go():
+    fleet = PicturedFleet(pictured_pool("moe", phase="mixed", ranks=8, layers=2))
+    pools = fleet.pools
+    async with looking_at(fleet) as page:
+        await page.until(f"{all_of('name')}.join() === 'moe'")
+        fleet.pools = {**PicturedFleet(pictured_pool("deepseek", ranks=8, layers=2)).pools, **pools}
+        await page.until("document.querySelectorAll('#pools a').length === 2")
+        await asyncio.sleep(2)
+        assert await page.value(all_of("name")) == ["moe"]
+        fleet.pools = {}
+        await page.until("document.querySelector('article').hidden")
+        assert "No pools yet" in await page.value("document.querySelector('#notice').textContent")
+        fleet.pools = pools
+        await page.until(f"{all_of('name')}.join() === 'moe'")
+
+
+@pytest.mark.parametrize("part", ["#pool=100%", "#pool=gone"])
+async def test_an_address_of_no_pool_shows_the_first(part):
+    fleet = PicturedFleet(pictured_pool("moe", phase="mixed", ranks=8, layers=2))
+    async with looking_at(fleet, of=part) as page:
+        await page.until(f"{all_of('name')}.join() === 'moe'")
+
+
+async def test_a_page_too_many_says_so_and_is_shown_later(monkeypatch):
+    fleet = PicturedFleet(pictured_pool("moe", phase="mixed", ranks=8, layers=2))
+    monkeypatch.setattr(stream, "_RETRY_AFTER_S", "1")
+    monkeypatch.setattr(server, "EventStreams", lambda state: streams[0])
+    streams = [stream.EventStreams(fleet, max_clients=0)]
+    live = "document.querySelector('#live').textContent"
+    chromium = require_chromium()
+    async with serving_page(fleet, listen="127.0.0.1:0") as where, browsing(chromium) as page:
+        await page.goto(f"http://{where}/")
+        await page.until(f"{live} === '0 pages are open: try again in 1 s'")
+        streams[0]._max_clients = 8
+        await page.until(f"{live} === 'live'")
 
 
 async def test_readouts_survive_live_updates_and_obey_the_keyboard(large):

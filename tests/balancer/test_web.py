@@ -14,6 +14,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from equipoise.balancer.settings import BalancerSettings
+from equipoise.balancer.store.store import StoreError
+from equipoise.balancer.web import state as state_module
 from equipoise.balancer.web.server import _TYPE_OF_FILE, HEADERS, page_routes, serving_page
 from equipoise.balancer.web.state import MAX_COLUMNS, MAX_RANKS, PageState, heat_of
 from equipoise.balancer.web.stream import EventStreams
@@ -91,6 +93,7 @@ def test_every_file_of_the_page_comes_with_the_headers_that_fence_it_in(busy):
 async def test_a_pool_that_cannot_be_shown_hides_no_other(busy, monkeypatch, caplog):
     broken = named(busy, "a-broken")
     broken.counters = None
+    monkeypatch.setattr(state_module, "_SHARE_OF_LOOP", 1e9)
     state = state_of(broken, named(busy, "b-whole"))
     events = await state.events("")
     fleet = json.loads(events["fleet"])["pools"]
@@ -111,7 +114,7 @@ def test_the_page_is_small_and_brings_all_it_needs():
         if one.name.endswith((".html", ".css", ".js"))
     }
     assert set(page) == set(_TYPE_OF_FILE)
-    assert sum(map(len, page.values())) <= 50_000
+    assert sum(map(len, page.values())) <= 55_000
     for text in page.values():
         links = text.replace("http://www.w3.org/2000/svg", "").replace("`http://${host}", "")
         assert "http://" not in links
@@ -153,7 +156,78 @@ def test_one_of_several_pools_is_selected_by_name(busy, hello_of, policy):
     client = browse(state_of(busy, other))
     assert client.get("/state.json").json()["pool"]["pool"] == "tiny"
     assert client.get("/state.json?pool=zebra").json()["pool"]["pool"] == "zebra"
-    assert client.get("/state.json?pool=gone").json()["pool"]["pool"] == "tiny"
+    assert list(client.get("/state.json?pool=gone").json()) == ["fleet"]
+
+
+class SlowStore(Store):
+    """Answers once it may, or fails."""
+
+    def __init__(self):
+        self.may_answer = asyncio.Event()
+        self.error, self.num_reads = None, 0
+
+    async def decisions(self, pool, *, limit):
+        self.num_reads += 1
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+        return ()
+
+
+def shown(events):
+    return json.loads(events["pool"])["revision"]
+
+
+async def test_a_store_that_hangs_holds_up_no_state(busy, monkeypatch):
+    monkeypatch.setattr(state_module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(state_module, "_SHARE_OF_LOOP", 1e9)
+    store = SlowStore()
+    state = PageState(Seat(busy), store=store, clock=lambda: 0.0)
+    assert shown(await state.events("")) == busy.revision
+    busy.revision += 1
+    for _ in range(3):
+        assert shown(await state.events("")) == busy.revision
+    assert store.num_reads == 1, "all clients share one"
+    store.may_answer.set()
+    await state.events("")
+    await state.events("")
+    assert store.num_reads == 1
+
+
+async def test_decisions_are_read_again_after_the_store_has_failed(busy, monkeypatch):
+    monkeypatch.setattr(state_module, "_STORE_PAUSE_S", 0.0)
+    store = SlowStore()
+    store.error = StoreError("down")
+    store.may_answer.set()
+    state = PageState(Seat(busy), store=store, clock=lambda: 0.0)
+    assert shown(await state.events("")) == busy.revision
+    store.error = None
+    for _ in range(3):  # The pool, a follower's, does not change.
+        await state.events("")
+    assert store.num_reads == 2
+
+
+async def test_a_viewer_that_leaves_takes_nothing_from_the_others(busy):
+    store = SlowStore()
+    state = PageState(Seat(busy), store=store, clock=lambda: 0.0)
+    left = asyncio.create_task(state.events(""))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    store.may_answer.set()
+    assert {"fleet", "pool", "heat"} == set(await state.events(""))
+
+
+async def test_all_viewers_share_one_summary_of_the_fleet(busy, monkeypatch):
+    made = []
+    summaries = state_module.pool_summaries
+    monkeypatch.setattr(
+        state_module, "pool_summaries", lambda *args: made.append(1) or summaries(*args)
+    )
+    monkeypatch.setattr(state_module, "_SHARE_OF_LOOP", 1e-6)
+    state = state_of(busy)
+    for _ in range(5):
+        assert json.loads((await state.events(""))["fleet"])["pools"]
+    assert len(made) == 1
 
 
 def test_a_pool_that_cannot_be_read_is_listed_with_the_reason(busy):
@@ -162,7 +236,7 @@ def test_a_pool_that_cannot_be_read_is_listed_with_the_reason(busy):
     shown = browse(state).get("/state.json?pool=torn").json()
     assert [pool["pool"] for pool in shown["fleet"]["pools"]] == ["tiny", "torn"]
     assert shown["fleet"]["pools"][1]["unreadable"] == "pool torn cannot be read: restore its keys"
-    assert shown["pool"]["pool"] == "tiny"
+    assert "pool" not in shown
 
 
 def test_a_follower_names_the_balancer_that_leads(busy):

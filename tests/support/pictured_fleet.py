@@ -13,14 +13,19 @@ class PicturedFleet:
     def __init__(self, *pools):
         self.pools = {pool["pool"]: (pool, heat) for pool, heat in pools}
         self.leads = True
+        self.latent_forms = {}
+        """Those of pools; of others, all are the same."""
 
     async def events(self, name):
         fleet = {"leads": self.leads, "words": "", "leader": "", "pools": []}
         for pool, _ in self.pools.values():
-            fleet["pools"].append({**pool, "ranks_serving": pool["num_ranks"]})
+            forms = self.latent_forms.get(pool["pool"], ["2 layers of 576"])
+            summary = {"ranks_serving": pool["num_ranks"], "latent_forms": forms}
+            fleet["pools"].append({**pool, **summary})
         events = {"fleet": json.dumps(fleet)}
-        if self.pools:
-            pool, heat = self.pools.get(name) or next(iter(self.pools.values()))
+        chosen = name or next(iter(self.pools), "")
+        if chosen in self.pools:
+            pool, heat = self.pools[chosen]
             events["pool"] = json.dumps(pool)
             if heat:
                 events["heat"] = json.dumps(heat)

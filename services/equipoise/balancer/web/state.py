@@ -1,7 +1,10 @@
 """`PageState`: what the page shows, as JSON that all clients share. Read-only."""
 
+import asyncio
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,33 @@ MAX_RANKS = 256
 NUM_DECISIONS = 30
 """Latest decisions shown."""
 
-_SHARE_OF_LOOP = 0.02  # largest share of the event loop's time spent on one pool's JSON
+_SHARE_OF_LOOP = 0.02  # largest share of the event loop's time spent on one cached text
+_PATIENCE_S = 1.0  # how long a client waits for the store
+_STORE_PAUSE_S = 5.0  # between reads of a store that fails
 
 Events = dict[str, str]
 """JSON by event name."""
+
+
+class _Pace:
+    """How often a text may be made, so that this takes a small share of the event loop."""
+
+    def __init__(self) -> None:
+        self._not_before_s = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._not_before_s
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the processor time of the block."""
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            spent_s = time.thread_time() - began_s
+            self._not_before_s = time.monotonic() + spent_s / _SHARE_OF_LOOP
 
 
 class _PoolPage:
@@ -36,21 +62,28 @@ class _PoolPage:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._shown: tuple[PoolView | None, int] = (None, -1)
-        self._not_before_s = 0.0
+        self._shown: tuple[PoolView | None, int, int] = (None, -1, -1)
+        self._pace = _Pace()
         self._heat: tuple[int, list[tuple[int, str]]] = (-1, [])
         self._last_decision = -1
         self._decisions: list[Any] = []
+        self._fetching: asyncio.Task[None] | None = None
+        self._fetch_from_s = 0.0
         self._events: Events = {}
 
     async def events(self, source: PoolView, *, now: float) -> Events:
         """Return `pool` and `heat` of `source`; `now` is the time of its pool's clock."""
         pool = source.pool
-        if self._shown == (source, pool.revision) or time.monotonic() < self._not_before_s:
-            return self._events
-        began_s = time.monotonic()
-        self._shown = (source, pool.revision)
-        await self._fetch_decisions(pool)
+        await self._follow_decisions(pool)
+        state = (source, pool.revision, self._last_decision)
+        if state != self._shown and self._pace.is_due:
+            with self._pace.counted():
+                self._show(source, now=now)
+            self._shown = state
+        return self._events
+
+    def _show(self, source: PoolView, *, now: float) -> None:
+        pool = source.pool
         shown = as_json(pool_status(pool, now=now, redundancy=source.redundancy))
         nodes = nodes_of(shown["ranks"])
         shown["num_ranks"] = len(shown["ranks"])
@@ -63,21 +96,28 @@ class _PoolPage:
         elif (window.number, nodes) != self._heat or "heat" not in self._events:
             self._heat = window.number, nodes
             self._events["heat"] = _dumped({**heat_of(window), "nodes": nodes})
-        now_s = time.monotonic()
-        self._not_before_s = now_s + (now_s - began_s) / _SHARE_OF_LOOP
-        return self._events
 
-    async def _fetch_decisions(self, pool: Pool) -> None:
+    async def _follow_decisions(self, pool: Pool) -> None:
+        """Wait for the latest decisions, but not for long: all clients share one read."""
         last = pool.journal.last_decision
         latest = last.sequence if last is not None else 0
-        if latest == self._last_decision:
-            return
+        is_due = latest != self._last_decision and time.monotonic() >= self._fetch_from_s
+        if self._fetching is None and is_due:
+            self._fetching = asyncio.create_task(self._fetch(pool.name, latest))
+        if (fetching := self._fetching) is not None:
+            await asyncio.wait({fetching}, timeout=_PATIENCE_S)
+            if fetching.done():
+                fetching.result()
+
+    async def _fetch(self, name: str, latest: int) -> None:
         try:
-            records = await self._store.decisions(pool.name, limit=NUM_DECISIONS)
-        except StoreError:
-            return  # Keep the previous decisions; the pool's state shows the store's fault.
-        self._last_decision = latest
-        self._decisions = [as_json(decision_to_proto(record)) for record in records]
+            records = await self._store.decisions(name, limit=NUM_DECISIONS)
+            self._decisions = [as_json(decision_to_proto(record)) for record in records]
+            self._last_decision = latest
+        except StoreError:  # The pool's state shows the store's fault.
+            self._fetch_from_s = time.monotonic() + _STORE_PAUSE_S
+        finally:
+            self._fetching = None
 
 
 class PageState:
@@ -89,21 +129,26 @@ class PageState:
         self._clock = clock
         self._failures = Failures("the page")
         self._pages: dict[str, _PoolPage] = {}
+        self._pace = _Pace()
+        self._fleet = ""
 
     async def events(self, name: str) -> Events:
-        """Return `fleet`, and `pool` and `heat` of the pool `name`, else of the first pool."""
+        """Return `fleet`, and `pool` and `heat` of the pool `name`; without one, of the first."""
         pools = self._seat.pools
         names = pools.names()
         self._pages = {known: page for known, page in self._pages.items() if known in names}
-        events = {"fleet": self._fleet()}
-        if names:
-            chosen = name if name in names else names[0]
+        if self._pace.is_due:
+            with self._pace.counted():
+                self._fleet = self._fleet_now()
+        events = {"fleet": self._fleet}
+        chosen = name or next(iter(names), "")
+        if chosen in names:
             page = self._pages.setdefault(chosen, _PoolPage(self._store))
             with self._failures.confined(chosen):
                 events |= await page.events(pools.find(chosen), now=self._clock())
         return events
 
-    def _fleet(self) -> str:
+    def _fleet_now(self) -> str:
         pools, leads = self._seat.pools, self._seat.led is not None
         fleet = {
             "leads": leads,

@@ -94,8 +94,11 @@ export class View {
       ["rollouts", pool.rollouts_completed, pool.rollouts_aborted ? ` · ${pool.rollouts_aborted} aborted` : ""],
       ["rollout now", rollout ? rollout.state : "none", rollout ? ` → ${rollout.generation}, ${count(rollout.moves, "move")}` : ""],
     ];
-    this.part("figures").replaceChildren(...figures.map(([name, value, more, kind, reason]) =>
-      make("div", reason ? { title: reason } : {}, make("dt", {}, name), make("dd", { class: kind ?? "" }, String(value), make("small", {}, more)))));
+    const part = this.part("figures"), focused = [...part.children].indexOf(document.activeElement);
+    part.replaceChildren(...figures.map(([name, value, more, kind, reason]) =>
+      make("div", reason ? { class: "explained", tabindex: 0 } : {}, make("dt", {}, name),
+        make("dd", { class: kind ?? "" }, String(value), make("small", {}, more)), reason ? make("dd", { class: "reason" }, reason) : "")));
+    part.children[focused]?.focus({ preventScroll: true });
   }
 
   drawHead() {
