@@ -217,9 +217,8 @@ class Observer:
         rank = worker.rank
         if what == "generation":
             return rank is not None and rank.engine.generation == number
-        # A balancer whose store forgot cannot know what a worker holds that is not connected.
-        is_connected = worker._outbox._queue is not None
-        return is_connected and worker.epochs.state.highest_epoch == number
+        # A balancer whose store forgot cannot know what a worker holds that it has not heard.
+        return worker.is_answered and worker.epochs.state.highest_epoch == number
 
     # Messages -----------------------------------------------------------------------------------
 

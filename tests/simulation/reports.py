@@ -100,7 +100,9 @@ class FalseReports:
             self._have_it_switch()
         if self._world.crashing:  # More epochs pass before it is excluded than one that only lies.
             why = f"{self._world.crashing} crashes again and again"
-            self._count_epochs(why, allowed=MAX_EPOCHS_OF_CRASHES)
+            # Crashes are counted anew once other workers have died, too.
+            has_liar = "lie" in self._world.kinds
+            self._count_epochs(why, allowed=MAX_EPOCHS_OF_CRASHES * (1 + has_liar))
         elif "loss" in self._liars:
             why = f"{self._liars['loss']} reports false losses"
             self._count_epochs(why, allowed=MAX_EPOCHS_OF_LOSSES)

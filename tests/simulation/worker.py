@@ -215,7 +215,13 @@ class SimWorker(Worker):
     def outbox(self) -> Outbox:
         return self._outbox
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether a balancer has answered in the stream that is open."""
+        return self._outbox._queue is not None and self._agent._received_s > self._opened_s
+
     def hello(self) -> Hello:
+        self._opened_s = self.world.loop.time()
         return self.world.reports.hello(self, super().hello())
 
     def heartbeat(self, sequence: int) -> Heartbeat:
