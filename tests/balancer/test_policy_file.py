@@ -92,6 +92,22 @@ async def test_a_wrong_file_is_rejected_once_and_reported(mount, book, file, hea
     assert "line 3: defaults.interval: a duration needs a unit" in heard[0]
 
 
+async def test_a_file_that_a_bug_keeps_from_being_read_is_rejected(
+    mount, book, file, heard, monkeypatch
+):
+    def fail(*_args, **_named):
+        raise KeyError("a bug")
+
+    mount.put("11s")
+    await file.look()
+    monkeypatch.setattr(book, "offer", fail)
+    mount.put("12s")
+    await file.look()
+    assert book.of("any", None).values.interval_s == 11
+    assert "cannot be read because of a bug: KeyError: 'a bug'" in heard[0]
+    assert len(heard) == book.num_rejected == 1
+
+
 async def test_a_file_that_goes_away_leaves_the_last_good_policy(mount, book, file):
     mount.put("11s")
     await file.look()

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from redis import Redis
+from redis._parsers.base import BaseParser
 from redis.crc import key_slot
 
 from equipoise.balancer.store.redis_store import HASH_TAG, RedisStore
@@ -218,7 +219,7 @@ async def test_a_replica_is_rejected_by_name(redis_server, tmp_path, open_at):
     with RedisServer(tmp_path / "replica") as replica, Redis.from_url(replica.url) as operator:
         operator.replicaof("127.0.0.1", redis_server.port)
         error = await fault_of(open_at(replica.url).fence(term=1))
-    assert error.fault is StoreFault.DENIED
+    assert error.fault is StoreFault.UNREACHABLE, "it may become the primary"
     assert "use the primary" in str(error)
 
 
@@ -240,9 +241,66 @@ async def test_records_of_the_first_version_are_read_and_marked(redis_url, open_
     await store.adopt("p", layout_of(1), term=1)
     with Redis.from_url(redis_url) as operator:
         operator.hset(f"{HASH_TAG}:meta", "schema", 1)
-        committed = (await open_at(redis_url).recall("p")).committed
+        newer = open_at(redis_url)
+        committed = (await newer.recall("p")).committed
         assert committed.same_placement(layout_of(1))
+        assert operator.hget(f"{HASH_TAG}:meta", "schema") == b"1", "a follower changes nothing"
+        await newer.fence(term=2)
         assert operator.hget(f"{HASH_TAG}:meta", "schema") == b"3"
+
+
+DECISION = DecisionRecord(accepted=True, reason="one", base_generation=1, time_unix_s=1.0)
+
+
+@pytest.mark.parametrize("lost", ["pool:p", "pool:p:decisions"])
+async def test_decisions_are_numbered_after_part_of_their_records_was_lost(
+    redis_url, open_at, lost
+):
+    store = open_at(redis_url)
+    await store.fence(term=1)
+    for _ in range(3):
+        await store.add_decision("p", DECISION, term=1)
+    with Redis.from_url(redis_url) as operator:
+        operator.delete(f"{HASH_TAG}:{lost}")
+    assert (await store.add_decision("p", DECISION, term=1)).sequence == 4
+
+
+async def test_a_server_that_deletes_keys_when_it_is_full_is_named(redis_url, open_at, caplog):
+    with Redis.from_url(redis_url) as operator:
+        operator.config_set("maxmemory", "1gb")
+        try:
+            await open_at(redis_url).pools()
+            assert "maxmemory-policy" not in caplog.text
+            operator.config_set("maxmemory-policy", "allkeys-lru")
+            await open_at(redis_url).pools()
+        finally:
+            operator.config_set("maxmemory-policy", "noeviction")
+            operator.config_set("maxmemory", 0)
+    assert "set maxmemory-policy to noeviction" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reply", "fault"),
+    [
+        ("BUSY Redis is busy running a script.", StoreFault.UNREACHABLE),
+        ("CLUSTERDOWN The cluster is down", StoreFault.UNREACHABLE),
+        ("MASTERDOWN Link with MASTER is down", StoreFault.UNREACHABLE),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", StoreFault.UNREACHABLE),
+        ("MOVED 3999 127.0.0.1:6381", StoreFault.DENIED),
+        ("ERR unknown command", StoreFault.DENIED),
+    ],
+)
+async def test_faults_that_pass_are_told_from_those_that_do_not(
+    reply, fault, redis_url, open_at, monkeypatch
+):
+    """As redis-py reports a server's replies."""
+    store = open_at(redis_url)
+
+    async def answer(*_args, **_named):
+        raise BaseParser.parse_error(reply)
+
+    monkeypatch.setattr(store._link.redis, "execute_command", answer)
+    assert (await fault_of(store.pools())).fault is fault
 
 
 async def test_keys_of_another_program_are_rejected_and_left_alone(redis_url, open_at):

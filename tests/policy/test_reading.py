@@ -187,3 +187,19 @@ def test_any_text_is_read_or_rejected(text):
         read_policy(HEAD + text, source="any")
     except PolicyError as error:
         assert error.faults  # noqa: PT017 - some texts are good
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("9" * 400, "0x" + "f" * 5000, "!!bool maybe", '!!int ""', '!!float ""'),
+        *("!!timestamp soon", "2026-13-45", "1e999", "!!binary x"),
+    ],
+)
+def test_a_value_that_yaml_cannot_make_is_one_clear_fault(value):
+    for field in ("minGain", "minAssignments"):
+        with pytest.raises(PolicyError) as caught:
+            read_policy(f"{HEAD}defaults:\n  judging:\n    {field}: {value}", source="f")
+        (fault,) = caught.value.faults
+        assert (fault.path, fault.line) == (f"defaults.judging.{field}", 5)
+        assert len(str(fault)) < 500

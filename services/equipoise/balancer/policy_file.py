@@ -77,7 +77,13 @@ class PolicyFile:
             self._book.reject(f"policy {source}: {found}", now=now)
         else:
             # Invalid UTF-8 becomes a character that no policy has, in the line where it is.
-            self._book.offer(found.decode(errors="replace"), source=source, now=now)
+            text = found.decode(errors="replace")
+            try:
+                self._book.offer(text, source=source, now=now)
+            except Exception as error:  # noqa: BLE001 - the policy in force stays, and says why
+                _log.exception("reading the policy file failed")
+                reason = f"cannot be read because of a bug: {type(error).__name__}: {error}"
+                self._book.reject(f"policy {source}: {reason}", now=now)
         self._readiness.note("policy", self._book.missing)
         rejection = self._book.latest_rejection
         if self._on_rejection and rejection is not None and self._book.num_rejected > num_rejected:

@@ -180,7 +180,10 @@ def _section_at(path: list[str | int]) -> type[Section]:
 
 
 def _shown(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
+    try:
+        text = repr(value) if isinstance(value, str) else str(value)
+    except ValueError:  # Python writes no integer of thousands of digits.
+        return "a number of thousands of digits"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
@@ -268,5 +271,5 @@ def _value(node: yaml.Node) -> Any:
         return [_value(one) for one in node.value]
     try:
         return yaml.constructor.SafeConstructor().construct_document(node)
-    except (ValueError, OverflowError):  # For example an impossible date.
+    except Exception:  # noqa: BLE001 - an impossible date, a boolean tagged maybe: PyYAML checks none
         return node.value

@@ -123,7 +123,10 @@ def _word_reader(kind: type[StrEnum]) -> Callable[[object], StrEnum]:
 def _read_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")  # noqa: TRY004 - pydantic expects a ValueError
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("must be a number of at most 308 digits") from None
 
 
 def _write_number(value: float) -> float | int:

@@ -203,7 +203,9 @@ class ExpertPuller:
         self._waits = waits
         self._pull_interval_s = expert_bytes / bytes_per_s
         self._next_pull_s = 0.0
-        self._channels: dict[tuple[int, int], grpc.aio.Channel] = {}
+        # The credentials' version and the channel, by rank.
+        self._channels: dict[int, tuple[int, grpc.aio.Channel]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.num_corrupted = 0
         """Number of pulled experts whose bytes failed their checksum."""
 
@@ -237,9 +239,10 @@ class ExpertPuller:
 
     async def close(self) -> None:
         """Close the connections to peers."""
-        for channel in self._channels.values():
+        for _, channel in self._channels.values():
             await channel.close(grace=None)
         self._channels.clear()
+        await asyncio.gather(*self._closing)
 
     async def _until_turn(self) -> None:
         """Wait until the rate limit allows the next pull."""
@@ -295,23 +298,32 @@ class ExpertPuller:
     ) -> "grpc.aio.UnaryStreamCall[pb.FetchRequest, pb.FetchResponse]":
         if not 0 <= rank < len(self._peers):
             raise TransferError(f"there is no rank {rank} in epoch {self._epoch}")
-        # Reloaded certificates need a new connection.
-        key = (rank, self._credentials.version())
-        if key not in self._channels:
-            try:
-                self._channels[key] = self._credentials.worker_channel(self._peers[rank].address)
-            except TrustError as error:
-                raise TransferError(str(error)) from error
         request = pb.FetchRequest(
             epoch=self._epoch, layer=move.layer, expert=move.expert, mismatched=mismatched
         )
-        return pb_grpc.ExpertTransferStub(self._channels[key]).Fetch(
+        return pb_grpc.ExpertTransferStub(self._channel(rank)).Fetch(
             request,
             timeout=min(timeout_s, self._source_timeout_s),
             metadata=self._credentials.metadata(
                 audience=worker_audience(self._pool, self._peers[rank].worker)
             ),
         )
+
+    def _channel(self, rank: int) -> grpc.aio.Channel:
+        """The channel to a peer; a new one after certificates were reloaded."""
+        known, version = self._channels.get(rank), self._credentials.version()
+        if known is not None and known[0] == version:
+            return known[1]
+        try:
+            channel = self._credentials.worker_channel(self._peers[rank].address)
+        except TrustError as error:
+            raise TransferError(str(error)) from error
+        if known is not None:
+            closing = asyncio.create_task(known[1].close(grace=self._source_timeout_s))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._channels[rank] = version, channel
+        return channel
 
     async def _fetch(self, rank: int, move: Move) -> bytearray:
         call = self._call(rank, move)

@@ -57,20 +57,19 @@ def pack_entry(record: AuditRecord | DecisionRecord) -> str:
 
 
 def unpack_entry(kind: type[Numbered], sequence: int | bytes, packed: str | bytes) -> Numbered:
-    """Read what `pack_entry` wrote.
+    """Read what `pack_entry` wrote, without what only later releases know.
 
     Raises:
         one of INVALID_RECORD: it is not valid.
     """
     types, found = _TYPES[kind.__name__], json.loads(packed)
-    for name in found:
-        if name not in types:
-            raise ValueError(f"this release knows no field {checks.shorten(name)}")
-        check_type(name, found[name], types[name])
+    known = {name: value for name, value in found.items() if name in types}
+    for name, value in known.items():
+        check_type(name, value, types[name])
     missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in found]
     if missing:
         raise ValueError(f"it has no {missing[0]}")
-    return kind(sequence=whole("its number", sequence, least=1), **found)
+    return kind(sequence=whole("its number", sequence, least=1), **known)
 
 
 def pack_hold(hold: Hold) -> str:

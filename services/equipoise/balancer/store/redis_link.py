@@ -103,44 +103,22 @@ class RedisLink:
         return StoreError(f"{self.name} {sentence}", fault=fault)
 
     def _explain(self, error: faults.RedisError | TimeoutError) -> tuple[StoreFault, str]:
-        match error:
-            case (
-                faults.AuthenticationError()
-                | faults.AuthorizationError()
-                | faults.NoPermissionError()
-            ):
-                fault, sentence = (
-                    StoreFault.DENIED,
-                    "rejects the credentials: check user and password",
-                )
-            case faults.BusyLoadingError():
-                fault, sentence = StoreFault.UNREACHABLE, "is still loading its data: wait for it"
-            case faults.TimeoutError() | TimeoutError():
-                fault = StoreFault.SLOW
-                sentence = f"did not answer within {self._timeout_s:g} s: check its load"
-            case faults.ConnectionError() if _is_unsent(str(error)):
-                fault, sentence = (
-                    StoreFault.UNREACHABLE,
-                    "cannot be reached: check that it is running",
-                )
-            case faults.ConnectionError():
-                fault, sentence = (
-                    StoreFault.BROKEN,
-                    "ended the connection: check that it is running",
-                )
-            case faults.OutOfMemoryError():
-                fault, sentence = (
-                    StoreFault.FULL,
-                    "is full: raise its maxmemory or free some memory",
-                )
-            case faults.ReadOnlyError():
-                fault, sentence = (
-                    StoreFault.DENIED,
-                    "is a read-only replica: use the primary's address",
-                )
-            case _:
-                known = ((kind, text) for mark, kind, text in _ANSWERS if mark in str(error))
-                fault, sentence = next(known, _REJECTION)
+        known = next((row for row in _BY_CLASS if isinstance(error, row[0])), None)
+        if known is not None:
+            _, fault, sentence = known
+        elif isinstance(error, faults.TimeoutError | TimeoutError):
+            fault = StoreFault.SLOW
+            sentence = f"did not answer within {self._timeout_s:g} s: check its load"
+        elif isinstance(error, faults.ConnectionError) and _is_unsent(str(error)):
+            fault, sentence = StoreFault.UNREACHABLE, "cannot be reached: check that it is running"
+        elif isinstance(error, faults.ConnectionError):
+            fault, sentence = (
+                StoreFault.BROKEN,
+                "ended the connection: check that it is running",
+            )
+        else:
+            answers = ((kind, text) for mark, kind, text in _ANSWERS if mark in str(error))
+            fault, sentence = next(answers, _REJECTION)
         return fault, f"{sentence} ({error})" if str(error) else sentence
 
 
@@ -172,8 +150,51 @@ def _is_unsent(message: str) -> bool:
     return "connecting to" in message or "max number of clients" in message
 
 
+_BY_CLASS: tuple[tuple[tuple[type[Exception], ...], StoreFault, str], ...] = (
+    (
+        (faults.AuthenticationError, faults.AuthorizationError, faults.NoPermissionError),
+        StoreFault.DENIED,
+        "rejects the credentials: check user and password",
+    ),
+    (
+        (faults.BusyLoadingError,),
+        StoreFault.UNREACHABLE,
+        "is still loading its data: wait for it",
+    ),
+    (
+        (faults.OutOfMemoryError,),
+        StoreFault.FULL,
+        "is full: raise its maxmemory or free some memory",
+    ),
+    (
+        (faults.ReadOnlyError,),
+        StoreFault.UNREACHABLE,
+        "is a read-only replica: use the primary's address",
+    ),
+    (
+        (faults.MasterDownError,),
+        StoreFault.UNREACHABLE,
+        "is a replica without its primary: repair it",
+    ),
+    (
+        (faults.ClusterDownError, faults.TryAgainError),
+        StoreFault.UNREACHABLE,
+        "is a cluster that cannot answer now: repair it",
+    ),
+    (
+        (faults.MovedError,),
+        StoreFault.DENIED,
+        (
+            "is a cluster, and this node does not have the slot of {equipoise}: use an address "
+            "that always reaches its owner, or a Redis without cluster mode"
+        ),
+    ),
+)
+"""Explanations of errors that have a class, in the order of precedence."""
+
 _ANSWERS = (
     ("NOAUTH", StoreFault.DENIED, "requires a password: set --store-password-file"),
+    ("BUSY ", StoreFault.UNREACHABLE, "runs a script that blocks it: check its load"),
     ("NOREPLICAS", StoreFault.FULL, "accepts no writes without its replicas: repair them"),
     ("MISCONF", StoreFault.FULL, "cannot write to its disk: free some space"),
     (

@@ -26,6 +26,10 @@ local function keep(generation, layout, num_kept)
     if generations[place] ~= committed then redis.call('HDEL', layouts, generations[place]) end
   end
 end
+local function newest(stream)
+  local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  return tonumber(entry and string.match(entry[1], '^%d+') or '0')
+end
 local function note_commit(generation)
   redis.call('SADD', commits, generation)
   for _, known in ipairs(redis.call('SMEMBERS', commits)) do
@@ -51,18 +55,13 @@ have been lost, or even the fence of this one.
 """
 
 OPEN = """
-local meta, incarnation, schema, oldest = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local meta, incarnation, schema = KEYS[1], ARGV[1], ARGV[2]
 if redis.call('EXISTS', meta) == 0 then
   redis.call('HSET', meta, 'incarnation', incarnation, 'schema', schema, 'term', '0')
-else
-  local found = tonumber(redis.call('HGET', meta, 'schema'))
-  if found and found >= tonumber(oldest) and found < tonumber(schema) then
-    redis.call('HSET', meta, 'schema', schema)
-  end
 end
 return redis.call('HMGET', meta, 'schema', 'incarnation')
 """
-"""Create the store if missing, or raise its schema version; return schema and incarnation."""
+"""Create the store if missing; return its schema version and incarnation."""
 
 HIGHEST_TERM = "return {'ok', highest_term}"
 
@@ -71,8 +70,13 @@ if not tonumber(highest_term) or tonumber(term) <= tonumber(highest_term) then
   return {'over', highest_term}
 end
 redis.call('HSET', meta, 'term', term, 'server', server())
+local found, schema = tonumber(redis.call('HGET', meta, 'schema')), ARGV[4]
+if found and found < tonumber(schema) then redis.call('HSET', meta, 'schema', schema) end
 return {'ok'}
 """
+
+"""Also raises the schema version: a follower of a later release leaves it as it is, so that an
+aborted upgrade does not lock out the balancers of the earlier one."""
 
 POOLS = "return {'ok', redis.call('SMEMBERS', pools)}"
 
@@ -152,7 +156,9 @@ return {'ok'}
 """
 
 ADD_DECISION = """
-local sequence = redis.call('HINCRBY', pool, 'num_decisions', 1)
+local counted = tonumber(redis.call('HGET', pool, 'num_decisions') or '0')
+local sequence = math.max(counted, newest(decisions)) + 1
+redis.call('HSET', pool, 'num_decisions', sequence)
 redis.call('XADD', decisions, 'MAXLEN', ARGV[5], sequence .. '-0', 'record', ARGV[4])
 redis.call('SADD', pools, name)
 return {'ok', sequence}
@@ -161,15 +167,14 @@ return {'ok', sequence}
 DECISIONS = "return {'ok', redis.call('XREVRANGE', decisions, '+', '-', 'COUNT', ARGV[4])}"
 
 _AFTER = """
-local newest = redis.call('XREVRANGE', audit, '+', '-', 'COUNT', 1)[1]
-local latest = newest and string.match(newest[1], '^%d+') or '0'
-if latest ~= ARGV[4] then return {'ahead', latest} end
+local latest = newest(audit)
+if latest ~= tonumber(ARGV[4]) then return {'ahead', latest} end
 """
 """Rejects a write that does not know the latest audit record, of number ARGV[4] (0: none)."""
 
 ADD_AUDIT = f"""{_AFTER}
 local sequence = redis.call('HINCRBY', pool, 'num_audit', 1)
-if sequence <= tonumber(latest) then
+if sequence <= latest then
   sequence = redis.call('HINCRBY', pool, 'num_audit', latest - sequence + 1)
 end
 redis.call('XADD', audit, 'MAXLEN', ARGV[6], sequence .. '-0', 'record', ARGV[5])
@@ -186,7 +191,8 @@ local epoch, workers, highest = ARGV[9], ARGV[10], ARGV[11]
 local function append(stream, counter, num_kept, first, last)
   for place = first, last, 2 do
     local sequence, record = ARGV[place], ARGV[place + 1]
-    if tonumber(sequence) > tonumber(redis.call('HGET', pool, counter) or '0') then
+    local counted = tonumber(redis.call('HGET', pool, counter) or '0')
+    if tonumber(sequence) > math.max(counted, newest(stream)) then
       redis.call('HSET', pool, counter, sequence)
       redis.call('XADD', stream, 'MAXLEN', num_kept, sequence .. '-0', 'record', record)
     end

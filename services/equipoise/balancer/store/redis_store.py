@@ -7,6 +7,7 @@ name, the incarnation, which every step checks.
 """
 
 import json
+import logging
 import secrets
 from asyncio import Lock
 from collections.abc import Iterator, Sequence
@@ -57,11 +58,16 @@ from equipoise.pool.records import (
 )
 
 SCHEMA_VERSION = 3
-"""Incremented with every change of keys or records; other versions are rejected."""
+"""Incremented with every change of keys or records; later versions are rejected, and earlier ones
+become this one when a balancer leads."""
 
 OLDEST_VERSION = 1
 """Oldest version whose records can be read: layouts without shares are even splits, and missing
 audit records mean none."""
+
+_log = logging.getLogger(__name__)
+
+_READABLE = {str(version).encode() for version in range(OLDEST_VERSION, SCHEMA_VERSION + 1)}
 
 HASH_TAG = "{equipoise}"
 """Prefix of every key. Fleets that share a server need separate databases."""
@@ -98,7 +104,7 @@ class RedisStore:
 
     async def fence(self, *, term: int) -> None:
         """See `Store`."""
-        await self._write("", scripts.FENCE, term=term)
+        await self._write("", scripts.FENCE, SCHEMA_VERSION, term=term)
 
     async def pools(self) -> tuple[str, ...]:
         """See `Store`."""
@@ -310,9 +316,9 @@ class RedisStore:
                 schema, found = await self._run(
                     scripts.OPEN,
                     _keys("")[:1],
-                    (secrets.token_hex(8), SCHEMA_VERSION, OLDEST_VERSION),
+                    (secrets.token_hex(8), SCHEMA_VERSION),
                 )
-                if schema != str(SCHEMA_VERSION).encode() or found is None:
+                if schema not in _READABLE or found is None:
                     raise StoreError(
                         f"{self._link.name} has schema version "
                         f"{'unknown' if schema is None else schema.decode(errors='replace')}, this "
@@ -321,7 +327,24 @@ class RedisStore:
                         fault=StoreFault.FOREIGN,
                     )
                 self._incarnation = found
+                await self._warn_of_eviction()
             return self._incarnation
+
+    async def _warn_of_eviction(self) -> None:
+        """Warn if a full server would delete some of this store's keys and keep others."""
+        try:
+            async with self._link.request():
+                memory = await self._link.redis.info("memory")
+        except StoreError:  # This account may not ask.
+            return
+        policy = str(memory.get("maxmemory_policy", ""))
+        if memory.get("maxmemory") and policy.startswith("allkeys-"):
+            _log.warning(
+                "%s deletes keys when it is full (maxmemory-policy %s), after which pools cannot "
+                "be read: set maxmemory-policy to noeviction",
+                self._link.name,
+                policy,
+            )
 
     async def _run(
         self, script: str, keys: tuple[str, ...], arguments: tuple[str | int | bytes, ...]
