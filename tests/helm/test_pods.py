@@ -1,8 +1,11 @@
 """What a cluster's operators may add to the pods."""
 
+import shutil
+
 import kubernetes_validate
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from equipoise.cli.local_ranks import options_of
@@ -10,7 +13,17 @@ from equipoise.cli.options import options_from_settings
 from equipoise.settings.address import parse_address
 from equipoise.worker.settings import WorkerSettings
 from tests.helm.test_objects import KUBERNETES
-from tests.support.helm_chart import TLS, RenderError, containers, one_of, pod_specs, render
+from tests.support.helm_chart import (
+    CHART,
+    FULL,
+    TLS,
+    RenderError,
+    containers,
+    helm_command,
+    one_of,
+    pod_specs,
+    render,
+)
 
 PODS = {
     "balancer": "Deployment/eq-equipoise-balancer",
@@ -44,6 +57,52 @@ def test_a_pod_has_what_its_component_adds(extended, component):
 def test_pods_with_additions_pass_the_strict_schemas(extended):
     for one in extended:
         kubernetes_validate.validate(one, KUBERNETES, strict=True)
+
+
+def pod_templates(chart, *arguments):
+    """What restarts pods if it changes, by the workload."""
+    tag = ("--set=image.worker.tag=v1", "--set=image.controlPlane.tag=v1")
+    text = helm_command("template", "eq", chart, *tag, *arguments)
+    workloads = (one for one in yaml.safe_load_all(text) if one and one["kind"] != "Pod")
+    return {
+        f"{one['kind']}/{one['metadata']['name']}": spec.get("template")
+        or spec["leaderWorkerTemplate"]
+        for one in workloads
+        if {"template", "leaderWorkerTemplate"} & set(spec := one.get("spec", {}))
+    }
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "LeaderWorkerSet"])
+def test_another_version_of_the_chart_or_a_label_of_all_objects_restarts_no_pod(kind, tmp_path):
+    values = (f"--set=worker.kind={kind}", "--set=redis.trial.enabled=true")
+    later = shutil.copytree(CHART, tmp_path / "equipoise")
+    described = (later / "Chart.yaml").read_text()
+    (later / "Chart.yaml").write_text(described.replace("0.1.0", "0.2.0"))
+    before = pod_templates(CHART, *values)
+    assert len(before) == 4
+    assert pod_templates(later, *values, "--set=commonLabels.team=ours") == before
+
+
+def test_a_pod_has_the_labels_that_others_select_it_by_and_its_own():
+    own = {"team": "ours", "app.kubernetes.io/name": "mine"}
+    labels = {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
+        for one in render({**FULL, **{pod: {"podLabels": own} for pod in PODS}})
+        if one["kind"] in {"Deployment", "StatefulSet"}
+    }
+    selected = {
+        "app.kubernetes.io/name": "equipoise",
+        "app.kubernetes.io/instance": "eq",
+        "app.kubernetes.io/part-of": "equipoise",
+    }
+    for component, more in (
+        ("balancer", {"team": "ours"}),
+        ("worker", {"team": "ours", "equipoise.dev/pool": "default"}),
+        ("gateway", {"team": "ours", "equipoise.dev/pool": "default"}),
+        ("redis", {}),
+    ):
+        expected = selected | {"app.kubernetes.io/component": component} | more
+        assert labels[f"eq-equipoise-{component}"] == expected
 
 
 def test_a_balancer_without_a_compiled_planner_runs_the_added_init_containers_only():

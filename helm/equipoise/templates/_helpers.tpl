@@ -22,15 +22,22 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* Each key once: the chart's own labels win over those of values. "labels" is optional. */}}
-{{- define "equipoise.labels" -}}
+{{/* Labels of pods. A change of one restarts the pods, so those of versions are not among them. Each key once: the chart's
+own labels win over those of values. "labels" is optional. */}}
+{{- define "equipoise.podLabels" -}}
 {{- $own := include "equipoise.selector" . | fromYaml -}}
-{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
 {{- $_ := set $own "app.kubernetes.io/part-of" "equipoise" -}}
-{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
 {{- if has .component (list "worker" "gateway") -}}
 {{- $_ := set $own "equipoise.dev/pool" (include "equipoise.poolLabel" .root.Values.pool) -}}
 {{- end -}}
+{{- merge $own (deepCopy (default dict .labels)) | toYaml -}}
+{{- end -}}
+
+{{/* Labels of objects: those of pods and more. */}}
+{{- define "equipoise.labels" -}}
+{{- $own := include "equipoise.podLabels" (omit . "labels") | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
 {{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
 {{- merge $own (deepCopy (default dict .labels)) (deepCopy (default dict .root.Values.commonLabels)) | toYaml -}}
 {{- end -}}
@@ -48,18 +55,19 @@ metadata:
   {{- if not (hasPrefix "Cluster" (default "" .kind)) }}
   namespace: {{ .root.Release.Namespace | quote }}
   {{- end }}
-{{- include "equipoise.annotated" . }}
+  labels:
+    {{- include "equipoise.labels" . | nindent 4 }}
+  {{- with .annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end -}}
 
 {{- define "equipoise.podMetadata" -}}
 metadata:
-{{- include "equipoise.annotated" (merge (dict "labels" .pod.podLabels "annotations" .pod.podAnnotations) .) }}
-{{- end -}}
-
-{{- define "equipoise.annotated" }}
   labels:
-    {{- include "equipoise.labels" . | nindent 4 }}
-  {{- with .annotations }}
+    {{- include "equipoise.podLabels" (merge (dict "labels" .pod.podLabels) .) | nindent 4 }}
+  {{- with .pod.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
