@@ -147,6 +147,19 @@ def test_the_lease_belongs_to_the_release_and_is_uninstalled_with_it():
     assert not [one for one in render({}) if one["kind"] == "Lease"]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("redis", [{"url": "redis://r:6379/0"}, {"trial": {"enabled": True}}])
+def test_balancers_that_share_a_store_elect_their_leader_in_one_place(redis, replicas):
+    objects = render({"redis": redis, "balancer": {"replicas": replicas}})
+    arguments = containers(objects)["Deployment/eq-equipoise-balancer/balancer"]["args"]
+    assert "--lease=kubernetes" in arguments
+    assert one_of(objects, "Lease", "eq-equipoise")
+    store = render({"redis": redis, "balancer": {"replicas": replicas, "lease": "store"}})
+    arguments = containers(store)["Deployment/eq-equipoise-balancer/balancer"]["args"]
+    assert "--lease=store" in arguments
+    assert not [one for one in store if one["kind"] == "Lease"]
+
+
 def test_network_policies_allow_exactly_the_necessary_traffic():
     admitted = {}
     for one in render(FULL):

@@ -167,12 +167,13 @@ spec:
 {{- if or .Values.redis.trial.enabled .Values.redis.url -}}true{{- end -}}
 {{- end -}}
 
-{{/* Leader election: store or kubernetes. */}}
+{{/* Leader election: store or kubernetes. Not by the number of replicas: while it changes, old and new balancers would win
+two different leases. */}}
 {{- define "equipoise.lease" -}}
 {{- if ne .Values.balancer.lease "auto" -}}
 {{ .Values.balancer.lease }}
 {{- else -}}
-{{ ternary "kubernetes" "store" (and (eq (include "equipoise.shared" .) "true") (gt (int .Values.balancer.replicas) 1)) }}
+{{ ternary "kubernetes" "store" (eq (include "equipoise.shared" .) "true") }}
 {{- end -}}
 {{- end -}}
 
