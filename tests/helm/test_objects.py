@@ -1,5 +1,6 @@
 """The chart's objects are valid, and its processes have few privileges."""
 
+import json
 import re
 import subprocess
 
@@ -10,6 +11,7 @@ from tests.support.helm_chart import (
     CHART,
     FULL,
     READERS,
+    ROOT,
     TLS,
     WRITERS,
     RenderError,
@@ -145,6 +147,16 @@ def test_the_lease_belongs_to_the_release_and_is_uninstalled_with_it():
     assert flag == f"--lease-name={lease['metadata']['name']}"
     assert "spec" not in lease  # An upgrade must not end anybody's term.
     assert not [one for one in render({}) if one["kind"] == "Lease"]
+
+
+def test_the_guide_empties_the_lease_which_balancers_may_not_create_again():
+    guide = (ROOT / "docs" / "high-availability.md").read_text()
+    assert "delete the lease" not in guide
+    patched, patch = re.search(r"patch lease (\S+) --type=merge -p '([^']*)'", guide).groups()
+    (lease,) = [one for one in render(FULL) if one["kind"] == "Lease"]
+    assert patched == lease["metadata"]["name"]
+    # What is left is the Lease of the chart, which balancers can take.
+    assert json.loads(patch) == {"spec": lease.get("spec")}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
