@@ -172,6 +172,12 @@ def test_balancers_that_share_a_store_elect_their_leader_in_one_place(redis, rep
     assert not [one for one in store if one["kind"] == "Lease"]
 
 
+def test_helm_keeps_the_claim_of_the_balancers_state():
+    objects = render({"balancer": {"storage": {"persistent": True}}})
+    claim = one_of(objects, "PersistentVolumeClaim", "eq-equipoise-balancer")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
 def test_network_policies_allow_exactly_the_necessary_traffic():
     admitted = {}
     for one in render(FULL):
