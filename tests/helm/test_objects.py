@@ -108,6 +108,19 @@ def test_pods_that_do_not_call_the_api_server_get_no_token_and_no_role():
     )
 
 
+def test_pods_without_a_role_may_have_the_default_account():
+    created = {"serviceAccount": {"create": False}}
+    objects = render({"balancer": created | {"events": False}, "worker": created})
+    assert {
+        one["serviceAccountName"]
+        for one in pod_specs(objects).values()
+        if "serviceAccountName" in one
+    } == {"default"}
+    named = {"balancer": {"serviceAccount": {"create": False, "name": "ours"}}}
+    (binding,) = [one for one in render(named) if one["kind"] == "RoleBinding"]
+    assert [one["name"] for one in binding["subjects"]] == ["ours"]
+
+
 def test_rbac_rules_are_exactly_these():
     objects = render(FULL)
     rules = {
@@ -424,6 +437,12 @@ CONTRADICTIONS = {
     },
     "minReplicas must be at most maxReplicas": {
         "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
+    },
+    "balancer.serviceAccount.create is false without a name.* set balancer.serviceAccount.name": {
+        "balancer": {"serviceAccount": {"create": False}}
+    },
+    "worker.serviceAccount.create is false without a name.* set worker.serviceAccount.name": {
+        "worker": {"serviceAccount": {"create": False}, "topology": {"source": "nodeLabels"}}
     },
     "externalAddress must name": {"balancer": {"enabled": False}},
     "set without worker.checkpoint.path": {"worker": {"checkpoint": {"volume": {"emptyDir": {}}}}},

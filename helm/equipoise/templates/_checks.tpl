@@ -27,6 +27,7 @@
 {{- if and .Values.worker.engine .Values.gateway.enabled -}}
 {{- fail (printf "worker.engine is %s, which serves requests itself: set gateway.enabled to false" .Values.worker.engine) -}}
 {{- end -}}
+{{- include "equipoise.accountChecks" . -}}
 {{- include "equipoise.localRankChecks" . -}}
 {{- include "equipoise.portChecks" . -}}
 {{- $range := .Values.networkPolicy -}}
@@ -74,6 +75,19 @@
 {{- $experts := include "equipoise.placedExperts" $w | int64 -}}
 {{- if lt (mul $w.replicas (int64 $w.places)) (mul $layers $experts) -}}
 {{- fail (printf "worker.replicas (%d) x worker.places (%d) cannot hold %d experts in each of %d MoE layers: add ranks, or raise worker.places to %d" (int $w.replicas) (int64 $w.places) $experts $layers (div (add (mul $layers $experts) $w.replicas -1) $w.replicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A Role must not be bound to the account that other pods of the namespace have. */}}
+{{- define "equipoise.accountChecks" -}}
+{{- $bound := dict
+  "balancer" (and .Values.balancer.enabled (eq (include "equipoise.balancerUsesCluster" .) "true"))
+  "worker" (and (ne .Values.worker.kind "None") (eq .Values.worker.topology.source "nodeLabels")) -}}
+{{- range $component, $is := $bound -}}
+{{- $account := (index $.Values $component).serviceAccount -}}
+{{- if and $is (not $account.create) (not $account.name) -}}
+{{- fail (printf "%s.serviceAccount.create is false without a name, so every pod with the namespace's default account would get the role of the %s: set %s.serviceAccount.name" $component $component $component) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
