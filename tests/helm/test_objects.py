@@ -515,6 +515,26 @@ def test_odd_text_and_large_numbers_reach_the_processes_unchanged():
         assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
+def test_releases_whose_long_names_begin_alike_share_no_object():
+    first, second = (f"a-fleet-whose-name-is-long-and-ends-in-{end}" for end in ("one", "two"))
+    names = [
+        {(one["kind"], one["metadata"]["name"]) for one in render(release=release)}
+        for release in (first, second)
+    ]
+    assert names[0].isdisjoint(names[1])
+    assert all(len(name) <= 63 for _, name in names[0] | names[1])
+    exact = 30 * "e" + "-equipoise"
+    assert one_of(render(release=30 * "e"), "Deployment", f"{exact}-balancer")
+    assert one_of(render(release=exact), "Deployment", f"{exact}-balancer")
+
+
+@pytest.mark.parametrize("release", ["eq.v2", "3fs"])
+def test_a_release_whose_name_no_service_can_have_is_rejected_with_the_remedy(release):
+    with pytest.raises(RenderError, match=f"begin with {release}-equipoise, .*set fullnameOverr"):
+        render(release=release)
+    assert one_of(render({"fullnameOverride": "eq"}, release=release), "Service", "eq-balancer")
+
+
 def test_every_namespaced_object_names_its_namespace():
     for one in render(FULL):
         is_cluster_wide = one["kind"].startswith("Cluster")

@@ -59,6 +59,7 @@ WRONG = {
     "a duration of days": ({"tls": {"certManager": {"duration": "90d"}}}, "/tls/certManager"),
     "a collector without a scheme": ({"tracing": {"endpoint": "otel:4317"}}, "/tracing/endpoint"),
     "a name that objects cannot have": ({"nameOverride": "Foo_Bar"}, "/nameOverride"),
+    "a prefix that begins with a digit": ({"fullnameOverride": "3fs"}, "/fullnameOverride"),
     "a prefix that ends in a dash": ({"fullnameOverride": "eq-"}, "/fullnameOverride"),
     "a pool without a name": ({"pool": ""}, "/pool"),
     "an unknown phase": ({"phase": "training"}, "/phase"),
@@ -88,7 +89,7 @@ def test_a_name_that_looks_like_a_number_stays_a_name():
     secret = {"existingSecret": {"name": "123", "key": "123"}}
     values = {
         **TLS,
-        "fullnameOverride": "123",
+        "nameOverride": "123",
         "tls": {**TLS["tls"], "secrets": dict.fromkeys(("balancer", "worker", "gateway"), "123")},
         "tokens": {"existingSecret": {"name": "123"}, "perWorkerSecret": {"name": "123"}},
         "policy": {"existingConfigMap": "123"},

@@ -1,5 +1,9 @@
 {{/* Checks that a schema cannot express: contradicting values fail the rendering with the remedy. */}}
 {{- define "equipoise.checks" -}}
+{{- $full := include "equipoise.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $full) -}}
+{{- fail (printf "object names would begin with %s, but names of Services begin with a letter and have only lower-case letters, digits and dashes: set fullnameOverride, or use another release name than %s" $full .Release.Name) -}}
+{{- end -}}
 {{- $balancer := .Values.balancer -}}
 {{- $shared := eq (include "equipoise.shared" .) "true" -}}
 {{- if and $balancer.enabled (gt (int $balancer.replicas) 1) (not $shared) -}}

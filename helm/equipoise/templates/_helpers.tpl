@@ -6,13 +6,14 @@
 {{- end -}}
 
 {{- define "equipoise.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else if contains (include "equipoise.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name (include "equipoise.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- $name := include "equipoise.name" . -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- with .Values.fullnameOverride -}}{{- $full = . -}}{{- end -}}
+{{/* A hash keeps long names apart that begin alike. */}}
+{{- if gt (len $full) 40 -}}
+{{- $full = printf "%s-%s" ($full | trunc 33 | trimSuffix "-") (sha256sum $full | trunc 6) -}}
 {{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{/* Selector labels of Services and workloads; immutable. */}}
