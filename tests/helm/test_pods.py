@@ -120,6 +120,13 @@ def test_claimed_devices_reach_the_rank():
     assert resources["limits"]["nvidia.com/gpu"] == 1
 
 
+def test_a_gateway_that_stops_at_once_has_no_hook():
+    # Kubernetes 1.30 to 1.32 reject a sleep of 0 s.
+    name = f"{PODS['gateway']}/gateway"
+    assert "lifecycle" not in containers(render({"gateway": {"preStopSeconds": 0}}))[name]
+    assert containers(render())[name]["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
+
+
 def test_only_workers_may_use_the_network_of_their_machine():
     specs = pod_specs(render({"worker": {"hostNetwork": True}}))
     used = {pod: spec["dnsPolicy"] for pod, spec in specs.items() if spec.get("hostNetwork")}
