@@ -1,6 +1,9 @@
 """What a cluster's operators may add to the pods."""
 
+import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import kubernetes_validate
 import pytest
@@ -125,6 +128,74 @@ def test_a_gateway_that_stops_at_once_has_no_hook():
     name = f"{PODS['gateway']}/gateway"
     assert "lifecycle" not in containers(render({"gateway": {"preStopSeconds": 0}}))[name]
     assert containers(render())[name]["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
+
+
+@pytest.fixture
+def cluster():
+    """The address of an API server that has one object: this release's Deployment of 5 gateways."""
+    kinds = {
+        "v1": ("services", "Service"),
+        "apps/v1": ("deployments", "Deployment"),
+        "autoscaling/v2": ("horizontalpodautoscalers", "HorizontalPodAutoscaler"),
+    }
+    owner = {"meta.helm.sh/release-name": "eq", "meta.helm.sh/release-namespace": "moe"}
+    labels = {"app.kubernetes.io/managed-by": "Helm"}
+    groups = [
+        {"name": group, "versions": [{"groupVersion": f"{group}/{version}", "version": version}]}
+        for group, version in (("apps", "v1"), ("autoscaling", "v2"))
+    ]
+    answers = {
+        "/version": {"major": "1", "minor": "35", "gitVersion": "v1.35.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "groups": groups},
+        "/apis/apps/v1/namespaces/moe/deployments/eq-equipoise-gateway": {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"labels": labels, "annotations": owner},
+            "spec": {"replicas": 5},
+        },
+    }
+    for version, (name, kind) in kinds.items():
+        resource = {"name": name, "namespaced": True, "kind": kind}
+        listed = {"kind": "APIResourceList", "groupVersion": version, "resources": [resource]}
+        answers[f"/{'apis' if '/' in version else 'api'}/{version}"] = listed
+    missing = {"kind": "Status", "apiVersion": "v1", "code": 404, "reason": "NotFound"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = answers.get(self.path.partition("?")[0], missing)
+            self.send_response(answer.get("code", 200))
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_):
+            """Keep the output of tests clean."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+GATEWAYS_ONLY = (
+    "balancer.enabled=false,balancer.externalAddress=b:7070,worker.kind=None,"
+    "networkPolicy.enabled=false,tests.enabled=false,gateway.podDisruptionBudget.enabled=false"
+)
+
+
+def test_an_upgrade_to_autoscaling_keeps_as_many_gateways_as_run(cluster):
+    def replicas(*arguments):
+        named = ("template", "eq", CHART, "--namespace=moe", f"--set={GATEWAYS_ONLY}")
+        objects = [one for one in yaml.safe_load_all(helm_command(*named, *arguments)) if one]
+        return one_of(objects, "Deployment", "eq-equipoise-gateway")["spec"].get("replicas")
+
+    scaled = "--set=gateway.autoscaling.enabled=true"
+    server = f"--kube-apiserver={cluster}"
+    reached = ("--dry-run=server", "--disable-openapi-validation", server)
+    assert replicas(scaled, *reached) == 5
+    assert replicas(scaled) is None  # As for a new release: the autoscaler decides.
+    assert replicas(*reached) == 1
 
 
 def test_only_workers_may_use_the_network_of_their_machine():
