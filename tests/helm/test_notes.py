@@ -54,6 +54,16 @@ def test_alerts_without_a_monitor_say_which_labels_they_select():
     assert "must add the labels" not in notes(rule, "metrics.podMonitor.enabled=true") + notes()
 
 
+def test_it_says_what_protects_the_traffic_between_pods():
+    assert "plain text with each other, protected by the NetworkPolicy only." in notes()
+    tokens = "tokens.existingSecret.name=tokens"
+    machines = "networkPolicy.balancerFrom[0].ipBlock.cidr=10.0.0.0/16"
+    text = notes("worker.hostNetwork=true", tokens, machines)
+    assert "plain text with each other.\n" in text
+    assert "admit only the machines of this fleet to ports 7071, 7072 and 32768-60999" in text
+    assert "firewall" not in notes()
+
+
 def test_a_leader_worker_set_is_not_upgraded_rank_by_rank():
     text = notes("worker.kind=LeaderWorkerSet")
     assert "Upgrades replace all ranks at once" in text

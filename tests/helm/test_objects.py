@@ -438,6 +438,15 @@ CONTRADICTIONS = {
     "minReplicas must be at most maxReplicas": {
         "gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}
     },
+    "worker.hostNetwork lets every host .* set tls.enabled": {
+        "worker": {"hostNetwork": True},
+        "networkPolicy": {"balancerFrom": [{"ipBlock": {"cidr": "10.0.0.0/16"}}]},
+    },
+    "add an ipBlock of the machines to networkPolicy.balancerFrom": {
+        **TLS,
+        "worker": {"hostNetwork": True},
+        "networkPolicy": {"balancerFrom": [{"namespaceSelector": {}}]},
+    },
     "balancer.serviceAccount.create is false without a name.* set balancer.serviceAccount.name": {
         "balancer": {"serviceAccount": {"create": False}}
     },

@@ -178,6 +178,7 @@ def cluster():
         server.shutdown()
 
 
+ELSEWHERE = {"balancer": {"enabled": False, "externalAddress": "eq-balancer.other.svc:7070"}}
 GATEWAYS_ONLY = (
     "balancer.enabled=false,balancer.externalAddress=b:7070,worker.kind=None,"
     "networkPolicy.enabled=false,tests.enabled=false,gateway.podDisruptionBudget.enabled=false"
@@ -198,8 +199,25 @@ def test_an_upgrade_to_autoscaling_keeps_as_many_gateways_as_run(cluster):
     assert replicas(*reached) == 1
 
 
-def test_only_workers_may_use_the_network_of_their_machine():
-    specs = pod_specs(render({"worker": {"hostNetwork": True}}))
+ON_MACHINES = {
+    "worker": {"hostNetwork": True},
+    "networkPolicy": {"balancerFrom": [{"ipBlock": {"cidr": "10.0.0.0/16"}}]},
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**TLS, **ON_MACHINES},
+        ON_MACHINES | {"tokens": TLS["tokens"]},
+        ON_MACHINES | {"insecure": False},
+        {**TLS, **ON_MACHINES, "networkPolicy": {"enabled": False}},
+        {**TLS, "worker": ON_MACHINES["worker"], **ELSEWHERE},
+    ],
+    ids=["tls", "tokens", "certificates in images", "no policies", "a balancer elsewhere"],
+)
+def test_only_workers_may_use_the_network_of_their_machine(values):
+    specs = pod_specs(render(values))
     used = {pod: spec["dnsPolicy"] for pod, spec in specs.items() if spec.get("hostNetwork")}
     assert used == {PODS["worker"]: "ClusterFirstWithHostNet"}
 

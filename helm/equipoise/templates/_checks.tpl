@@ -39,6 +39,7 @@
 {{- fail (printf "networkPolicy.firstCollectivePort (%d) must be at most lastCollectivePort (%d)" (int $range.firstCollectivePort) (int $range.lastCollectivePort)) -}}
 {{- end -}}
 {{- include "equipoise.phaseChecks" . -}}
+{{- include "equipoise.hostNetworkChecks" . -}}
 {{- if and .Values.policy.existingConfigMap (or .Values.policy.defaults .Values.policy.pools) -}}
 {{- fail "policy.existingConfigMap and policy.defaults or policy.pools are mutually exclusive: keep the policy in one place" -}}
 {{- end -}}
@@ -79,6 +80,20 @@
 {{- $experts := include "equipoise.placedExperts" $w | int64 -}}
 {{- if lt (mul $w.replicas (int64 $w.places)) (mul $layers $experts) -}}
 {{- fail (printf "worker.replicas (%d) x worker.places (%d) cannot hold %d experts in each of %d MoE layers: add ranks, or raise worker.places to %d" (int $w.replicas) (int64 $w.places) $experts $layers (div (add (mul $layers $experts) $w.replicas -1) $w.replicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Pods on the host network have the machine's address, so any host may reach them, and no podSelector admits them. */}}
+{{- define "equipoise.hostNetworkChecks" -}}
+{{- if and (ne .Values.worker.kind "None") .Values.worker.hostNetwork -}}
+{{- if and .Values.insecure (not .Values.tls.enabled) (not .Values.tokens.existingSecret.name) -}}
+{{- fail "worker.hostNetwork lets every host that reaches the machines call workers in plain text, because no NetworkPolicy applies to them: set tls.enabled, or at least tokens.existingSecret.name" -}}
+{{- end -}}
+{{- $addresses := false -}}
+{{- range .Values.networkPolicy.balancerFrom -}}{{- if .ipBlock -}}{{- $addresses = true -}}{{- end -}}{{- end -}}
+{{- if and .Values.balancer.enabled .Values.networkPolicy.enabled (not $addresses) -}}
+{{- fail "worker.hostNetwork gives workers the addresses of their machines, which the NetworkPolicy keeps from the balancer: add an ipBlock of the machines to networkPolicy.balancerFrom" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
