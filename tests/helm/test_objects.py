@@ -381,6 +381,13 @@ def test_a_leader_worker_set_is_one_pool_of_identical_pods():
     assert not [one for one in objects if one["kind"] == "StatefulSet"]
 
 
+def lasting(**times):
+    """Values whose certificates last and are renewed so, with the alerts."""
+    certificates = {**TLS["tls"]["certManager"], **times}
+    rule = {"prometheusRule": {"enabled": True}}
+    return {"tls": {**TLS["tls"], "certManager": certificates}, "metrics": rule}
+
+
 CONTRADICTIONS = {
     "lists this release's own pool default": {"peerPools": ["default"]},
     "add it to peerPools": {"prefillPool": "readers"},
@@ -447,6 +454,16 @@ CONTRADICTIONS = {
         "worker": {"hostNetwork": True},
         "networkPolicy": {"balancerFrom": [{"namespaceSelector": {}}]},
     },
+    r"tls.certManager.renewBefore \(90m\) must be less than duration \(1h30m\)": lasting(
+        duration="1h30m", renewBefore="90m"
+    ),
+    r"certificateHours \(168\) must be less than tls.certManager.renewBefore \(167h59m\)": lasting(
+        duration="720h", renewBefore="167h59m"
+    ),
+    r"balancer.externalAddress is \[fd00::1\]:7070, .*set tls.balancerName": {
+        **TLS,
+        "balancer": {"enabled": False, "externalAddress": "[fd00::1]:7070"},
+    },
     "balancer.serviceAccount.create is false without a name.* set balancer.serviceAccount.name": {
         "balancer": {"serviceAccount": {"create": False}}
     },
@@ -462,6 +479,23 @@ CONTRADICTIONS = {
 def test_contradicting_values_fail_with_the_remedy(words, values):
     with pytest.raises(RenderError, match=words):
         render(values)
+
+
+def test_certificates_may_be_short_if_the_alert_is_later_than_their_renewal():
+    values = lasting(duration="24h", renewBefore="8h30m")
+    values["metrics"]["prometheusRule"]["thresholds"] = {"certificateHours": 8}
+    assert one_of(render(values), "Certificate", "eq-equipoise-worker")
+
+
+def test_a_balancer_may_have_an_address_of_ipv6():
+    balancer = {"enabled": False, "externalAddress": "[fd00::1]:7070"}
+    tls = {**TLS["tls"], "balancerName": "eq-balancer.other.svc"}
+    worker = containers(render({"tls": tls, "balancer": balancer}))[
+        "StatefulSet/eq-equipoise-worker/worker"
+    ]
+    assert "--balancer=[fd00::1]:7070" in worker["args"]
+    names = {one["name"]: one.get("value") for one in worker["env"]}
+    assert names["EQUIPOISE_TLS_BALANCER_NAME"] == "eq-balancer.other.svc"
 
 
 def test_a_port_may_be_set_on_the_command_line():

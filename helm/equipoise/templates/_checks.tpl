@@ -137,6 +137,19 @@
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name must name the Issuer or ClusterIssuer that signs this fleet's certificates" -}}
 {{- end -}}
+{{- if $tls.certManager.enabled -}}
+{{- $renewed := include "equipoise.hours" $tls.certManager.renewBefore | float64 -}}
+{{- if ge $renewed (include "equipoise.hours" $tls.certManager.duration | float64) -}}
+{{- fail (printf "tls.certManager.renewBefore (%s) must be less than duration (%s), or certificates are renewed all the time: lower it" $tls.certManager.renewBefore $tls.certManager.duration) -}}
+{{- end -}}
+{{- $rule := .Values.metrics.prometheusRule -}}
+{{- if and $rule.enabled (ge (float64 $rule.thresholds.certificateHours) $renewed) -}}
+{{- fail (printf "metrics.prometheusRule.thresholds.certificateHours (%v) must be less than tls.certManager.renewBefore (%s), or EquipoiseCertificateExpires fires before each renewal: lower it, or raise renewBefore" $rule.thresholds.certificateHours $tls.certManager.renewBefore) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $tls.enabled (not $tls.balancerName) (not .Values.balancer.enabled) (regexMatch ":.*:" .Values.balancer.externalAddress) -}}
+{{- fail (printf "balancer.externalAddress is %s, an IPv6 address, which gives no name to verify: set tls.balancerName to a name in the balancer's certificate" .Values.balancer.externalAddress) -}}
+{{- end -}}
 {{- if and $tls.enabled (eq (include "equipoise.tlsBalancerName" .) (include "equipoise.tlsWorkerName" .)) -}}
 {{- fail "tls.balancerName and tls.workerName must differ: they distinguish the roles of servers" -}}
 {{- end -}}
@@ -154,6 +167,16 @@
 {{- fail (printf "tls.enabled requires a certificate for the %s: name its Secret in tls.secrets.%s, or set tls.certManager.enabled" $as $as) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* A duration such as 1h30m in hours. */}}
+{{- define "equipoise.hours" -}}
+{{- $hours := 0.0 -}}
+{{- range regexFindAll "[0-9]+[hms]" . -1 -}}
+{{- $unit := get (dict "h" 1.0 "m" 60.0 "s" 3600.0) (trimAll "0123456789" .) -}}
+{{- $hours = addf $hours (divf (float64 (trimAll "hms" .)) $unit) -}}
+{{- end -}}
+{{- $hours -}}
 {{- end -}}
 
 {{- define "equipoise.routeChecks" -}}
