@@ -64,6 +64,13 @@ def test_it_says_what_protects_the_traffic_between_pods():
     assert "firewall" not in notes()
 
 
+def test_it_asks_for_a_full_pool_before_an_upgrade_that_replaces_ranks_one_by_one():
+    text = notes()
+    assert "Upgrades replace one rank at a time" in text
+    assert "check with `equipoise status` that none is missing" in text
+    assert "none is missing" not in notes("worker.slotsPerRank=8")
+
+
 def test_a_leader_worker_set_is_not_upgraded_rank_by_rank():
     text = notes("worker.kind=LeaderWorkerSet")
     assert "Upgrades replace all ranks at once" in text
