@@ -36,7 +36,7 @@ from equipoise.wire.checks import MAX_TERM
 
 _NO_TERM_LEFT = (
     f"term {MAX_TERM} is the last one, and only a damaged lease or store has it: stop all "
-    "balancers, delete the lease, empty the store and start them; workers report what they run"
+    "balancers, empty the lease, empty the store and start them; workers report what they run"
 )
 
 
