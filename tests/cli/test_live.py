@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from equipoise.cli.live import decisions, layouts, loads
+from equipoise.cli.live import client, decisions, layouts, loads
 from equipoise.cli.live.client import BalancerRejectedError
 from equipoise.cli.live.settings import (
     AuditSettings,
@@ -198,7 +198,7 @@ def test_a_watched_export_follows_what_is_committed(
             raise KeyboardInterrupt
         balancer.layouts[2], balancer.status.generation = moved(FIRST), 2
 
-    monkeypatch.setattr(layouts.time, "sleep", sleep)
+    monkeypatch.setattr(client.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
         layouts.export(export)
     assert np.array_equal(written[0], FIRST.expert_of_slot)

@@ -5,6 +5,7 @@ import io
 import json
 import signal
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -12,15 +13,17 @@ import pytest
 from rich.console import Console
 
 from equipoise.balancer.service.status import pool_status
-from equipoise.cli.live.client import LEADER_METADATA, BalancerRejectedError
+from equipoise.cli.live.client import LEADER_METADATA, BalancerRejectedError, watch_leader
 from equipoise.cli.live.settings import StatusSettings
 from equipoise.cli.live.status import EXIT_NOT_ALL_SERVE, Picture, run
 from equipoise.cli.live.view import status_line
 from equipoise.planning.policy import Policy
 from equipoise.settings.errors import InvalidSettingsError
+from equipoise.trust.credentials import Credentials
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
 from equipoise_api.v1 import status_pb2_grpc
+from tests.support.frozen_link import frozen_link
 from tests.support.pool_harness import PoolHarness, skewed_load
 
 BOUND_S = 60.0
@@ -376,6 +379,86 @@ async def test_watching_survives_a_restart_until_ctrl_c(balancer, address):
     assert watcher.returncode == 130
     assert out == b""
     assert b"Traceback" not in err
+
+
+class SeenError(Exception):
+    """The test has seen what it waits for."""
+
+
+@asynccontextmanager
+async def watching(address, *, until):
+    """Watch from a thread until a revision; yields all that was seen: address and revision."""
+    seen, loop, begun = [], asyncio.get_running_loop(), asyncio.Event()
+
+    def take(client, status):
+        seen.append((client.address, status.revision))
+        loop.call_soon_threadsafe(begun.set)
+        if status.revision == until:
+            raise SeenError
+
+    settings = StatusSettings(address=address, timeout_s=2.0)
+    task = asyncio.create_task(
+        asyncio.to_thread(watch_leader, settings, take, report=lambda _: None)
+    )
+    async with asyncio.timeout(BOUND_S):
+        await begun.wait()
+        yield seen
+        with pytest.raises(SeenError):
+            await task
+
+
+async def test_a_watch_finds_the_next_leader(balancer, address):
+    first, follower = Balancer(), Balancer()
+    await first.tell(a_pool(revision=1))
+    leader, follower.leader = await start(first)
+    server, named = await start(follower)
+    async with watching(named, until=2) as seen:
+        assert seen == [(follower.leader, 1)]
+        await leader.stop(None)
+        await balancer.tell(a_pool(revision=2))
+        follower.leader = address
+    assert seen[-1] == (address, 2)
+    await server.stop(None)
+
+
+async def test_a_watch_leaves_a_follower_that_learns_who_leads(balancer, address, monkeypatch):
+    monkeypatch.setattr("equipoise.cli.live.client.STREAM_S", 0.5)
+    follower = Balancer()
+    await follower.tell(a_pool(revision=1))
+    await balancer.tell(a_pool(revision=2))
+    server, named = await start(follower)
+    async with watching(named, until=2) as seen:
+        follower.leader = address
+    assert seen[-1] == (address, 2)
+    await server.stop(None)
+
+
+async def test_a_watch_stays_with_the_leader_although_the_named_balancer_is_gone(
+    balancer, address, monkeypatch
+):
+    monkeypatch.setattr("equipoise.cli.live.client.STREAM_S", 0.5)
+    follower = Balancer()
+    follower.leader = address
+    await balancer.tell(a_pool(revision=1))
+    server, named = await start(follower)
+    async with watching(named, until=2) as seen:
+        await server.stop(None)
+        await asyncio.sleep(1.0)
+        await balancer.tell(a_pool(revision=2))
+    assert set(seen) == {(address, 1), (address, 2)}
+
+
+async def test_a_call_whose_balancer_vanishes_without_a_word_fails(balancer, address):
+    """By keepalive, 15 s; without, it would wait for its timeout."""
+    await balancer.tell(a_pool())
+    async with frozen_link(address) as wire:
+        with Credentials().blocking_channel(wire.address) as channel:
+            stream = status_pb2_grpc.StatusStub(channel).WatchStatus(pb.WatchStatusRequest())
+            await asyncio.to_thread(next, stream)
+            wire.freeze()
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.wait_for(asyncio.to_thread(next, stream), BOUND_S)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_watcher_without_a_terminal_prints_a_line_for_each_change(balancer, address):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from datetime import datetime
 
 from rich.console import Console, RenderableType
@@ -30,6 +31,11 @@ def format_time(unix_s: float) -> str:
 def print_json(document: object) -> None:
     """Print a document as indented JSON."""
     print(json.dumps(document, indent=2))
+
+
+def print_fault(fault: str) -> None:
+    """Print to stderr, at once, why a command that goes on has nothing new."""
+    print(fault, file=sys.stderr, flush=True)
 
 
 def console(*, stderr: bool = False) -> Console:

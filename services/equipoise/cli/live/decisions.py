@@ -2,16 +2,14 @@
 
 import json
 import math
-import sys
-import time
 from collections.abc import Iterable
 from typing import NoReturn
 
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import NO_DATA, format_time, print_json, print_view
-from equipoise.cli.live.client import BalancerClient, connected
+from equipoise.cli.display import NO_DATA, format_time, print_fault, print_json, print_view
+from equipoise.cli.live.client import BalancerClient, connected, watch_leader
 from equipoise.cli.live.settings import (
     AuditSettings,
     BalancerClientSettings,
@@ -20,8 +18,6 @@ from equipoise.cli.live.settings import (
 from equipoise.settings.numbers import format_bytes, format_number
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2 as pb
-
-_RETRY_S = 1.0
 
 
 def run(settings: DecisionsSettings) -> int:
@@ -32,8 +28,8 @@ def run(settings: DecisionsSettings) -> int:
     """
     with connected(settings) as client:
         decisions = client.decisions(limit=settings.limit)
-        if settings.follow:
-            _follow(client, decisions, as_lines=settings.json)
+    if settings.follow:
+        _follow(settings, decisions)
     if settings.json:
         print_json({"decisions": [as_json(one) for one in decisions]})
     elif decisions:
@@ -159,18 +155,18 @@ def epochs_table(epochs: Iterable[pb.EpochStatus]) -> Table:
     return table
 
 
-def _follow(client: BalancerClient, decisions: list[pb.Decision], *, as_lines: bool) -> NoReturn:
-    """Print each decision once, across restarts of the balancer."""
+def _follow(settings: DecisionsSettings, decisions: list[pb.Decision]) -> NoReturn:
+    """Print each decision once, whichever balancer leads."""
     newest = 0
 
     def show(latest: list[pb.Decision]) -> None:
         nonlocal newest
         for one in sorted(latest, key=lambda decision: decision.sequence):
             if one.sequence > newest:
-                print(json.dumps(as_json(one)) if as_lines else _line(one), flush=True)
+                print(json.dumps(as_json(one)) if settings.json else _line(one), flush=True)
                 newest = one.sequence
 
-    def take(status: pb.PoolStatus) -> None:
+    def take(client: BalancerClient, status: pb.PoolStatus) -> None:
         missed = status.last_decision.sequence - newest
         if missed == 1:
             show([status.last_decision])
@@ -178,9 +174,7 @@ def _follow(client: BalancerClient, decisions: list[pb.Decision], *, as_lines: b
             show(client.decisions(limit=min(missed, 1000)))
 
     show(decisions)
-    while True:
-        print(client.watch(take), file=sys.stderr, flush=True)
-        time.sleep(_RETRY_S)
+    watch_leader(settings, take, report=print_fault)
 
 
 def _line(one: pb.Decision) -> str:

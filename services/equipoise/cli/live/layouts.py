@@ -1,7 +1,5 @@
 """`equipoise layout ...`: show, compare, export and import a pool's layouts."""
 
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,9 +9,9 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.display import console, print_json
+from equipoise.cli.display import console, print_fault, print_json
 from equipoise.cli.live.balance import experts_text, shared_expert
-from equipoise.cli.live.client import BalancerClient, connected
+from equipoise.cli.live.client import BalancerClient, connected, watch_leader
 from equipoise.cli.live.operations import operate
 from equipoise.cli.live.settings import (
     LayoutDiffSettings,
@@ -41,7 +39,6 @@ ExpertName = Callable[[int], str]
 """What operators call a logical expert."""
 
 _NUM_NAMED = 6
-_RETRY_S = 1.0
 
 
 def show(settings: LayoutShowSettings) -> int:
@@ -119,25 +116,21 @@ def export(settings: LayoutExportSettings) -> int:
     """
     with connected(settings) as client:
         written = _write(client.layout(settings.generation), settings)
-        if settings.watch:
-            _write_changes(client, settings, written=written)
+    if settings.watch:
+        _write_changes(settings, written=written)
     return 0
 
 
-def _write_changes(
-    client: BalancerClient, settings: LayoutExportSettings, *, written: int
-) -> NoReturn:
-    """Write every layout that is committed, until Ctrl-C, across restarts of the balancer."""
+def _write_changes(settings: LayoutExportSettings, *, written: int) -> NoReturn:
+    """Write every layout that is committed, until Ctrl-C, whichever balancer leads."""
     latest = written
 
-    def take(status: status_pb2.PoolStatus) -> None:
+    def take(client: BalancerClient, status: status_pb2.PoolStatus) -> None:
         nonlocal latest
         if status.generation not in {0, latest}:
             latest = _write(client.layout(), settings)
 
-    while True:
-        print(client.watch(take), file=sys.stderr, flush=True)
-        time.sleep(_RETRY_S)
+    watch_leader(settings, take, report=print_fault)
 
 
 def _write(response: status_pb2.GetLayoutResponse, settings: LayoutExportSettings) -> int:

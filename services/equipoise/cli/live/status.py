@@ -1,7 +1,6 @@
 """`equipoise status`: the state of a pool, once or until Ctrl-C. `view` draws it."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -10,8 +9,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from equipoise.cli.display import print_json, print_view
-from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, connected
+from equipoise.cli.display import print_fault, print_json, print_view
+from equipoise.cli.live.client import (
+    BalancerClient,
+    BalancerRejectedError,
+    connected,
+    watch_leader,
+)
 from equipoise.cli.live.pools import pools_view
 from equipoise.cli.live.ranks import RateMeter
 from equipoise.cli.live.settings import StatusSettings
@@ -19,7 +23,6 @@ from equipoise.cli.live.view import NUM_DECISIONS, pool_view, status_line
 from equipoise.wire.plain import as_json
 from equipoise_api.v1 import status_pb2
 
-_RETRY_S = 1.0
 _STALE_AFTER_S = 3.0
 
 EXIT_NOT_ALL_SERVE = 3
@@ -92,6 +95,10 @@ class Picture:
             fits=True,
         )
 
+    def fail(self, fault: str) -> None:
+        """Show why there is no newer status."""
+        self.fault = fault
+
     def renderable(self) -> RenderableType:
         """The current picture."""
         age_s = time.monotonic() - self._taken_s
@@ -113,18 +120,15 @@ def _show_pools(client: BalancerClient, known: status_pb2.ListPoolsResponse) -> 
 
 
 def _watch(client: BalancerClient, settings: StatusSettings, console: Console) -> NoReturn:
-    """Show every change until Ctrl-C, across restarts of the balancer."""
+    """Show every change until Ctrl-C, whichever balancer leads."""
     client.status()  # Fail at once if the balancer is unreachable or does not know the pool.
     if settings.json or not console.is_terminal:
-        while True:
-            print(client.watch(_printer(settings)), file=sys.stderr, flush=True)
-            time.sleep(_RETRY_S)
+        show = _printer(settings)
+        watch_leader(settings, lambda _, status: show(status), report=print_fault)
     decisions, _ = _latest_decisions(client)
     picture = Picture(decisions)
     with Live(get_renderable=picture.renderable, console=console, refresh_per_second=2):
-        while True:
-            picture.fault = client.watch(picture.take)
-            time.sleep(_RETRY_S)
+        watch_leader(settings, lambda _, status: picture.take(status), report=picture.fail)
 
 
 def _printer(settings: StatusSettings) -> Callable[[status_pb2.PoolStatus], None]:
