@@ -1,10 +1,11 @@
 """Operators' requests from the command line: to the leader, with an identity and an exit status."""
 
 import json
+import socket
 import threading
 import time
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import grpc
@@ -24,6 +25,7 @@ from equipoise.planning.policy import Policy
 from equipoise.pool.counters import answer_timeout_s
 from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import explanations
+from equipoise.trust.settings import Tls
 from equipoise.trust.tokens import AcceptedKeys
 from equipoise_api.v1 import admin_pb2, admin_pb2_grpc, status_pb2
 from tests.support.authority import write_keys
@@ -207,9 +209,87 @@ def test_a_timeout_warns_that_the_operation_may_complete():
             return super()._answer(request, context)
 
     with listening(Slow()) as address:
-        with pytest.raises(BalancerRejectedError, match=r"within 0.5 s and may still carry"):
+        with pytest.raises(BalancerRejectedError, match=r"within 0.5 s; the request may still"):
             operations.pause(OperationSettings(address=address, timeout_s=0.5))
         released.set()
+
+
+@contextmanager
+def breaking(servicer):
+    """Listen behind a proxy; yields its address, and a function that breaks its connections."""
+    opened = []
+    with listening(servicer) as target, socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = target.split(":")
+
+        def carry(source, sink):
+            with suppress(OSError):
+                while data := source.recv(65536):
+                    sink.sendall(data)
+
+        def accept():
+            near, _ = server.accept()
+            far = socket.create_connection((host, int(port)))
+            opened.extend((near, far))
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=carry, args=pair, daemon=True).start()
+
+        def cut():
+            for one in opened:
+                one.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}", cut
+        finally:
+            for one in opened:
+                one.close()
+
+
+def test_a_connection_that_breaks_leaves_the_outcome_of_an_operation_open():
+    class Dying(Answering):
+        def Pause(self, request, context):  # noqa: N802
+            self.asked.append(request)
+            cut()
+            return admin_pb2.PauseResponse(outcome=self.outcome)
+
+    servicer = Dying()
+    with breaking(servicer) as (address, cut), pytest.raises(BalancerRejectedError) as caught:
+        operations.pause(OperationSettings(address=address))
+    assert len(servicer.asked) == 1
+    assert "rejected" not in str(caught.value)
+    assert "may still be carried out: check `equipoise audit`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_open"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, True),
+        (grpc.StatusCode.CANCELLED, True),
+        (grpc.StatusCode.UNKNOWN, True),
+        (grpc.StatusCode.FAILED_PRECONDITION, False),
+        (grpc.StatusCode.PERMISSION_DENIED, False),
+    ],
+)
+def test_only_a_balancers_own_rejection_says_that_nothing_was_done(code, is_open):
+    class Failing(Answering):
+        def _answer(self, request, context):
+            context.abort(code, "for a reason")
+
+    with listening(Failing()) as address:
+        with pytest.raises(BalancerRejectedError, match="for a reason") as caught:
+            operations.pause(OperationSettings(address=address))
+        with pytest.raises(BalancerRejectedError, match="for a reason") as previewed:
+            operations.preview(PreviewSettings(address=address))
+    assert ("may still be carried out" in str(caught.value)) is is_open
+    assert "may still" not in str(previewed.value), "it changes nothing"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "no-such-host.invalid:7070"])
+def test_a_request_that_was_never_sent_is_not_carried_out(address):
+    access = Access(tls=Tls(insecure=True))
+    with pytest.raises(BalancerRejectedError, match="no balancer answers at") as caught:
+        operations.pause(OperationSettings(address=address, access=access))
+    assert "may still" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,13 @@ from typing import Any
 import grpc
 
 from equipoise.cli.display import format_count, print_json
-from equipoise.cli.live.client import BalancerRejectedError, credentials_of, explained
+from equipoise.cli.live.client import (
+    BalancerRejectedError,
+    credentials_of,
+    explained,
+    is_unsent,
+    open_channel,
+)
 from equipoise.cli.live.settings import (
     OperationSettings,
     PinSettings,
@@ -25,6 +31,15 @@ from equipoise_api.v1 import admin_pb2 as pb
 from equipoise_api.v1 import admin_pb2_grpc
 
 EXIT_REJECTED = 3
+
+_MAY_BE_DONE = {
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+}
+"""Also how a broken connection is reported, whether or not the request arrived."""
 
 _Method = Callable[[admin_pb2_grpc.AdminStub], Callable[..., Any]]
 
@@ -171,7 +186,7 @@ def _send_once(
 ) -> Any:
     credentials = credentials_of(settings.access)
     with (
-        credentials.blocking_channel(settings.address) as channel,
+        open_channel(settings.address, credentials) as channel,
         explained(settings.address, credentials),
     ):
         call = method(admin_pb2_grpc.AdminStub(channel))
@@ -184,12 +199,21 @@ def _send_once(
                 )
             )
         except grpc.RpcError as error:
-            if "Deadline" not in (error.details() or ""):
-                raise  # The balancer was unreachable, or rejected the request.
+            assert isinstance(error, grpc.Call)  # noqa: PT017 - no test
+            if (
+                isinstance(request, pb.PreviewRequest)  # It changes nothing.
+                or error.code() not in _MAY_BE_DONE
+                or is_unsent(error, credentials)
+            ):
+                raise
+            fault = (
+                f"did not answer within {settings.timeout_s:g} s"
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                else f"gave no answer ({credentials.explain(error.details())})"
+            )
             raise BalancerRejectedError(
-                f"the balancer at {settings.address} did not answer within {settings.timeout_s:g} "
-                "s and may still carry the request out: check `equipoise status` before you "
-                "repeat it"
+                f"the balancer at {settings.address} {fault}; the request may still be carried "
+                "out: check `equipoise audit` before you repeat it"
             ) from error
 
 
