@@ -17,6 +17,7 @@ from equipoise.cli.policy.settings import (
     PolicyValidateSettings,
 )
 from equipoise.planning.layout import contiguous_layout
+from equipoise.planning.phase import Phase
 from equipoise.planning.policy import Policy
 from equipoise.planning.topology import ModelShape, Topology
 from equipoise.policy.reading import read_policy
@@ -85,6 +86,36 @@ def test_diff_lists_differences_by_pool_and_returns_3(write, capsys):
         "all other pools: planning.riskZ 0 → 1",
     ]
     assert diff(PolicyDiffSettings(before=before, after=before)) == 0
+
+
+BY_PHASE = "pools: {{d: {{phase: decode, interval: {interval}}}, own: {{interval: 7s}}}}"
+
+
+def test_show_and_diff_of_a_pool_heed_its_phase(write, capsys):
+    before = write(BY_PHASE.format(interval="5s"), "before.yaml")
+    after = write(BY_PHASE.format(interval="50s"), "after.yaml")
+    files = {"before": before, "after": after}
+    assert diff(PolicyDiffSettings(**files, pool="decode-1", phase=Phase.DECODE)) == 3
+    assert capsys.readouterr().out == "decode-1: interval 5s → 50s\n"
+    assert diff(PolicyDiffSettings(**files, pool="decode-1", phase=Phase.MIXED)) == 0
+    assert diff(PolicyDiffSettings(**files, pool="own")) == 0, "it has an entry of its own"
+    capsys.readouterr()
+    assert show(PolicyShowSettings(file=after, pool="decode-1", phase=Phase.DECODE)) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["interval"] == "50s"
+
+
+def test_a_pool_whose_phase_decides_and_is_not_given_is_an_input_error(write):
+    plain, by_phase = write("", "plain.yaml"), write(BY_PHASE.format(interval="5s"))
+    words = r"none for pool decode-1: name its phase with --phase, prefill, decode, mixed"
+    with pytest.raises(InvalidSettingsError, match=words):
+        diff(PolicyDiffSettings(before=plain, after=by_phase, pool="decode-1"))
+    with pytest.raises(InvalidSettingsError, match=words):
+        show(PolicyShowSettings(file=by_phase, pool="decode-1"))
+    assert show(PolicyShowSettings(file=plain, pool="decode-1")) == 0
+    with pytest.raises(InvalidSettingsError, match="phase is that of a pool"):
+        PolicyShowSettings(file=plain, phase=Phase.DECODE)
+    with pytest.raises(InvalidSettingsError, match="phase is that of a pool"):
+        PolicyDiffSettings(before=plain, after=plain, phase=Phase.DECODE)
 
 
 def test_the_published_schema_is_current(capsys):
@@ -165,3 +196,22 @@ def test_a_preview_of_recorded_loads_needs_no_balancer(write, tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert (status, shown["accepted"]) == (0, True)
     assert shown["balancedness_proposed"] > shown["balancedness_current"]
+
+
+def test_a_preview_of_recorded_loads_heeds_the_pools_phase(write, tmp_path, capsys):
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps({"logical_count": [[[1000] * 8] * 2]}))
+    settings = PolicyPreviewSettings(
+        file=write("pools: {d: {phase: decode, pause: true}}"),
+        loads=(str(loads),),
+        ranks=4,
+        slots=12,
+        json=True,
+    )
+    with pytest.raises(InvalidSettingsError, match="name its phase with --phase"):
+        run(settings)
+    reasons = []
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        assert run(replace(settings, phase=phase)) == 0
+        reasons.append(json.loads(capsys.readouterr().out)["reason"])
+    assert ["pause" in reason for reason in reasons] == [True, False]

@@ -40,16 +40,23 @@ def read_file(path: Path) -> ReadPolicy:
     return read_policy(text, source=str(path))
 
 
-def policies_by_pool(
-    read: ReadPolicy, pool: str = "", phase: Phase | None = None
-) -> dict[str, Policy]:
-    """The policy of `pool`, which serves `phase` if that is known.
-
-    Without `pool`, of every pool and phase that the file names, and of all other pools.
-    """
-    if pool:
-        return {pool: read.of(pool, phase)}
+def policies_by_pool(read: ReadPolicy) -> dict[str, Policy]:
+    """The policies of every pool and phase that the file names, and of all other pools."""
     return {**read.named(), ALL_POOLS: read.defaults}
+
+
+def policy_of(read: ReadPolicy, pool: str, phase: Phase | None, *, file: Path) -> Policy:
+    """The policy of a pool in a file.
+
+    Raises:
+        InvalidSettingsError: it depends on the pool's phase, which is None.
+    """
+    if phase is None and read.phases and pool not in read.pools:
+        raise InvalidSettingsError(
+            f"{file} has policies by phase and none for pool {pool}: name its phase with --phase, "
+            f"{', '.join(Phase)}"
+        )
+    return read.of(pool, phase)
 
 
 def validate(settings: PolicyValidateSettings) -> int:
@@ -84,10 +91,15 @@ def show(settings: PolicyShowSettings) -> int:
     """Print every value in force under a file.
 
     Raises:
-        InvalidSettingsError: the file cannot be read.
+        InvalidSettingsError: the file cannot be read, or the pool's phase decides and is missing.
         PolicyError: it is invalid.
     """
-    shown = policies_by_pool(read_file(settings.file), settings.pool)
+    read, pool = read_file(settings.file), settings.pool
+    shown = (
+        {pool: policy_of(read, pool, settings.phase, file=settings.file)}
+        if pool
+        else policies_by_pool(read)
+    )
     if settings.json:
         document = {
             name: {"hash": digest(policy), "policy": written(policy)}
@@ -105,16 +117,22 @@ def diff(settings: PolicyDiffSettings) -> int:
     """Print what differs between two files; return 3 if anything does.
 
     Raises:
-        InvalidSettingsError: a file cannot be read.
+        InvalidSettingsError: a file cannot be read, or the pool's phase decides and is missing.
         PolicyError: a file is invalid.
     """
     old, new = read_file(settings.before), read_file(settings.after)
-    before, after = old.named(), new.named()
-    every = [*sorted(before.keys() | after.keys()), ALL_POOLS]
-    differences = {
-        name: list(changes(before.get(name, old.defaults), after.get(name, new.defaults)))
-        for name in ([settings.pool] if settings.pool else every)
-    }
+    pool, phase = settings.pool, settings.phase
+    if pool:
+        before = policy_of(old, pool, phase, file=settings.before)
+        differences = {
+            pool: list(changes(before, policy_of(new, pool, phase, file=settings.after)))
+        }
+    else:
+        named, renamed = old.named(), new.named()
+        differences = {
+            name: list(changes(named.get(name, old.defaults), renamed.get(name, new.defaults)))
+            for name in [*sorted(named.keys() | renamed.keys()), ALL_POOLS]
+        }
     if settings.json:
         print_json(differences)
     else:

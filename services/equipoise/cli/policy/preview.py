@@ -13,7 +13,7 @@ from equipoise.cli.live.client import BalancerClient, BalancerRejectedError, con
 from equipoise.cli.live.loads import load_table
 from equipoise.cli.offline.inputs import pool_topology, read_case, starting_layout
 from equipoise.cli.offline.settings import PoolSettings, RecordingSettings
-from equipoise.cli.policy.files import policies_by_pool, read_file
+from equipoise.cli.policy.files import policy_of, read_file
 from equipoise.cli.policy.settings import PolicyPreviewSettings
 from equipoise.planning.arrays import Load
 from equipoise.planning.layout import Layout
@@ -66,7 +66,8 @@ def run(settings: PolicyPreviewSettings) -> int:
     """Print what the policy would decide.
 
     Raises:
-        InvalidSettingsError: a file cannot be read, or files and options contradict each other.
+        InvalidSettingsError: a file cannot be read, files and options contradict each other, or
+            the phase of recorded loads decides and is missing.
         FormatError: a file of loads or of a layout is invalid.
         PolicyError: the policy is invalid.
         BalancerRejectedError: the balancer is unreachable, or the pool has no loads yet.
@@ -74,10 +75,11 @@ def run(settings: PolicyPreviewSettings) -> int:
     read = read_file(settings.file)
     if settings.loads:
         situation = recorded_situation(settings)
+        policy = policy_of(read, situation.pool, situation.phase, file=settings.file)
     else:
         with connected(settings) as client:
             situation = _current_situation(client)
-    (policy,) = policies_by_pool(read, situation.pool, situation.phase).values()
+        policy = read.of(situation.pool, situation.phase)
     _show(situation, policy, as_json=settings.json)
     return 0
 
@@ -110,6 +112,7 @@ def recorded_situation(settings: PolicyPreviewSettings) -> Situation:
         fast=window,
         window=window,
         last_switch_s=None,
+        phase=settings.phase,
     )
 
 

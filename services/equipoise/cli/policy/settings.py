@@ -6,6 +6,7 @@ from pathlib import Path
 from equipoise.cli.live.settings import BalancerClientSettings
 from equipoise.cli.options import ARGUMENT
 from equipoise.formats.format import Format
+from equipoise.planning.phase import Phase
 from equipoise.settings.errors import InvalidSettingsError
 
 
@@ -22,15 +23,30 @@ class PolicyValidateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyShowSettings(PolicyValidateSettings):
-    """`equipoise policy show`."""
+    """`equipoise policy show`.
+
+    Raises:
+        InvalidSettingsError: a phase is given without a pool.
+    """
 
     pool: str = ""
     """Pool to show. Default: all pools that the file distinguishes."""
 
+    phase: Phase | None = None
+    """Phase that the pool serves. Required if the file has policies by phase and none for the
+    pool."""
+
+    def __post_init__(self) -> None:
+        _check_phase(self.phase, self.pool)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDiffSettings:
-    """`equipoise policy diff`."""
+    """`equipoise policy diff`.
+
+    Raises:
+        InvalidSettingsError: a phase is given without a pool.
+    """
 
     before: Path = field(metadata={ARGUMENT: True})
     """BalancePolicy file, YAML or JSON."""
@@ -41,8 +57,15 @@ class PolicyDiffSettings:
     pool: str = ""
     """Pool to compare. Default: all pools that the files distinguish."""
 
+    phase: Phase | None = None
+    """Phase that the pool serves. Required if a file has policies by phase and none for the
+    pool."""
+
     json: bool = False
     """Print JSON."""
+
+    def __post_init__(self) -> None:
+        _check_phase(self.phase, self.pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +81,10 @@ class PolicyPreviewSettings(BalancerClientSettings):
 
     loads: tuple[str, ...] = ()
     """Plan for these files of recorded loads instead of a running pool's loads."""
+
+    phase: Phase | None = None
+    """With --loads: phase that the pool serves. Required if the file has policies by phase and none
+    for the pool."""
 
     current: Path | None = None
     """With --loads: file of the current layout."""
@@ -84,3 +111,8 @@ class PolicyPreviewSettings(BalancerClientSettings):
         BalancerClientSettings.__post_init__(self)
         if self.loads and self.ranks is None:
             raise InvalidSettingsError("--loads needs the number of ranks: --ranks N")
+
+
+def _check_phase(phase: Phase | None, pool: str) -> None:
+    if phase is not None and not pool:
+        raise InvalidSettingsError("phase is that of a pool: name the pool with --pool")
