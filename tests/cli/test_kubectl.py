@@ -18,10 +18,14 @@ import pytest
 from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.cli.kubectl.plugin import CommandLine, asks_a_balancer, following, parted
 from equipoise.cli.kubectl.port_forward import ForwardError, forwarded
+from equipoise.cli.live import operations
+from equipoise.cli.live.route import ROUTE
+from equipoise.cli.live.settings import OperationSettings
 from equipoise.cli.main import app
 from equipoise.planning.policy import Policy
 from equipoise.policy.book import PolicyBook
 from equipoise.trust.credentials import Credentials
+from tests.cli.test_operations import Answering, listening
 from tests.support.authority import Authority
 from tests.support.balancers import serving
 
@@ -29,7 +33,8 @@ BOUND_S = 120.0
 ROOT = Path(__file__).parents[2]
 NAME = "eq-equipoise-balancer.moe.svc"
 
-# A fake kubectl with the output of the real one: lists what $CLUSTER has, and forwards to $TARGET.
+# A fake kubectl with the output of the real one: lists what $CLUSTER has, and forwards to
+# the address that $TARGETS has for the pod.
 KUBECTL = f"""#!{sys.executable}
 import json, os, socket, sys, threading
 with open(os.environ["ASKED"], "a") as asked:
@@ -38,9 +43,10 @@ words = [word for word in sys.argv[1:] if not word.startswith("--")]
 if words[0] == "get":
     print(json.dumps({{"items": json.loads(os.environ["CLUSTER"]).get(words[1], [])}}))
     sys.exit()
-if not os.environ.get("TARGET"):
+target = json.loads(os.environ["TARGETS"]).get(words[1])
+if not target:
     sys.exit("error: unable to forward port because pod is not running")
-host, port = os.environ["TARGET"].split(":")
+host, port = target.split(":")
 server = socket.create_server(("127.0.0.1", 0))
 print(f"Forwarding from 127.0.0.1:{{server.getsockname()[1]}} -> 7070", flush=True)
 def pump(a, b):
@@ -81,9 +87,10 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(kubectl.parent), prepend=os.pathsep)
     monkeypatch.setenv("ASKED", str(asked))
 
-    def has(*, target="", **objects):
+    def has(*, target="", targets=None, **objects):
+        all_pods = {f"pod/{one['metadata']['name']}": target for one in objects.get("pods", ())}
         monkeypatch.setenv("CLUSTER", json.dumps(objects))
-        monkeypatch.setenv("TARGET", target)
+        monkeypatch.setenv("TARGETS", json.dumps(all_pods if targets is None else targets))
         return asked
 
     return has
@@ -172,6 +179,46 @@ def test_the_pod_that_leads_is_reached_with_the_name_in_its_certificate(cluster,
         f"--namespace=moe get leases -l {selector} -o json",
         "--namespace=moe port-forward pod/eq-balancer-b :7070",
     ]
+
+
+@pytest.fixture
+def two_pods(cluster):
+    """A follower and a leader in two pods, and no Lease that tells which is which."""
+    leader = Answering()
+    with listening(leader) as one, listening(Answering(leader="10.0.0.2:7070")) as other:
+        cluster(
+            targets={"pod/eq-balancer-a": other, "pod/eq-balancer-b": one},
+            pods=[pod("eq-balancer-a", ip="10.0.0.1"), pod("eq-balancer-b", ip="10.0.0.2")],
+        )
+        yield leader
+
+
+def test_an_operation_goes_to_the_pod_of_the_leader_that_a_follower_names(two_pods):
+    with forwarded([]) as (address, _):
+        assert operations.pause(OperationSettings(address=address)) == 0
+        assert operations.resume(OperationSettings(address=address)) == 0
+        assert len(psutil.Process().children()) == 2, "a kubectl for each pod that was asked"
+    assert len(two_pods.asked) == 2
+    assert ROUTE.get()("10.0.0.2:7070") == "10.0.0.2:7070"
+
+
+def test_a_leader_outside_the_release_is_reported(two_pods):
+    with forwarded([]), pytest.raises(ForwardError, match="no balancer of this release has the"):
+        ROUTE.get()("10.0.0.3:7070")
+
+
+def test_another_pod_is_reached_once_the_first_is_gone(two_pods, cluster):
+    with forwarded([]) as (address, _):
+        assert ROUTE.get()(address) == address
+        (kubectl,) = psutil.Process().children()
+        kubectl.terminate()  # As it ends when it loses the pod.
+        kubectl.wait(BOUND_S)
+        cluster(
+            targets=json.loads(os.environ["TARGETS"]),
+            pods=[pod("eq-balancer-b", ip="10.0.0.2")],
+        )
+        assert operations.pause(OperationSettings(address=address)) == 0
+    assert len(two_pods.asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`forwarded`: a release's balancer at a local address, through `kubectl port-forward`.
+"""`forwarded`: a release's balancers at local addresses, through `kubectl port-forward`.
 
 All requests to the cluster go through the caller's kubectl: their context, login and permissions.
 """
@@ -11,9 +11,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from equipoise.cli.live.route import ROUTE, NoRouteError
 from equipoise.cli.tethered import tethered
 
 _SELECTOR = "app.kubernetes.io/part-of=equipoise"
@@ -29,8 +31,17 @@ _FORWARDING = re.compile(r"Forwarding from (127\.0\.0\.1:\d+) -> \d+")
 _Object = dict[str, Any]
 
 
-class ForwardError(RuntimeError):
+class ForwardError(NoRouteError):
     """No balancer is reachable through kubectl; the message includes the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    address: str
+    """Local host:port."""
+
+    kubectl: subprocess.Popen[str]
+    """Ends by itself when it loses the pod."""
 
 
 @contextmanager
@@ -41,13 +52,69 @@ def forwarded(options: Sequence[str], *, release: str = "") -> Iterator[tuple[st
     cluster's Lease names it. `options` go to every kubectl; `release` selects one of several
     releases.
 
+    Inside the block, `ROUTE` reaches the pod of a balancer that another one names, and reaches the
+    yielded address through another pod once its own is gone.
+
     Raises:
         ForwardError: there is no balancer, or kubectl cannot reach it.
     """
-    pod = _leading(options, _balancers(options, release=release))
-    target = f"pod/{pod['metadata']['name']}"
-    with port_forwarded(options, target, port=_port(pod)) as address:
-        yield address, _certified_name(pod)
+    with ExitStack() as stack:
+        forwards = _Forwards(options, release=release, stack=stack)
+        address, name = forwards.enter()
+        token = ROUTE.set(forwards.route)
+        stack.callback(ROUTE.reset, token)
+        yield address, name
+
+
+class _Forwards:
+    """The kubectls that forward to a release's balancers; `stack` ends them."""
+
+    def __init__(self, options: Sequence[str], *, release: str, stack: ExitStack) -> None:
+        self._options, self._release, self._stack = options, release, stack
+        self._entry = ""
+        """The local address that `enter` returned first."""
+        self._opened: dict[str, _Forward] = {}
+        """By pod address, and the one for `_entry`."""
+
+    def enter(self) -> tuple[str, str]:
+        """Forward to the leader if the Lease names it, else to any balancer.
+
+        Returns the local address and the name in the balancer's certificate.
+
+        Raises:
+            ForwardError: there is no balancer, or kubectl cannot reach it.
+        """
+        pod = _leading(self._options, _balancers(self._options, release=self._release))
+        forward = self._open(pod)
+        self._entry = self._entry or forward.address
+        self._opened[self._entry] = forward
+        return forward.address, _certified_name(pod)
+
+    def route(self, address: str) -> str:
+        """The local address of the balancer that is known by `address`, host:port.
+
+        Raises:
+            ForwardError: no pod of the release has this address, or kubectl cannot reach it.
+        """
+        is_entry = address == self._entry
+        key = address if is_entry else address.rpartition(":")[0].strip("[]")
+        known = self._opened.get(key)
+        if known is not None and known.kubectl.poll() is None:
+            return known.address
+        if is_entry:
+            return self.enter()[0]
+        for pod in _balancers(self._options, release=self._release):
+            if pod["status"].get("podIP") == key:
+                self._opened[key] = self._open(pod)
+                return self._opened[key].address
+        raise ForwardError(
+            f"no balancer of this release has the address {address}: use --address where it can be "
+            "reached"
+        )
+
+    def _open(self, pod: _Object) -> _Forward:
+        target = f"pod/{pod['metadata']['name']}"
+        return self._stack.enter_context(_forwarding(self._options, target, port=_port(pod)))
 
 
 @contextmanager
@@ -60,6 +127,13 @@ def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterato
     Raises:
         ForwardError: kubectl cannot reach it.
     """
+    with _forwarding(options, target, port=port) as forward:
+        yield forward.address
+
+
+@contextmanager
+def _forwarding(options: Sequence[str], target: str, *, port: int) -> Iterator[_Forward]:
+    """As `port_forwarded`."""
     command = ["kubectl", *options, "port-forward", target, f":{port}"]
     with (
         tempfile.TemporaryFile("w+") as faults,
@@ -74,7 +148,7 @@ def port_forwarded(options: Sequence[str], target: str, *, port: int) -> Iterato
                 process.wait()
                 faults.seek(0)
                 raise ForwardError(f"`{' '.join(command)}` failed: {_last_line(faults.read())}")
-            yield address
+            yield _Forward(address=address, kubectl=process)
         finally:
             _end(process)
 
@@ -117,7 +191,7 @@ def _balancers(options: Sequence[str], *, release: str) -> list[_Object]:
 
 
 def _leading(options: Sequence[str], pods: list[_Object]) -> _Object:
-    """The leader's pod; any pod if the Lease is unknown, because followers redirect."""
+    """The leader's pod; any pod if the Lease is unknown, because followers name the leader."""
     if len(pods) == 1:
         return pods[0]
     try:
