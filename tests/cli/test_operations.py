@@ -292,6 +292,22 @@ def test_a_request_that_was_never_sent_is_not_carried_out(address):
     assert "may still" not in str(caught.value)
 
 
+def test_the_answers_of_some_pools_are_printed_although_others_give_none_in_time(capsys):
+    released = threading.Event()
+
+    class Slow(Answering):
+        def RebalanceAll(self, request, context):  # noqa: N802
+            yield admin_pb2.RebalanceAllResponse(pool="decode", outcome=self.outcome)
+            assert released.wait(BOUND_S)
+
+    with listening(Slow()) as address:
+        asked = RebalanceSettings(address=address, all_pools=True, json=True, timeout_s=2.0)
+        with pytest.raises(BalancerRejectedError, match="may still be carried out"):
+            operations.rebalance(asked)
+        released.set()
+    assert [one["pool"] for one in json.loads(capsys.readouterr().out)["pools"]] == ["decode"]
+
+
 @pytest.mark.parametrize(
     ("settings", "fields", "words"),
     [

@@ -153,11 +153,14 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
                 unknown = f"unknown: {answer.unanswered}" if answer.unanswered else ""
                 print(f"{answer.pool}: {unknown or _line(answer.outcome)}", flush=True)
 
-    _send(settings, lambda stub: stub.RebalanceAll, request, read=collect)
+    try:
+        _send(settings, lambda stub: stub.RebalanceAll, request, read=collect)
+    finally:
+        # The pools that have answered are not asked again, whatever ends the call.
+        if settings.json and answers:
+            print_json({"pools": [as_json(answer) for answer in answers]})
     accepted = sum(answer.outcome.accepted for answer in answers)
-    if settings.json:
-        print_json({"pools": [as_json(answer) for answer in answers]})
-    else:
+    if not settings.json:
         print(f"{accepted} of {len(answers)} pools accepted")
     return 0 if accepted == len(answers) else EXIT_REJECTED
 
