@@ -63,7 +63,7 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(held=consumes(sequences))
     def end(self, held):
-        held.table.release()
+        held.table.release(num_sound=held.num_run)
         self.alive.remove(held)
 
     @invariant()
@@ -101,7 +101,7 @@ def run_whole(pool, tokens):
 
 def test_the_last_token_is_never_cached_because_it_must_run():
     pool = BlockPool(num_blocks=4, block_tokens=2)
-    run_whole(pool, [1, 2, 3, 4]).release()
+    run_whole(pool, [1, 2, 3, 4]).release(num_sound=4)
     assert table_of(pool, [1, 2, 3, 4]).num_found_tokens == 2
     assert table_of(pool, [1, 2, 3, 4, 5]).num_found_tokens == 4
 
@@ -117,7 +117,7 @@ def test_the_same_tokens_after_another_prefix_are_another_block():
 def test_least_recently_used_blocks_are_evicted_first_and_sequence_ends_before_starts():
     pool = BlockPool(num_blocks=4, block_tokens=1)
     for tokens in ([1, 2], [3, 4]):
-        run_whole(pool, tokens).release()
+        run_whole(pool, tokens).release(num_sound=2)
     assert pool.num_findable == 4
     assert table_of(pool, [1, 9]).num_found_tokens == 1
     newcomer = table_of(pool, [7, 8])
@@ -131,9 +131,42 @@ def test_a_shared_block_is_held_until_both_sequences_release_it():
     first = run_whole(pool, [1, 2])
     second = table_of(pool, [1, 2, 3])
     assert second.blocks == first.blocks
-    first.release()
+    first.release(num_sound=2)
     assert pool.num_used == 1
     assert second.grow(3)
     assert not table_of(pool, [5]).grow(1)
-    second.release()
+    second.release(num_sound=2)
     assert pool.num_used == 0
+    assert pool.take_to_clear() == []
+
+
+def test_what_nothing_was_generated_from_is_cleared_before_another_writes_there():
+    pool = BlockPool(num_blocks=3, block_tokens=2)
+    table = run_whole(pool, [1, 2, 3, 4, 5])
+    first, second, third = table.blocks
+    table.release(num_sound=3)
+    assert pool.take_to_clear() == []
+    assert table_of(pool, [1, 2, 3, 4, 9]).blocks == (first, second), "both can still be found"
+    newcomer = table_of(pool, [7])
+    assert newcomer.grow(2)
+    assert newcomer.blocks == (third,)
+    assert pool.take_to_clear() == [third]
+    assert pool.take_to_clear() == []
+
+
+def test_a_block_that_is_written_as_a_whole_need_not_be_cleared():
+    pool = BlockPool(num_blocks=1, block_tokens=2)
+    pool.suspect(block := pool.take())
+    pool.release(block)
+    assert pool.take(as_whole=True) == block
+    assert pool.take_to_clear() == []
+    pool.release(block)  # It was not written after all.
+    assert pool.take() == block
+    assert pool.take_to_clear() == [block]
+    pool.suspect(block)
+    pool.publish(block, next(keys_of([1, 2, 3], block_tokens=2)))
+    pool.release(block)
+    pool.forget_all()
+    assert pool.num_findable == 0
+    assert pool.take() == block
+    assert pool.take_to_clear() == []

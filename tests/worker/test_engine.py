@@ -10,7 +10,7 @@ from torch.distributed import DistBackendError
 
 from equipoise.planning.ratio import RankUse, use_between
 from equipoise.rank.errors import GroupError
-from equipoise.rank.header import HEADER_WIDTH, StepHeader
+from equipoise.rank.header import HEADER_WIDTH, Leaving, StepHeader
 from equipoise.wire.inference_messages import Blame, FinishReason
 from equipoise.worker.engine import (
     IDLE_WAIT_S,
@@ -231,8 +231,43 @@ def test_a_request_without_finite_logits_fails_alone_and_leaves_no_nan_behind(ra
     engine.run()
     assert client.finished == {1: None, 2: FinishReason.LENGTH}
     assert client.tokens[2] == solo(good.prompt, 4)
-    assert not any(store.isnan().any() for store in core.cache._stores)
     assert engine.progress().stats.tokens_generated == 4
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_no_request_pays_for_what_an_earlier_one_left_in_its_blocks(
+    rank_of_one, solo, is_cancelled
+):
+    """The first has NaN in every block of the cache, and fails or is cancelled half-way."""
+    core, held = rank_of_one(cache_tokens=96, max_step_tokens=12)
+
+    def then(engine, result):
+        if result.emissions and 1 in client.finished and 2 not in client.tokens:
+            engine.submit(Request(key=2, prompt=PROMPTS[3], max_tokens=4))
+        if 2 in client.finished:
+            engine.leave()
+
+    client = Client(then)
+    engine = engine_of(core, held, client)
+    core.model.embed_tokens.weight.data[7] = float("nan")
+    engine.submit(Request(key=1, prompt=(7, 1, 2) * 30, max_tokens=4))
+    if is_cancelled:
+        engine._turn()
+        assert core.cache._stores[0].isnan().any()
+        engine.cancel(1)
+        engine.submit(Request(key=2, prompt=PROMPTS[3], max_tokens=4))
+    engine.run()
+    assert client.finished[2] is FinishReason.LENGTH
+    assert client.tokens[2] == solo(PROMPTS[3], 4)
+
+
+@pytest.mark.parametrize("why", [Leaving.IN_ORDER, Leaving.DAMAGED])
+def test_latents_that_were_computed_with_wrong_experts_are_not_found_again(rank_of_one, why):
+    client = Client(lambda engine, result: client.finished and engine.leave(why))
+    engine = engine_of(*rank_of_one(), client)
+    engine.submit(Request(key=0, prompt=tuple(range(40)), max_tokens=2))
+    engine.run()
+    assert (engine._scheduler.blocks.num_findable == 0) == (why is Leaving.DAMAGED)
 
 
 def test_a_draft_module_runs_if_any_rank_drafts_on_the_rows_of_those_that_do():

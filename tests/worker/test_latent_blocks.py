@@ -58,14 +58,15 @@ def test_pulls_give_way_youngest_first_and_keep_what_was_filled():
     pulls = Pulls(pool)
     old, young = pulls.begin(1, range(17)), pulls.begin(2, range(50, 67))
     assert [len(pull.blocks) for pull in (old, young)] == [4, 4]
-    assert pulls.give_way()
+    assert not pulls.give_way({3})
+    assert pulls.give_way({1, 2})
     assert pulls.next_block(2, young) is None
     assert pulls.next_block(1, old) == old.blocks[0]
     pulls.publish(old)
     pulls.stop(1)
     assert pool.num_used == 1
-    assert pulls.give_way()
-    assert not pulls.give_way()
+    assert pulls.give_way({1, 2})
+    assert not pulls.give_way({1, 2})
     assert (pool.num_used, pool.num_findable) == (0, 1)
 
 

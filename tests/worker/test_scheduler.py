@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool
 from equipoise.worker.errors import QueueFullError
+from equipoise.worker.latents.holds import HoldEnd
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import PrefillWork, Request
 from equipoise_model.sampling_params import SampledToken, SamplingParams
@@ -271,8 +272,69 @@ def test_blocks_of_a_faulty_request_are_suspect_even_if_it_was_cancelled_in_the_
     (chunk,) = plan.chunks
     assert scheduler.cancel(0)
     assert scheduler.commit(plan, [SampledToken(token=0, logprob=0.0, fault="NaN")]) == []
-    assert set(scheduler.take_suspect_blocks()) == set(chunk.blocks)
     assert scheduler.blocks.num_used == scheduler.blocks.num_findable == 0
+    scheduler.submit(Request(key=1, prompt=tuple(range(20, 30)), max_tokens=2))
+    commit(scheduler, plan := scheduler.plan(), Model().run(plan))
+    assert set(scheduler.blocks.take_to_clear()) == set(chunk.blocks[:2])
+
+
+def test_a_prefix_from_which_one_request_failed_is_found_by_no_other():
+    """Others that hold it fail, too, but the next one runs it anew."""
+    scheduler, prefix = scheduler_of(max_requests=3, max_step_tokens=40), tuple(range(2 * BLOCK))
+    model = Model()
+    for key in range(2):
+        scheduler.submit(Request(key=key, prompt=(*prefix, 40 + key), max_tokens=4))
+    commit(scheduler, plan := scheduler.plan(), model.run(plan))
+    commit(scheduler, plan := scheduler.plan(), model.run(plan))
+    one, other = scheduler.plan().chunks
+    assert one.blocks[:2] == other.blocks[:2]
+    fault = SampledToken(token=0, logprob=0.0, fault="NaN")
+    commit(scheduler, plan := scheduler.plan(), ([fault, sampled_token(3)], {}, []))
+    scheduler.submit(Request(key=2, prompt=(*prefix, 42), max_tokens=1))
+    _, newcomer = scheduler.plan().chunks
+    assert newcomer.start == 0
+    assert not set(newcomer.blocks) & set(other.blocks)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_blocks_of_a_prompt_that_was_cancelled_half_way_are_cleared_before_others_run(num_steps):
+    scheduler = scheduler_of()
+    scheduler.submit(Request(key=0, prompt=tuple(range(14)), max_tokens=2))
+    for _ in range(num_steps):
+        plan = scheduler.plan()
+        scheduler.commit(plan, [])
+    scheduler.cancel(0)
+    scheduler.submit(Request(key=1, prompt=(40, 41), max_tokens=2))
+    (chunk,) = scheduler.plan().chunks
+    assert scheduler.blocks.take_to_clear() == list(chunk.blocks)
+
+
+def test_no_request_ends_the_pull_of_an_older_one():
+    scheduler = scheduler_of(num_blocks=10, max_step_tokens=40)
+    for key in range(2):
+        first = 100 * key
+        prompt = tuple(range(first, first + 6 * BLOCK))
+        scheduler.submit(Request(key=key, prompt=prompt, max_tokens=1, is_handed_over=key == 0))
+    pull = scheduler.begin_pull(0)
+    assert len(pull.missing) == 5
+    assert scheduler.plan().chunks == ()
+    assert scheduler.pulls.next_block(0, pull) is not None
+
+
+def test_latents_that_may_be_wrong_are_used_by_no_further_request():
+    scheduler, model = scheduler_of(num_blocks=12, max_step_tokens=40), Model()
+    prompt = tuple(range(4 * BLOCK + 1))
+    scheduler.submit(Request(key=0, prompt=prompt, max_tokens=1, hold_latents=True))
+    (emission,) = commit(scheduler, plan := scheduler.plan(), model.run(plan))
+    scheduler.submit(Request(key=1, prompt=(*prompt, 1, 2, 3), max_tokens=2))
+    commit(scheduler, plan := scheduler.plan(), model.run(plan))
+    scheduler.forget_latents()
+    assert scheduler.blocks.num_findable == 0
+    assert not scheduler.holds.end(emission.hold, HoldEnd.FETCHED)
+    commit(scheduler, plan := scheduler.plan(), model.run(plan))  # It goes on.
+    scheduler.submit(Request(key=2, prompt=prompt, max_tokens=1))
+    (chunk,) = scheduler.plan().chunks
+    assert chunk.start == 0
 
 
 def test_accepted_drafts_yield_several_tokens_per_step():

@@ -61,7 +61,7 @@ def request_of(num_tokens):
 
 async def test_blocks_of_a_slow_fetch_can_be_reused_and_the_stream_ends_there():
     scheduler, service, table = a_rank()
-    table.release()
+    table.release(num_sound=0)
     caller = SlowCaller()
     fetch = fetch_of(service, caller)
     await caller.asked.wait()
@@ -125,4 +125,4 @@ async def test_no_caller_takes_more_than_half_of_the_streams():
     assert sum(caller.asked.is_set() for caller in slow) == MAX_STREAMS // 2
     for fetch in fetches:
         fetch.cancel()
-    table.release()
+    table.release(num_sound=0)

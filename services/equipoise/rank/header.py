@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from enum import IntEnum
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class StepHeader(NamedTuple):
     staged_generation: int
     """0 if no generation is staged."""
     leaving: int
-    """1 if the rank stops after this header."""
+    """Whether the rank stops after this header, and why: a `Leaving`."""
     peers_digest: int
     """`digest_word` of the epoch's peers; 0 for a rank alone."""
     layout_digest: int
@@ -53,6 +54,15 @@ class StepHeader(NamedTuple):
     """1 if the rank wants rows of the coming step to travel to other nodes in two hops."""
     wants_balance: int = 0
     """1 if the rank wants replicas of the coming step to be chosen by all ranks' counts."""
+
+
+class Leaving(IntEnum):
+    """Whether a rank stops after a header."""
+
+    NOT = 0
+    IN_ORDER = 1
+    DAMAGED = 2
+    """Its slots held wrong bytes, so the latents that all ranks computed with it may be wrong."""
 
 
 HEADER_WIDTH = len(StepHeader._fields)

@@ -4,6 +4,10 @@ Pure accounting: no torch, clock or threads. A full block is identified by its t
 before them, so sequences with the same prefix share it, even if the first of them ended long ago: a
 block without a holder stays cached until its memory is needed, least recently used first. Latents
 depend on neither layout nor epoch, so cached blocks stay valid after a switch.
+
+Blocks may hold NaN if nothing was generated from what was written to them. Those are suspect, and
+have to be cleared before another sequence writes a part of them: a masked position weighs 0, but
+0 x NaN is NaN.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,6 +32,8 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
         # Cached blocks without a holder, least recently used first; a dict keeps the order.
         self._idle: dict[int, None] = {}
+        self._suspects: set[int] = set()
+        self._to_clear: list[int] = []
 
     @property
     def num_used(self) -> int:
@@ -48,8 +54,11 @@ class BlockPool:
         """Number of blocks for this many positions."""
         return -(-num_tokens // self.block_tokens)
 
-    def take(self) -> int | None:
-        """Take a block to write, held once; None when all are held."""
+    def take(self, *, as_whole: bool = False) -> int | None:
+        """Take a block to write, held once; None when all are held.
+
+        If it is suspect, it has to be cleared first, unless it is written `as_whole` or not at all.
+        """
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -59,7 +68,15 @@ class BlockPool:
         else:
             return None
         self._num_holders[block] = 1
+        if block in self._suspects and not as_whole:
+            self._suspects.remove(block)
+            self._to_clear.append(block)
         return block
+
+    def take_to_clear(self) -> list[int]:
+        """Blocks that have been taken since the last call and must be cleared before they run."""
+        blocks, self._to_clear = self._to_clear, []
+        return blocks
 
     def find(self, key: BlockKey) -> int | None:
         """The cached block with this key, or None. Does not hold it."""
@@ -77,6 +94,7 @@ class BlockPool:
     def publish(self, block: int, key: BlockKey) -> int:
         """Cache a full block; returns the one with this key, held in its place if it is another."""
         assert self._num_holders[block] > 0
+        self._suspects.discard(block)
         cached = self._block_of.setdefault(key, block)
         if cached == block:
             self._key_of[block] = key
@@ -85,13 +103,22 @@ class BlockPool:
             self.release(block)
         return cached
 
-    def forget(self, block: int) -> bool:
-        """Uncache a block, unless it has other holders. Returns whether it has none."""
-        if self._num_holders[block] > 1:
-            return False
+    def suspect(self, block: int) -> None:
+        """Have a block cleared before it is written again, because it may hold NaN."""
+        self._suspects.add(block)
+
+    def forget(self, block: int) -> None:
+        """Uncache a held block that is suspect; others that hold it keep it until they end."""
+        self.suspect(block)
         if block in self._key_of:
             del self._block_of[self._key_of.pop(block)]
-        return True
+
+    def forget_all(self) -> None:
+        """Uncache all blocks, because their latents may be wrong."""
+        self._free += self._idle
+        self._idle.clear()
+        self._key_of.clear()
+        self._block_of.clear()
 
     def release(self, block: int) -> None:
         """Give up one hold of a block, from `take` or `hold`."""
@@ -115,6 +142,7 @@ class BlockTable:
         self._pool = pool
         self._blocks: list[int] = []
         self._keys: list[BlockKey] = []
+        self._num_given = 0
         for key, block in found_blocks(pool, keys):
             pool.hold(block)
             self._keys.append(key)
@@ -148,20 +176,29 @@ class BlockTable:
             self._keys.append(key)
             self._blocks[index] = self._pool.publish(self._blocks[index], key)
 
-    def forget(self) -> list[int]:
-        """Uncache the blocks that only this sequence holds, and return them."""
-        return [block for block in self._blocks if self._pool.forget(block)]
+    def forget(self) -> None:
+        """Uncache all blocks: they are suspect."""
+        for block in self._blocks:
+            self._pool.forget(block)
 
     def give_published(self) -> list[int]:
         """Hand the holds of the full blocks that ran to the caller."""
         published = self._blocks[: len(self._keys)]
         del self._blocks[: len(self._keys)]
+        self._num_given += len(published)
         return published
 
-    def release(self) -> None:
-        """Give up all blocks, the last first, so that a sequence's start stays cached longest."""
+    def release(self, *, num_sound: int) -> None:
+        """Give up all blocks, the last first, so that a sequence's start stays cached longest.
+
+        Blocks beyond the first `num_sound` positions are suspect.
+        """
+        num_sound_blocks = num_sound // self._pool.block_tokens - self._num_given
         while self._blocks:
-            self._pool.release(self._blocks.pop())
+            block = self._blocks.pop()
+            if len(self._blocks) >= num_sound_blocks:
+                self._pool.suspect(block)
+            self._pool.release(block)
         self._keys.clear()
 
 

@@ -18,6 +18,7 @@ from torch.distributed import DistError
 
 from equipoise.rank.engine import EngineProgress
 from equipoise.rank.header import (
+    Leaving,
     StepHeader,
     agreed_generation,
     balances_replicas,
@@ -137,7 +138,7 @@ class Engine:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._staged: StagedGeneration[PlacementTables] | None = None
-        self._leaving = False
+        self._leaving = Leaving.NOT
         self._num_idle_turns = 0
         self._num_steps = 0
         self._busy_s = 0.0
@@ -208,10 +209,10 @@ class Engine:
             if self.staged_generation == generation:
                 self._staged = None
 
-    def leave(self) -> None:
+    def leave(self, why: Leaving = Leaving.IN_ORDER) -> None:
         """Announce it in the next header and end `run` afterwards."""
         with self._lock:
-            self._leaving = True
+            self._leaving = max(self._leaving, why)
         self._wake.set()
 
     def progress(self) -> EngineProgress:
@@ -247,8 +248,13 @@ class Engine:
         self._wake.clear()
         with self._lock:
             plan = self._scheduler.plan(now=time.monotonic())
+            if blocks := self._scheduler.blocks.take_to_clear():
+                self._cache.clear(blocks)
             staged, leaving = self._staged, self._leaving
         headers = self._group.exchange(self._header(plan, staged, leaving=leaving))
+        if any(header.leaving == Leaving.DAMAGED for header in headers):
+            with self._lock:
+                self._scheduler.forget_latents()
         if leaving:
             return False
         check_group(headers, names=self._group.names)
@@ -287,7 +293,7 @@ class Engine:
         return True
 
     def _header(
-        self, plan: StepPlan, staged: StagedGeneration[PlacementTables] | None, *, leaving: bool
+        self, plan: StepPlan, staged: StagedGeneration[PlacementTables] | None, *, leaving: int
     ) -> StepHeader:
         return StepHeader(
             epoch=self._group.epoch,
@@ -296,7 +302,7 @@ class Engine:
             num_drafts=self._num_drafts(plan),
             generation=self.generation,
             staged_generation=staged.generation if staged else 0,
-            leaving=int(leaving),
+            leaving=leaving,
             peers_digest=self._group.peers_digest,
             layout_digest=digest_word(self._held.contents.layout.digest()),
             staged_digest=digest_word(staged.contents.layout.digest()) if staged else 0,
@@ -387,8 +393,6 @@ class Engine:
             emissions = self._scheduler.commit(
                 plan, sampled, drafts, scores=scores, now=time.monotonic()
             )
-            if blocks := self._scheduler.take_suspect_blocks():
-                self._cache.clear(blocks)
             self._num_steps += 1
             self._loads, self._nodes = loads, nodes
             duration_us = _microseconds_since(began)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from equipoise.planning.phase import Phase
 from equipoise.rank.engine import used_and_staged
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
+from equipoise.rank.header import Leaving
 from equipoise.rank.reporter import Reporter
 from equipoise.rank.scrubber import Scrubber
 from equipoise.rank.stager import Stager
@@ -102,6 +103,9 @@ class Rank:
             )
             while done:
                 await done.pop()
+        except DamagedSlotError:
+            self.engine.leave(Leaving.DAMAGED)
+            raise
         finally:
             self.engine.leave()
             reports.cancel()

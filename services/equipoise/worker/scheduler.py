@@ -16,10 +16,10 @@ meanwhile keeps its blocks that long, or a pull could fill a block that the step
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import dropwhile, islice, takewhile
 
 from equipoise.worker.blocks import BlockPool, found_blocks
 from equipoise.worker.errors import QueueFullError
@@ -113,7 +113,6 @@ class Scheduler:
         # Keys of the plan that may be running, and its requests that were cancelled since.
         self._in_step: frozenset[int] = frozenset()
         self._cancelled: dict[int, Sequence] = {}
-        self._suspect_blocks: list[int] = []
 
     @property
     def num_active(self) -> int:
@@ -248,12 +247,12 @@ class Scheduler:
             sequence = self._active.get(chunk.key)
             if sequence is None:
                 if any(one.fault for one in (*of_prompt, *accepted)):
-                    self._suspect_blocks += self._cancelled[chunk.key].forget_blocks()
+                    self._cancelled[chunk.key].forget_blocks()
                 continue
             emitted = sequence.take(chunk, accepted, of_prompt)
             if emitted and emitted[-1].is_last:
                 if emitted[-1].sampled.fault:
-                    self._suspect_blocks += sequence.forget_blocks()
+                    sequence.forget_blocks()
                 elif sequence.request.hold_latents:
                     emitted[-1] = self._hold(sequence, emitted[-1], now=now)
                 self._active.pop(chunk.key).preempt()
@@ -270,10 +269,11 @@ class Scheduler:
         while self._cancelled:
             self._cancelled.popitem()[1].preempt()
 
-    def take_suspect_blocks(self) -> list[int]:
-        """Blocks of requests that failed, which may hold NaN: clear them before the next step."""
-        blocks, self._suspect_blocks = self._suspect_blocks, []
-        return blocks
+    def forget_latents(self) -> None:
+        """Use cached latents for no further request, here or in another pool: they may be wrong."""
+        self.blocks.forget_all()
+        while self.holds.give_way():
+            pass
 
     def _hold(self, sequence: Sequence, last: Emission, *, now: float) -> Emission:
         """Hold the full blocks of a request that has finished; returns its last token with that."""
@@ -292,7 +292,8 @@ class Scheduler:
                 return
             if not self._has_room(waiting):
                 # Without active requests only holds, which end, and pulls can be in the way.
-                if not self._active and self.pulls.give_way():
+                behind = {one.request.key for one in self._after(waiting)}
+                if not self._active and self.pulls.give_way(behind):
                     continue
                 return
             key, is_first = waiting.request.key, waiting.num_cached is None
@@ -301,6 +302,10 @@ class Scheduler:
             num_found = waiting.begin(self.blocks)
             self._note_admitted(waiting, num_found=num_found, is_first=is_first)
             self.pulls.end(key)
+
+    def _after(self, waiting: Sequence) -> Iterator[Sequence]:
+        """Queued requests that arrived after one of them."""
+        return islice(dropwhile(lambda one: one is not waiting, self._queue), 1, None)
 
     def _has_room(self, waiting: Sequence) -> bool:
         """Whether there are blocks for a queued request beside those ahead of it."""

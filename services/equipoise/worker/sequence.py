@@ -211,6 +211,9 @@ class Sequence:
     num_run: int = 0
     """Tokens whose latents are in the cache."""
 
+    num_sound: int = 0
+    """Those from which a token was generated or that were found: their latents are finite."""
+
     table: BlockTable | None = None
     """Its blocks while it is active."""
 
@@ -282,7 +285,7 @@ class Sequence:
     def begin(self, pool: BlockPool) -> int:
         """Become active with the cached blocks; returns how many tokens those have."""
         self.table = BlockTable(pool, self.keys_found_by(pool))
-        self.num_run = self.table.num_found_tokens
+        self.num_run = self.num_sound = self.table.num_found_tokens
         if self.num_cached is None:
             self.num_cached = self.num_run
         return self.num_run
@@ -290,13 +293,13 @@ class Sequence:
     def preempt(self) -> None:
         """Release all blocks; tokens that are no longer cached must run again."""
         assert self.table is not None
-        self.table.release()
-        self.table, self.num_run, self.drafts = None, 0, ()
+        self.table.release(num_sound=self.num_sound)
+        self.table, self.num_run, self.num_sound, self.drafts = None, 0, 0, ()
 
-    def forget_blocks(self) -> list[int]:
-        """Uncache the blocks that no other sequence holds, and return them."""
+    def forget_blocks(self) -> None:
+        """Uncache all blocks, because a token could not be generated from them."""
         assert self.table is not None
-        return self.table.forget()
+        self.table.forget()
 
     def grow(self, num_tokens: int) -> bool:
         """Hold blocks for this many tokens after those that ran. False if there are too few."""
@@ -372,6 +375,8 @@ class Sequence:
             if self.request.constraint is not None:
                 self.request.constraint.accept([sampled.token])
         self.table.publish(self.tokens, num_run=min(self.num_run, len(self.tokens)))
+        if accepted:
+            self.num_sound = self.num_run
         return emissions
 
     def _prompt_result(self) -> PromptResult | None:

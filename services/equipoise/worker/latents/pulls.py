@@ -1,6 +1,6 @@
 """`Pulls`: blocks of requests whose latents come from another pool, until admission. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from equipoise.wire.block_keys import BlockKey, keys_of
@@ -48,7 +48,7 @@ class Pulls:
             pull.blocks.append(found)
         pull.num_ready = len(pull.blocks)
         while len(pull.blocks) < len(pull.keys):
-            block = self._blocks.take()
+            block = self._blocks.take(as_whole=True)
             assert block is not None
             pull.blocks.append(block)
         self._pulls[key] = pull
@@ -78,10 +78,10 @@ class Pulls:
         while pull is not None and pull.blocks:
             self._blocks.release(pull.blocks.pop())
 
-    def give_way(self) -> bool:
-        """End the youngest pull that holds blocks; False if there is none."""
+    def give_way(self, keys: Container[int] | None = None) -> bool:
+        """End the youngest pull that holds blocks, of these requests; False if there is none."""
         for key in reversed(self._pulls):
-            if self._pulls[key].blocks:
+            if (keys is None or key in keys) and self._pulls[key].blocks:
                 self.end(key)
                 return True
         return False
