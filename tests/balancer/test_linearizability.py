@@ -116,7 +116,7 @@ async def test_two_balancers_at_a_server_that_fails_leave_a_linearizable_history
     [
         ("OWN_TERM", "term ~= highest_term or", ""),
         ("FENCE", "tonumber(term) <= tonumber(highest_term)", "false"),
-        ("ADD_AUDIT", "latest ~= ARGV[4]", "false"),
+        ("ADD_AUDIT", "latest ~= tonumber(ARGV[4])", "false"),
         ("ADD_AUDIT", "if ARGV[7] ~= '' then", "if false then"),
         ("RECALL", "layout(committed), proposed", "layout(proposed), proposed"),
         ("ADOPT", "redis.call('HSET', pool, 'committed', generation)", ""),
