@@ -193,11 +193,16 @@ def two_pods(cluster):
         yield leader
 
 
+def forwards():
+    """The kubectl processes of this one, which may have others."""
+    return [one for one in psutil.Process().children() if "port-forward" in one.cmdline()]
+
+
 def test_an_operation_goes_to_the_pod_of_the_leader_that_a_follower_names(two_pods):
     with forwarded([]) as (address, _):
         assert operations.pause(OperationSettings(address=address)) == 0
         assert operations.resume(OperationSettings(address=address)) == 0
-        assert len(psutil.Process().children()) == 2, "a kubectl for each pod that was asked"
+        assert len(forwards()) == 2, "a kubectl for each pod that was asked"
     assert len(two_pods.asked) == 2
     assert ROUTE.get()("10.0.0.2:7070") == "10.0.0.2:7070"
 
@@ -210,7 +215,7 @@ def test_a_leader_outside_the_release_is_reported(two_pods):
 def test_another_pod_is_reached_once_the_first_is_gone(two_pods, cluster):
     with forwarded([]) as (address, _):
         assert ROUTE.get()(address) == address
-        (kubectl,) = psutil.Process().children()
+        (kubectl,) = forwards()
         kubectl.terminate()  # As it ends when it loses the pod.
         kubectl.wait(BOUND_S)
         cluster(
