@@ -58,6 +58,12 @@ async def test_a_batch_has_n_consecutive_choices_for_each_prompt(gateway, fleet,
     assert seeds == {(len(prompt), seed) for prompt in PROMPTS for seed in (7, 8)}
 
 
+@pytest.mark.parametrize("unnamed", [{}, {"seed": None}])
+async def test_equal_prompts_without_a_seed_are_sampled_independently(gateway, fleet, unnamed):
+    await ask(gateway, prompt=["def f("] * 4, n=2, max_tokens=1, **unnamed)
+    assert len({one.sampling.seed for one in asked_of(fleet)}) == 8
+
+
 async def test_a_streamed_batch_adds_up_to_the_whole(gateway):
     whole = await ask(gateway, prompt=PROMPTS, n=2, max_tokens=7, echo=True, logprobs=1)
     parts = await streamed(gateway, prompt=PROMPTS, n=2, max_tokens=7, echo=True, logprobs=1)

@@ -26,7 +26,10 @@ class CompletionRequest:
     it is a stream."""
 
     sampling: Sampling
-    """How tokens are chosen; choice i of a prompt uses `seed + i`."""
+    """How tokens are chosen; `seed_of` says by which seed."""
+
+    has_seed: bool
+    """Whether the client named the seed. Then a prompt gets the same text in any batch."""
 
     logit_bias: tuple[tuple[int, float], ...]
     """Tokens and what to add to their logits."""
@@ -83,3 +86,8 @@ class CompletionRequest:
     def num_all_choices(self) -> int:
         """Answers to all prompts; those to one prompt are consecutive."""
         return len(self.prompts) * self.num_choices
+
+    def seed_of(self, index: int) -> int:
+        """The seed of a choice, by its index among those to all prompts."""
+        which = index % self.num_choices if self.has_seed else index
+        return (self.sampling.seed + which) % 2**64

@@ -104,8 +104,7 @@ class GenerationEndpoint(ABC):
         suspicion = Suspicion()
 
         def choice(index: int) -> tuple[ChoiceDecoder, AsyncGenerator[GeneratedTokens, None]]:
-            which_prompt, which = divmod(index, request.num_choices)
-            prompt = request.prompts[which_prompt]
+            prompt = request.prompts[index // request.num_choices]
             echo = Echo(
                 tokens=prompt,
                 with_logprobs=request.show_logprobs,
@@ -127,9 +126,7 @@ class GenerationEndpoint(ABC):
                     prompt=prompt,
                     max_tokens=max(1, request.max_tokens),
                     stop_tokens=request.stop_tokens,
-                    sampling=replace(
-                        request.sampling, seed=(request.sampling.seed + which) % 2**64
-                    ),
+                    sampling=replace(request.sampling, seed=request.seed_of(index)),
                     prompt_logprobs=request.prompt_logprobs,
                     min_tokens=request.min_tokens,
                     logit_bias=request.logit_bias,

@@ -313,6 +313,7 @@ class RequestParser:
             num_choices=num_choices,
             num_best=num_best,
             sampling=sampling_of(fields, logprobs=sampled_logprobs, defaults=self._defaults),
+            has_seed="seed" in fields,
             show_logprobs=logprobs is not None,
             logit_bias=logit_bias_of(fields, vocab_size=vocab_size),
             grammar=grammar,
