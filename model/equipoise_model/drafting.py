@@ -107,10 +107,12 @@ def _following(
 
 
 def _row(sampling: SamplingRow | None, guessed: tuple[int, ...]) -> SamplingRow:
-    """Sampling parameters for the next draft, after the drafts so far."""
+    """How to sample the next draft, after the drafts so far."""
     assert sampling is not None
     return dataclasses.replace(
         sampling,
         params=dataclasses.replace(sampling.params, logprobs=None),
         output=[*sampling.output, *guessed],
+        # What a grammar allows is known of the first one only.
+        allowed=None if guessed else sampling.allowed,
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ def drafting(random_model):
 class Serving:
     """Two sequences of a model that drafts; `run` takes (sequence, first, rows, known) parts."""
 
-    def __init__(self, model, tokens, *, num_drafts=DEPTHS, params=None):
+    def __init__(self, model, tokens, *, num_drafts=DEPTHS, params=None, allowed=None):
         size = blocks_for(LENGTH + DEPTHS)
         self.model, self.tokens = model, tokens
         self.cache = LatentCache(model.config, num_blocks=2 * size, max_len=LENGTH, mtp=True)
@@ -33,6 +34,7 @@ class Serving:
         self.drafter = Drafter(model, num_drafts=num_drafts)
         self.experts = ExpertParallel.local(model.config)
         self.params = params or SamplingParams(temperature=0)
+        self.allowed = allowed
 
     def run(self, *parts):
         """Rows of `tokens` from `first` on; what is guessed behind the first `known` of all."""
@@ -52,7 +54,12 @@ class Serving:
                 num_rows=rows,
                 tokens=self.tokens[n][first : known or first + rows + DEPTHS],
                 sampling=known
-                and SamplingRow(params=self.params, prompt=self.tokens[n][:known], output=[]),
+                and SamplingRow(
+                    params=self.params,
+                    prompt=self.tokens[n][:known],
+                    output=[],
+                    allowed=self.allowed,
+                ),
             )
             for n, first, rows, known in parts
         ]
@@ -113,6 +120,15 @@ def test_a_seed_picks_the_same_guess_each_time_and_seeds_differ(drafting):
 
     assert guesses(1) == guesses(1)
     assert len({tuple(guesses(seed)) for seed in range(6)}) > 1
+
+
+def test_a_mask_applies_to_the_first_guess_alone(drafting):
+    a, b = sequences()
+    first, second = expected(drafting, a, 10)
+    assert first != second
+    only_first = np.zeros(-(-TINY.vocab_size // 32), dtype=np.int32)
+    only_first[first // 32] = np.uint32(1 << first % 32).astype(np.int32)
+    assert Serving(drafting, (a, b), allowed=only_first).run((0, 0, 9, 10)) == [(first, second)]
 
 
 def test_fewer_guesses_than_modules_are_the_first_ones(drafting):
