@@ -4,8 +4,8 @@ Pure functions, vectorised over a batch of requests with different parameters. A
 depends on that row alone: every step works along rows, and `sampling_draws` supplies randomness,
 keyed by the request's seed and the token's position.
 
-Steps follow the order of vLLM and Hugging Face: tokens that are not allowed, biases, penalties,
-temperature, top-k, top-p, min-p.
+Steps follow the order of vLLM: tokens that are not allowed, biases, penalties, temperature, min-p,
+top-k, top-p. (Hugging Face has min-p last.)
 """
 
 import math
@@ -159,12 +159,12 @@ def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tenso
     below_SV = below_SV / torch.where(
         greedy_S1, 1.0, _column("temperature", params, like=logits_SV)
     )
-    below_SV = _without_unlikely(below_SV, params)
     # Relative to the largest logarithm, 0, so min_p is a bound.
     least = [[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in params]
     below_SV = below_SV.masked_fill(
         below_SV < torch.tensor(least, device=below_SV.device), -math.inf
     )
+    below_SV = _without_unlikely(below_SV, params)
     only_best_SV = torch.zeros_like(below_SV).scatter(
         1, logits_SV.argmax(dim=-1, keepdim=True), 1.0
     )

@@ -40,8 +40,8 @@ class SamplingParams:
     top_k: int = 0
     """Number of most likely tokens that may be drawn; 0 for all."""
     top_p: float = 1.0
-    """Probability that the most likely tokens which may be drawn reach together, among the top k
-    (arXiv 1904.09751); always at least one token."""
+    """Probability that the most likely tokens which may be drawn reach together, among those that
+    `min_p` and `top_k` leave (arXiv 1904.09751); always at least one token."""
     min_p: float = 0.0
     """Least probability of a token that may be drawn, relative to the most likely one's (arXiv
     2407.01082)."""

@@ -116,11 +116,12 @@ def test_other_seeds_and_positions_draw_other_tokens():
         {"top_p": 1e-6},
         {"min_p": 0.1},
         {"min_p": 1.0},
+        {"top_p": 0.8, "min_p": 0.2},
         {"temperature": 0.8, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
     ],
     ids=str,
 )
-def test_probabilities_are_those_of_transformers(logits, params):
+def test_probabilities_are_those_of_transformers_in_the_order_of_vllm(logits, params):
     from transformers import (
         MinPLogitsWarper,
         TemperatureLogitsWarper,
@@ -131,9 +132,9 @@ def test_probabilities_are_those_of_transformers(logits, params):
     expected = logits.clone()
     for name, warper in (
         ("temperature", TemperatureLogitsWarper),
+        ("min_p", MinPLogitsWarper),
         ("top_k", TopKLogitsWarper),
         ("top_p", TopPLogitsWarper),
-        ("min_p", MinPLogitsWarper),
     ):
         if name in params:
             expected = warper(params[name])(None, expected)
