@@ -10,9 +10,8 @@ the fast form. Their experts are spread over the ranks like those of other layer
 a module together, some of them without rows.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,7 +63,11 @@ class Drafter:
         """
         guesses: list[tuple[int, ...]] = [() for _ in lines]
         hidden_TD, device = output.hidden_TD, output.hidden_TD.device
-        asked = [index for index, line in enumerate(lines) if line.sampling is not None]
+        asked = {
+            index: _without_logprobs(line.sampling)
+            for index, line in enumerate(lines)
+            if line.sampling is not None
+        }
         rows_S = torch.tensor(_last_rows(lines), dtype=torch.int64, device=device)
         for depth, tokens_by_rank in enumerate(tokens_by_depth, start=1):
             is_own = bool(lines) and depth <= self.num_drafts
@@ -78,10 +81,15 @@ class Drafter:
             if not is_own:
                 continue
             logits_SV = self._lm_head(hidden_TD[rows_S])
-            chosen = sample(logits_SV, [_row(lines[i].sampling, guesses[i]) for i in asked])
-            for index, one in zip(asked, chosen, strict=True):
+            chosen = sample(logits_SV, list(asked.values()))
+            for (index, row), one in zip(asked.items(), chosen, strict=True):
                 guesses[index] += (one.token,)
+                asked[index] = row.after(one.token)
         return guesses
+
+
+def _without_logprobs(row: SamplingRow) -> SamplingRow:
+    return replace(row, params=replace(row.params, logprobs=None))
 
 
 def _last_rows(lines: Sequence[DraftLine]) -> list[int]:
@@ -104,15 +112,3 @@ def _following(
         wanted = range(depth, depth + line.num_rows)
         following += [tokens[min(place, len(tokens) - 1)] for place in wanted]
     return following
-
-
-def _row(sampling: SamplingRow | None, guessed: tuple[int, ...]) -> SamplingRow:
-    """How to sample the next draft, after the drafts so far."""
-    assert sampling is not None
-    return dataclasses.replace(
-        sampling,
-        params=dataclasses.replace(sampling.params, logprobs=None),
-        output=[*sampling.output, *guessed],
-        # What a grammar allows is known of the first one only.
-        allowed=None if guessed else sampling.allowed,
-    )

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from equipoise_model.sampling_draws import uniforms
-from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
+from equipoise_model.sampling_params import (
+    SampledToken,
+    SamplingParams,
+    SamplingRow,
+    TokenCounts,
+)
 
 _FAULTY = SampledToken(
     token=0, logprob=0.0, fault="no token is allowed, or logits or probabilities are not finite"
@@ -120,17 +125,22 @@ def bias(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def penalize(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply the penalties of tokens so far; returns the same tensor if no row has any."""
+    """Apply the penalties of tokens so far; returns the same tensor if no row has any.
+
+    Rows with penalties must have `counts`.
+    """
     chosen = [row for row, one in enumerate(rows) if one.params.penalizes]
     if not chosen:
         return logits_SV
     logits_RV = logits_SV[chosen]
-    in_output_RV = _counts([rows[row].output for row in chosen], like=logits_RV)
-    seen_RV = in_output_RV + _counts([rows[row].prompt for row in chosen], like=logits_RV)
-    column = partial(_column, params=[rows[row].params for row in chosen], like=logits_RV)
+    penalized = [rows[row] for row in chosen]
+    counts = [row.counts for row in penalized if row.counts is not None]
+    in_output_RV = _output_counts(counts, penalized, like=logits_RV)
+    seen_RV = _in_prompts(counts, like=logits_RV) | (in_output_RV > 0)
+    column = partial(_column, params=[row.params for row in penalized], like=logits_RV)
     factor_R1 = column("repetition_penalty")
     repeated_RV = torch.where(logits_RV > 0, logits_RV / factor_R1, logits_RV * factor_R1)
-    logits_RV = torch.where(seen_RV > 0, repeated_RV, logits_RV)
+    logits_RV = torch.where(seen_RV, repeated_RV, logits_RV)
     logits_RV = logits_RV - column("frequency_penalty") * in_output_RV
     logits_RV = logits_RV - column("presence_penalty") * (in_output_RV > 0)
     return logits_SV.index_copy(0, torch.tensor(chosen, device=logits_SV.device), logits_RV)
@@ -141,15 +151,26 @@ def _column(name: str, params: Sequence[SamplingParams], *, like: Tensor) -> Ten
     return like.new_tensor([[getattr(one, name)] for one in params])
 
 
-def _counts(tokens: Sequence[Sequence[int]], *, like: Tensor) -> Tensor:
-    """Count each token in each row, in the shape and dtype of `like`."""
-    flat = torch.tensor([token for row in tokens for token in row], dtype=torch.int64)
-    owner = torch.tensor(
-        [row for row, of_row in enumerate(tokens) for _ in of_row], dtype=torch.int64
+def _output_counts(
+    counts: Sequence[TokenCounts], rows: Sequence[SamplingRow], *, like: Tensor
+) -> Tensor:
+    """How often each token is in each row's output, in the shape and dtype of `like`."""
+    listed = [one.in_output(row.drafts) for one, row in zip(counts, rows, strict=True)]
+    places = np.repeat(np.arange(len(rows)), [tokens.shape[1] for tokens in listed])
+    places_N, tokens_N, counts_N = torch.from_numpy(
+        np.stack([places, *np.concatenate(listed, axis=1)])
+    ).to(like.device)
+    return torch.zeros_like(like).index_put_(
+        (places_N, tokens_N), counts_N.to(like.dtype), accumulate=True
     )
-    counts = torch.zeros_like(like)
-    places = (owner.to(like.device), flat.to(like.device))
-    return counts.index_put_(places, torch.ones_like(like[0, 0]), accumulate=True)
+
+
+def _in_prompts(counts: Sequence[TokenCounts], *, like: Tensor) -> Tensor:
+    """Whether each token is in each row's prompt, bool, in the shape of `like`."""
+    in_prompt_RV = np.zeros(like.shape, dtype=np.bool_)
+    for row_V, one in zip(in_prompt_RV, counts, strict=True):
+        row_V[: len(one.in_prompt)] = one.in_prompt
+    return torch.from_numpy(in_prompt_RV).to(like.device)
 
 
 def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

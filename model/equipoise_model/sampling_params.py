@@ -4,8 +4,10 @@ Holds the inputs and outputs of `sampling`. Does not need torch, so schedulers c
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -103,22 +105,61 @@ class SamplingParams:
             raise SamplingError(f"{name} = {value!r} is out of range: it must be {wanted}")
 
 
+class TokenCounts:
+    """What penalties need to know of a sequence's tokens; grows with its output.
+
+    Kept from step to step, because counting a long prompt takes milliseconds.
+    """
+
+    def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
+        """Without repetition penalty the prompt does not matter, and may be empty."""
+        tokens = np.fromiter(prompt, dtype=np.int64, count=len(prompt))
+        self.in_prompt = np.zeros(tokens.max(initial=-1) + 1, dtype=np.bool_)
+        """Whether each token is in the prompt, bool, up to the highest that is."""
+        self.in_prompt[tokens] = True
+        self._places: dict[int, int] = {}
+        self._tokens, self._counts = array("q"), array("q")
+        for token in output:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Count one more token of the output."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            self._tokens.append(token)
+            self._counts.append(0)
+        self._counts[place] += 1
+
+    def in_output(self, drafts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Tokens of the output with drafts behind it, and their numbers of occurrences, [2, N].
+
+        Where a token is listed more than once, its numbers add up.
+        """
+        tokens = self._tokens + array("q", drafts)
+        counts = self._counts + array("q", [1]) * len(drafts)
+        return np.stack([np.array(tokens), np.array(counts)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """The request of a row of logits, and its tokens so far."""
+    """The request of a row of logits, and what its tokens so far say of the next one."""
 
     params: SamplingParams
-    prompt: Sequence[int]
-    output: Sequence[int]
+    position: int
+    """Position of the next token: how many there are before it."""
+    counts: TokenCounts | None = None
+    """The tokens before `drafts`; only needed by parameters that penalize."""
+    drafts: tuple[int, ...] = ()
+    """The last tokens before the position, which `counts` does not have yet."""
     banned: tuple[int, ...] = ()
     """Tokens that must not be sampled."""
     allowed: npt.NDArray[np.int32] | None = None
     """Bits of the tokens that may be sampled, in words of 32, the lowest first; None for all."""
 
-    @property
-    def position(self) -> int:
-        """Position of the next token; the same if output is passed again as prompt."""
-        return len(self.prompt) + len(self.output)
+    def after(self, token: int) -> Self:
+        """How to sample behind one more token; what is allowed there is not known."""
+        drafts = (*self.drafts, token)
+        return replace(self, position=self.position + 1, drafts=drafts, allowed=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,8 +56,7 @@ class Serving:
                 sampling=known
                 and SamplingRow(
                     params=self.params,
-                    prompt=self.tokens[n][:known],
-                    output=[],
+                    position=known,
                     allowed=self.allowed,
                 ),
             )
@@ -107,7 +106,7 @@ def test_rows_of_failed_guesses_are_passed_over(drafting):
         sample_rows_S=torch.tensor([0, 1, 2]),
     )
     output = drafting.step(rows, serving.cache, serving.experts)
-    sampling = SamplingRow(params=serving.params, prompt=a[:11], output=[])
+    sampling = SamplingRow(params=serving.params, position=11)
     line = DraftLine(num_rows=3, tokens=a[9:11], sampling=sampling)
     assert serving.drafter.draft(output, [line], [[3]]) == [expected(drafting, a, 11)[:1]]
     assert serving.run((0, 10, 1, 12)) == [expected(drafting, a, 12)[:1]]

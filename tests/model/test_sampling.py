@@ -5,13 +5,18 @@ import pytest
 import torch
 
 from equipoise_model.sampling import draw, penalize, probabilities, sample, score
-from equipoise_model.sampling_params import SamplingParams, SamplingRow
+from equipoise_model.sampling_params import SamplingParams, SamplingRow, TokenCounts
 
 VOCABULARY = 131  # not a multiple of any vector's width
 
 
 def row(*, prompt=(1, 2), output=(), banned=(), **params):
-    return SamplingRow(params=SamplingParams(**params), prompt=prompt, output=output, banned=banned)
+    return SamplingRow(
+        params=SamplingParams(**params),
+        position=len(prompt) + len(output),
+        counts=TokenCounts(prompt, output),
+        banned=banned,
+    )
 
 
 @pytest.fixture
@@ -160,6 +165,15 @@ def test_presence_and_frequency_are_penalized_in_the_output_only(logits):
     rows = [row()] * 10
     rows[4] = one
     torch.testing.assert_close(penalize(logits, rows), expected)
+
+
+def test_drafts_are_penalized_as_if_they_were_output(logits):
+    params = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.3}
+    drafted = row(output=(3, 4, 4), **params).after(4).after(9)
+    whole = row(output=(3, 4, 4, 4, 9), **params)
+    assert drafted.position == whole.position
+    assert torch.equal(penalize(logits, [drafted] * 10), penalize(logits, [whole] * 10))
+    assert sample(logits, [drafted] * 10) == sample(logits, [whole] * 10)
 
 
 def test_rows_without_penalties_do_not_change(logits):

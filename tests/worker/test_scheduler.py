@@ -1,5 +1,7 @@
 """Scheduling loses no request, keeps its budget, and is fair."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -412,17 +414,44 @@ def test_a_full_queue_rejects_until_a_request_leaves():
 
 def test_sampling_rows_separate_prompt_from_output_also_after_a_replay():
     scheduler = scheduler_of(max_requests=2, max_queued=0, max_step_tokens=9)
-    params = SamplingParams(seed=5)
+    params = SamplingParams(seed=5, repetition_penalty=1.1)
     whole = Request(key=0, prompt=(1, 2, 3), max_tokens=4, sampling=params)
     rest = Request(key=1, prompt=(1, 2, 3, 4), max_tokens=3, sampling=params, num_replayed=1)
     scheduler.submit(whole)
     first = scheduler.plan()
-    assert [list(chunk.sampling[0].output) for chunk in first.chunks] == [[]]
+    ((row,),) = (chunk.sampling for chunk in first.chunks)
+    assert (row.position, counted(row)) == (3, {})
     scheduler.commit(first, [sampled_token(4)])
     scheduler.submit(rest)
-    goes_on, replayed = (chunk.sampling[0] for chunk in scheduler.plan().chunks)
-    assert goes_on == replayed
-    assert (list(replayed.prompt), list(replayed.output)) == ([1, 2, 3], [4])
+    rows = [chunk.sampling[0] for chunk in scheduler.plan().chunks]
+    assert len(rows) == 2
+    assert rows[0].counts is row.counts, "counted once"
+    for one in rows:
+        assert (one.position, counted(one)) == (4, {4: 1})
+        assert one.counts.in_prompt.tolist() == [False, True, True, True]
+
+
+def counted(row):
+    """The output's tokens and drafts as penalties count them."""
+    counts = Counter()
+    for token, number in row.counts.in_output(row.drafts).T.tolist():
+        counts[token] += number
+    return counts
+
+
+def test_penalties_count_each_token_once_and_drafts_only_where_they_stand():
+    params = SamplingParams(frequency_penalty=0.5)
+    request = Request(key=0, prompt=(1, 2, 3), max_tokens=9, sampling=params)
+    scheduler = scheduler_of(max_requests=1, num_drafts=2)
+    scheduler.submit(request)
+    scheduler.commit(scheduler.plan(), [sampled_token(4)], {0: (5, 4)})
+    plan = scheduler.plan()
+    rows = plan.chunks[0].sampling
+    assert [counted(row) for row in rows] == [{4: 1}, {4: 1, 5: 1}, {4: 2, 5: 1}]
+    assert rows[0].counts.in_prompt.size == 0, "these penalties do not read the prompt"
+    scheduler.commit(plan, [sampled_token(token) for token in (5, 7, 8)])
+    (chunk,) = scheduler.plan().chunks
+    assert [counted(row) for row in chunk.sampling] == [{4: 1, 5: 1, 7: 1}]
 
 
 def test_what_is_left_to_prefill_shrinks_with_each_step_and_counts_what_waits():

@@ -12,7 +12,12 @@ from equipoise.wire.block_keys import ROOT, BlockKey, key_after
 from equipoise.wire.inference_messages import FinishReason
 from equipoise.worker.blocks import BlockPool, BlockTable
 from equipoise.worker.grammars import Constraint
-from equipoise_model.sampling_params import SampledToken, SamplingParams, SamplingRow
+from equipoise_model.sampling_params import (
+    SampledToken,
+    SamplingParams,
+    SamplingRow,
+    TokenCounts,
+)
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -228,8 +233,20 @@ class Sequence:
 
     _block_keys: list[BlockKey] = field(init=False, repr=False, default_factory=list)
 
+    _counts: TokenCounts | None = field(init=False, repr=False, default=None)
+    """Of `tokens`, if penalties need them."""
+
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        sampling, num_prompt = self.request.sampling, self._num_prompt
+        if sampling.penalizes:
+            prompt = self.tokens[:num_prompt] if sampling.repetition_penalty != 1 else ()
+            self._counts = TokenCounts(prompt, self.tokens[num_prompt:])
+
+    @property
+    def _num_prompt(self) -> int:
+        """Tokens of the prompt without replayed ones."""
+        return len(self.request.prompt) - self.request.num_replayed
 
     @property
     def num_pending(self) -> int:
@@ -334,15 +351,14 @@ class Sequence:
 
     def _sampling_rows(self, drafts: tuple[int, ...]) -> list[SamplingRow]:
         """How to sample after the last known token and after each draft."""
-        num_prompt = len(self.request.prompt) - self.request.num_replayed
-        prompt, output = self.tokens[:num_prompt], self.tokens[num_prompt:]
-        num_banned = self.request.min_tokens - len(output)
+        num_banned = self.request.min_tokens - (len(self.tokens) - self._num_prompt)
         banned = tuple(sorted(self.request.stop_tokens)) if num_banned > 0 else ()
         return [
             SamplingRow(
                 params=self.request.sampling,
-                prompt=prompt,
-                output=[*output, *drafts[:n]],
+                position=len(self.tokens) + n,
+                counts=self._counts,
+                drafts=drafts[:n],
                 banned=banned if n < num_banned else (),
             )
             for n in range(len(drafts) + 1)
@@ -366,6 +382,8 @@ class Sequence:
                 return [*emissions, Emission(key=self.request.key, sampled=sampled, finish=None)]
             result = self._prompt_result()
             self.tokens.append(sampled.token)
+            if self._counts is not None:
+                self._counts.add(sampled.token)
             finish = self._finish(sampled.token)
             emissions.append(
                 Emission(key=self.request.key, sampled=sampled, finish=finish, prompt=result)

@@ -68,8 +68,7 @@ def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLi
         standing = [one.token for one in chunk.accepted([next(tokens) for _ in chunk.sampling])]
         sampling = None
         if chunk.sampling:
-            last = chunk.sampling[len(standing) - 1]
-            sampling = replace(last, output=[*last.output, standing[-1]])
+            sampling = chunk.sampling[len(standing) - 1].after(standing[-1])
             if chunk.constraint is not None:
                 sampling = replace(sampling, allowed=chunk.constraint.masks(standing)[-1])
         lines.append(
