@@ -5,6 +5,7 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from equipoise.formats.packaged import packaged_checkpoint
 from equipoise.planning.layout import contiguous_layout
 from equipoise.wire.inference_messages import FinishReason, Grammar, GrammarKind
 from equipoise.worker.core import ModelCore
-from equipoise.worker.grammars import GrammarError, GrammarLimitError, Grammars
+from equipoise.worker.grammars import Constraint, GrammarError, GrammarLimitError, Grammars
 from equipoise.worker.scheduler import Scheduler
 from equipoise.worker.sequence import Request
 from equipoise.worker.settings import WorkerSettings
@@ -184,6 +185,63 @@ def test_an_ambiguous_grammar_ends_a_request_before_its_masks_delay_steps(gramma
         assert constraint.accept(b"a")
     assert constraint.trouble == "a mask took more than 0.01 s"
     assert slowest_s < 1.0
+
+
+class SlowAhead:
+    """A matcher of any text. The masks of its copies, which look ahead, take long from one on."""
+
+    def __init__(self, first_slow, counts=None):
+        self.first_slow, self.is_ahead = first_slow, counts is not None
+        self.counts = Counter() if counts is None else counts
+
+    def deep_copy(self):
+        return SlowAhead(self.first_slow, self.counts)
+
+    def try_consume_tokens(self, tokens):
+        return len(tokens)
+
+    def consume_tokens(self, _):
+        return True
+
+    def unsafe_compute_mask_ptr(self, *_):
+        self.counts[self.is_ahead] += 1
+        if self.is_ahead and self.counts[True] >= self.first_slow:
+            until_s = time.thread_time() + 0.02
+            while time.thread_time() < until_s:
+                pass
+
+    def is_error(self):
+        return False
+
+
+def looking(*, first_slow):
+    return Constraint(SlowAhead(first_slow), vocab_size=VOCAB_SIZE, max_mask_s=0.01)
+
+
+def test_a_mask_behind_a_draft_never_ends_a_request_and_a_slow_one_is_the_last():
+    constraint = looking(first_slow=2)
+    for expected in ([1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]):
+        masks = constraint.masks((97, 98, 99))
+        assert masks.all(axis=1).tolist() == masks.any(axis=1).tolist() == expected
+        assert constraint.mask_ahead((97,)) is None
+        assert not constraint.trouble
+    assert constraint._matcher.counts[True] == 2
+
+
+@pytest.mark.parametrize("first_slow", [1, 2, 4, 7])
+def test_masks_behind_drafts_that_take_long_change_no_token(core, first_slow):
+    def tokens(num_drafts):
+        constraint = looking(first_slow=first_slow)
+        request = Request(
+            key=0, prompt=tuple(b"def f("), max_tokens=20, stop_tokens=STOPS, constraint=constraint
+        )
+        made, _, stats = run(core, [request], num_drafts=num_drafts)
+        return made, constraint._matcher.counts[True], stats
+
+    made, num_ahead, stats = tokens(num_drafts=1)
+    assert made == tokens(num_drafts=0)[0]
+    assert num_ahead == first_slow
+    assert bool(stats.drafts) == (first_slow > 1)
 
 
 def test_the_parameters_of_as_many_tools_as_a_request_may_have_are_a_grammar(grammars):

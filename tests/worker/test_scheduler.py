@@ -454,6 +454,26 @@ def test_penalties_count_each_token_once_and_drafts_only_where_they_stand():
     assert [counted(row) for row in chunk.sampling] == [{4: 1, 5: 1, 7: 1}]
 
 
+class AnyText:
+    """A constraint that accepts everything."""
+
+    def accept(self, _):
+        return True
+
+
+def test_where_a_grammar_allows_no_token_behind_a_draft_the_next_step_decides():
+    scheduler = scheduler_of(max_requests=1, num_drafts=2)
+    scheduler.submit(Request(key=0, prompt=(1, 2, 3), max_tokens=9, constraint=AnyText()))
+    scheduler.commit(scheduler.plan(), [sampled_token(4)], {0: (5, 6)})
+    nothing = SampledToken(token=0, logprob=0.0, fault="no token is allowed")
+    emitted = scheduler.commit(scheduler.plan(), [sampled_token(5), nothing, nothing])
+    assert [(one.token, one.sampled.fault) for one in emitted] == [(5, "")]
+    plan = scheduler.plan()
+    assert [(chunk.known, chunk.drafts) for chunk in plan.chunks] == [((5,), ())]
+    (emission,) = scheduler.commit(plan, [nothing])
+    assert emission.sampled.fault
+
+
 def test_what_is_left_to_prefill_shrinks_with_each_step_and_counts_what_waits():
     scheduler = scheduler_of(max_requests=1, max_step_tokens=5, num_blocks=20)
     model = Model()

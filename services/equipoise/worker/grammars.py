@@ -22,8 +22,11 @@ from equipoise.formats.end_tokens import read_end_tokens
 from equipoise.formats.errors import FormatError
 from equipoise.wire.inference_messages import Grammar, GrammarKind
 
-Masks = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.int32]
 """Bits of tokens in words of 32, the lowest first: 1 for those that may be sampled."""
+
+Masks = npt.NDArray[np.int32]
+"""Several masks, [rows, words]."""
 
 MAX_COMPILED = 16
 """Grammars that are kept compiled, with all states that outputs have reached."""
@@ -73,6 +76,8 @@ class Constraint:
         self._matcher = matcher
         self._max_mask_s = max_mask_s
         self._is_slow = False
+        # Until a mask behind a draft takes too much.
+        self._looks_ahead = True
         self._num_words = -(-vocab_size // 32)
 
     def accept(self, tokens: Sequence[int]) -> bool:
@@ -90,22 +95,54 @@ class Constraint:
         """What may follow the output, and what may follow after each draft, [1 + drafts, words].
 
         After a draft that may not follow, every token may: it is rejected in any case. Where
-        the grammar got too complex, no token may.
+        the grammar got too complex, no token may. Behind a draft that says nothing of the output:
+        it may be wrong, and `trouble` does not tell.
         """
         masks = np.full((1 + len(drafts), self._num_words), -1, dtype=np.int32)
-        # An error is for good, and a draft that is wrong must not cause one.
-        matcher = self._matcher.deep_copy() if drafts else self._matcher
-        for index, mask in enumerate(masks):
-            if not index or matcher.try_consume_tokens([drafts[index - 1]]):
-                began_s = time.thread_time()
-                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-                self._is_slow |= time.thread_time() - began_s > self._max_mask_s
-            elif not matcher.is_error():
-                break
-            if self._is_slow or matcher.is_error():
-                masks[index:] = 0
-                break
+        self._is_slow |= self._compute(self._matcher, masks[0])
+        if self._is_slow or self._matcher.is_error():
+            masks[:] = 0
+        elif drafts:
+            self._compute_ahead(drafts, masks[1:])
         return masks
+
+    def mask_ahead(self, tokens: Sequence[int]) -> Mask | None:
+        """What may follow the output and these tokens; None if they may not, or it is too complex.
+
+        Like masks behind drafts, it makes no `trouble`.
+        """
+        matcher = self._matcher.deep_copy()
+        if matcher.try_consume_tokens(list(tokens)) < len(tokens):
+            return None
+        mask = np.full(self._num_words, -1, dtype=np.int32)
+        return mask if self._can_compute_ahead(matcher, mask) else None
+
+    def _compute_ahead(self, drafts: Sequence[int], masks: Masks) -> None:
+        """Compute the masks behind each draft."""
+        # An error is for good, and a draft that is wrong must not cause one.
+        matcher = self._matcher.deep_copy()
+        for index, draft in enumerate(drafts):
+            is_allowed = matcher.try_consume_tokens([draft])
+            if not is_allowed and not matcher.is_error():
+                return
+            if not self._can_compute_ahead(matcher, masks[index]):
+                masks[index:] = 0
+                return
+
+    def _can_compute_ahead(self, matcher: Any, mask: Mask) -> bool:
+        """Compute a mask that the output may never need; False if it takes too much.
+
+        One that takes long is the last one: all ranks have waited for it.
+        """
+        if self._looks_ahead and not matcher.is_error():
+            self._looks_ahead = not self._compute(matcher, mask)
+        return self._looks_ahead and not matcher.is_error()
+
+    def _compute(self, matcher: Any, mask: Mask) -> bool:
+        """Compute what may follow; returns whether it took too long."""
+        began_s = time.thread_time()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return time.thread_time() - began_s > self._max_mask_s
 
 
 class Grammars:

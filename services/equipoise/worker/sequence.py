@@ -113,12 +113,15 @@ class Chunk:
         """The valid samples: the first, and one more for each draft that was right.
 
         Every token is what it would be without drafts, whether sampled or greedy, because a draft
-        counts only if it is the token sampled before it.
+        counts only if it is the token sampled before it. Where a grammar's mask behind a draft took
+        too much, no token could be sampled: the next step samples there without a draft.
         """
         assert len(sampled) == len(self.sampling)
         accepted = list(sampled[:1])
         for draft, following in zip(self.drafts, sampled[1:], strict=True):
             if accepted[-1].fault or accepted[-1].token != draft:
+                break
+            if following.fault and self.constraint is not None:
                 break
             accepted.append(following)
         return accepted

@@ -70,7 +70,8 @@ def draft_lines(plan: StepPlan, sampled: Sequence[SampledToken]) -> list[DraftLi
         if chunk.sampling:
             sampling = chunk.sampling[len(standing) - 1].after(standing[-1])
             if chunk.constraint is not None:
-                sampling = replace(sampling, allowed=chunk.constraint.masks(standing)[-1])
+                mask = chunk.constraint.mask_ahead(standing)
+                sampling = None if mask is None else replace(sampling, allowed=mask)
         lines.append(
             DraftLine(
                 num_rows=len(chunk.tokens),
