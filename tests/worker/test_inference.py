@@ -22,6 +22,7 @@ from equipoise.worker.engine import Engine
 from equipoise.worker.errors import StepError
 from equipoise.worker.grammars import GrammarError, GrammarLimitError
 from equipoise.worker.group import RankGroup
+from equipoise.worker.latents.holds import HoldEnd
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc
@@ -336,6 +337,32 @@ async def test_a_client_that_disconnects_frees_its_blocks(bench):
     assert stats.active_requests == stats.queued_requests == 0
     assert stats.tokens_generated < 180
     assert bench.service._streams == {}
+
+
+class Stuck:
+    """The context of a client that reads nothing."""
+
+    def __init__(self):
+        self.writing = asyncio.Event()
+
+    async def send_initial_metadata(self, _):
+        pass
+
+    async def write(self, _):
+        self.writing.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_client_that_goes_while_its_last_message_is_written_leaves_no_hold(bench):
+    message = request(tuple(range(40)), max_tokens=1, hold_latents=True)
+    client = Stuck()
+    call = asyncio.create_task(bench.service.Generate(message, client))
+    await asyncio.wait_for(client.writing.wait(), 60)
+    holds = bench.engine._scheduler.holds
+    assert holds.num_open == 1
+    call.cancel()
+    await asyncio.wait([call])
+    assert (holds.num_open, holds.ended) == (0, {HoldEnd.RELEASED: 1})
 
 
 async def test_clients_get_the_reason_when_the_engine_ends(bench):
