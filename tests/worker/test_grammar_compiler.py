@@ -78,6 +78,18 @@ async def test_a_grammar_that_takes_too_much_is_rejected_and_later_ones_are_not(
     await asyncio.wait_for(alive.wait(), 60)
 
 
+async def test_a_compiler_that_was_closed_serves_again_with_one_process(compiler):
+    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
+    (ended,) = compiler._idle
+    compiler.close()
+    await asyncio.wait_for(ended.wait(), 60)
+    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="b"))
+    (first,) = compiler._idle
+    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="c"))
+    assert compiler._idle == [first]
+    assert first.returncode is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_process_that_ended_before_says_nothing_of_a_grammar(compiler, number):
     await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))

@@ -71,7 +71,6 @@ class GrammarCompiler:
         # Of grammars that are being compiled: other choices of a request wait for the first one.
         self._locks: WeakValueDictionary[Grammar, asyncio.Lock] = WeakValueDictionary()
         self._idle: list[Process] = []
-        self._is_closed = False
         self._threads = _deep_threads()
 
     async def load(self) -> None:
@@ -106,8 +105,7 @@ class GrammarCompiler:
             return await self._run(constraint)
 
     def close(self) -> None:
-        """End the other processes."""
-        self._is_closed = True
+        """End the idle processes; those that compile, or start later, end with this process."""
         while self._idle:
             self._idle.pop().kill()
 
@@ -157,7 +155,7 @@ class GrammarCompiler:
         except TimeoutError:
             raise QueueFullError("this machine is too busy to compile the grammar") from None
         finally:
-            if line is None or (line and self._is_closed):
+            if line is None:
                 process.kill()
             elif line:
                 self._idle.append(process)
