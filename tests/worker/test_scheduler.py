@@ -493,3 +493,34 @@ def test_what_is_left_to_prefill_shrinks_with_each_step_and_counts_what_waits():
         PrefillWork(tokens=waiting.tokens + 2, pairs=waiting.pairs + 2 * 10 + 2 * 2 // 2),
         waiting,
     ]
+
+
+def test_what_was_not_fetched_of_a_prompt_is_left_to_prefill():
+    scheduler, model = scheduler_of(max_requests=1, num_blocks=20), Model()
+    scheduler.submit(Request(key=1, prompt=tuple(range(4)), max_tokens=3))
+    plan = scheduler.plan()
+    commit(scheduler, plan, model.run(plan))
+
+    def left():
+        return scheduler.prefill_work().tokens
+
+    scheduler.submit(Request(key=2, prompt=tuple(range(10, 19)), max_tokens=1, is_handed_over=True))
+    assert left() == 1
+    scheduler.end_pull(2)
+    assert left() == 9, "nothing was fetched"
+    scheduler.submit(Request(key=3, prompt=tuple(range(30, 39)), max_tokens=1, is_handed_over=True))
+    scheduler.pulls.publish(scheduler.begin_pull(3))
+    scheduler.end_pull(3)
+    assert left() == 9 + 5, "one block of two was fetched"
+
+
+def test_a_preempted_request_has_to_prefill_its_tokens_again_wherever_they_came_from():
+    scheduler, model = scheduler_of(num_blocks=6, max_step_tokens=20), Model()
+    scheduler.submit(Request(key=1, prompt=tuple(range(8)), max_tokens=16))
+    scheduler.submit(Request(key=2, prompt=tuple(range(20, 28)), max_tokens=9, is_handed_over=True))
+    scheduler.end_pull(2)
+    while not scheduler.counts.preempted:
+        plan = scheduler.plan()
+        commit(scheduler, plan, model.run(plan))
+    assert scheduler.num_queued == 1
+    assert scheduler.prefill_work().tokens > 8

@@ -126,9 +126,12 @@ class Scheduler:
 
     def prefill_work(self) -> PrefillWork:
         """What is left to prefill of all prompts, active and queued."""
-        size = self.blocks.block_tokens
         works = [
-            one.prefill_work(block_tokens=size) for one in (*self._active.values(), *self._queue)
+            one.prefill_work(
+                block_tokens=self.blocks.block_tokens,
+                num_pulled=self.pulls.num_blocks(one.request.key),
+            )
+            for one in (*self._active.values(), *self._queue)
         ]
         return PrefillWork(
             tokens=sum(one.tokens for one in works), pairs=sum(one.pairs for one in works)

@@ -261,17 +261,16 @@ class Sequence:
         """Whether only the newest generated token has to run for the next one."""
         return self.num_pending == 1 and len(self.tokens) > len(self.request.prompt)
 
-    def prefill_work(self, *, block_tokens: int) -> PrefillWork:
+    def prefill_work(self, *, block_tokens: int, num_pulled: int) -> PrefillWork:
         """What has to run before the next token is generated, unless it generates already.
 
-        Of a request that waits, nothing is known to be cached, but if another pool prefilled
-        it, its full blocks will be.
+        Of a request that waits, nothing is known to be cached but the `num_pulled` blocks of its
+        pull; while latents are fetched from another pool, all its full blocks will be.
         """
         if self.is_generating and self.table is not None:
             return PrefillWork(tokens=0, pairs=0)
-        start = self.num_run
-        if self.table is None and self.request.is_handed_over:
-            start = (len(self.tokens) - 1) // block_tokens * block_tokens
+        num_full = (len(self.tokens) - 1) // block_tokens
+        start = self.num_run + block_tokens * (num_full if self.is_fetching else num_pulled)
         return PrefillWork.of(len(self.tokens) - start, start=start)
 
     @property
