@@ -5,7 +5,6 @@ import json
 import signal
 import sys
 
-import psutil
 import pytest
 
 from equipoise.formats.packaged import packaged_checkpoint
@@ -147,13 +146,19 @@ async def test_a_grammar_that_takes_much_memory_for_good_is_rejected(compiler):
         await constraint_of(compiler, DEEP)
 
 
-async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler):
-    before = {*psutil.Process().children()}
+async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler, monkeypatch):
+    start, started = compiler._start, []
+
+    async def starting():
+        started.append(await start())
+        return started[-1]
+
+    monkeypatch.setattr(compiler, "_start", starting)
     waiting = asyncio.create_task(constraint_of(compiler, ENDLESS))
     await asyncio.sleep(0.5)
     waiting.cancel()
     await asyncio.wait([waiting])
     assert not compiler._idle
     async with asyncio.timeout(60):
-        while not before.issuperset(psutil.Process().children()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        (process,) = started
+        assert await process.wait() == -signal.SIGKILL
