@@ -207,6 +207,16 @@ async def test_decisions_are_read_again_after_the_store_has_failed(busy, monkeyp
     assert store.num_reads == 2
 
 
+async def test_decisions_that_cannot_be_shown_hide_no_pool(busy, caplog):
+    store = SlowStore()
+    store.error = KeyError("a bug")
+    store.may_answer.set()
+    state = PageState(Seat(busy), store=store, clock=lambda: 0.0)
+    for _ in range(3):
+        assert shown(await state.events("")) == busy.revision
+    assert store.num_reads == caplog.text.count("its decisions cannot be shown") == 1
+
+
 async def test_a_viewer_that_leaves_takes_nothing_from_the_others(busy):
     store = SlowStore()
     state = PageState(Seat(busy), store=store, clock=lambda: 0.0)

@@ -261,24 +261,25 @@ def test_a_connection_that_breaks_leaves_the_outcome_of_an_operation_open():
 
 
 @pytest.mark.parametrize(
-    ("code", "is_open"),
+    ("code", "reason", "is_open"),
     [
-        (grpc.StatusCode.UNAVAILABLE, True),
-        (grpc.StatusCode.CANCELLED, True),
-        (grpc.StatusCode.UNKNOWN, True),
-        (grpc.StatusCode.FAILED_PRECONDITION, False),
-        (grpc.StatusCode.PERMISSION_DENIED, False),
+        (grpc.StatusCode.UNAVAILABLE, "for a reason", True),
+        (grpc.StatusCode.UNAVAILABLE, "nothing was done: the store is full", False),
+        (grpc.StatusCode.CANCELLED, "for a reason", True),
+        (grpc.StatusCode.UNKNOWN, "for a reason", True),
+        (grpc.StatusCode.FAILED_PRECONDITION, "for a reason", False),
+        (grpc.StatusCode.PERMISSION_DENIED, "for a reason", False),
     ],
 )
-def test_only_a_balancers_own_rejection_says_that_nothing_was_done(code, is_open):
+def test_only_a_balancers_own_rejection_says_that_nothing_was_done(code, reason, is_open):
     class Failing(Answering):
         def _answer(self, request, context):
-            context.abort(code, "for a reason")
+            context.abort(code, reason)
 
     with listening(Failing()) as address:
-        with pytest.raises(BalancerRejectedError, match="for a reason") as caught:
+        with pytest.raises(BalancerRejectedError, match=reason) as caught:
             operations.pause(OperationSettings(address=address))
-        with pytest.raises(BalancerRejectedError, match="for a reason") as previewed:
+        with pytest.raises(BalancerRejectedError, match=reason) as previewed:
             operations.preview(PreviewSettings(address=address))
     assert ("may still be carried out" in str(caught.value)) is is_open
     assert "may still" not in str(previewed.value), "it changes nothing"
@@ -306,6 +307,18 @@ def test_the_answers_of_some_pools_are_printed_although_others_give_none_in_time
             operations.rebalance(asked)
         released.set()
     assert [one["pool"] for one in json.loads(capsys.readouterr().out)["pools"]] == ["decode"]
+
+
+def test_a_balancer_without_pools_answers_in_json_too(capsys):
+    class Empty(Answering):
+        def RebalanceAll(self, request, context):  # noqa: N802
+            yield from ()
+
+    with listening(Empty()) as address:
+        assert (
+            operations.rebalance(RebalanceSettings(address=address, all_pools=True, json=True)) == 0
+        )
+    assert json.loads(capsys.readouterr().out) == {"pools": []}
 
 
 @pytest.mark.parametrize(

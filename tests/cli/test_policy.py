@@ -106,7 +106,7 @@ def test_show_and_diff_of_a_pool_heed_its_phase(write, capsys):
 
 def test_a_pool_whose_phase_decides_and_is_not_given_is_an_input_error(write):
     plain, by_phase = write("", "plain.yaml"), write(BY_PHASE.format(interval="5s"))
-    words = r"none for pool decode-1: name its phase with --phase, prefill, decode, mixed"
+    words = r"no pool named decode-1: add --phase"
     with pytest.raises(InvalidSettingsError, match=words):
         diff(PolicyDiffSettings(before=plain, after=by_phase, pool="decode-1"))
     with pytest.raises(InvalidSettingsError, match=words):
@@ -208,7 +208,7 @@ def test_a_preview_of_recorded_loads_heeds_the_pools_phase(write, tmp_path, caps
         slots=12,
         json=True,
     )
-    with pytest.raises(InvalidSettingsError, match="name its phase with --phase"):
+    with pytest.raises(InvalidSettingsError, match="add --phase"):
         run(settings)
     reasons = []
     for phase in (Phase.DECODE, Phase.PREFILL):

@@ -71,6 +71,8 @@ def test_every_worker_of_vllm_tells_its_seat_of_updates_and_of_sleep(monkeypatch
 
         def wake_up(self, tags=None):
             seat.noted.append(f"{tags}")
+            if tags == ["weights", "all"]:
+                raise MemoryError
 
     class OtherWorker(WorkerBase):
         def update_weights(self, _request):
@@ -86,10 +88,12 @@ def test_every_worker_of_vllm_tells_its_seat_of_updates_and_of_sleep(monkeypatch
     with pytest.raises(ValueError, match="half-way"):
         worker.update_weights("request")
     worker.sleep(2)
+    with pytest.raises(MemoryError):
+        worker.wake_up(["weights", "all"])  # Nobody may read yet.
     worker.wake_up(["weights"])
     worker.wake_up(tags=["kv_cache"])
     assert seat.noted == [
-        *("note_update", "note_release", "level 2"),
+        *("note_update", "note_release", "level 2", "['weights', 'all']"),
         *("['weights']", "note_restore", "['kv_cache']"),
     ]
 
@@ -101,8 +105,14 @@ def test_a_release_of_vllm_whose_updates_are_not_noticed_at_once_is_named(monkey
 
 
 def test_sglang_tells_its_seat_of_sleep():
+    def fail(*_args):
+        raise MemoryError
+
     hooks, seat = sglang.Hooks(settings_from(WANTED)), Noting()
     hooks._seat = seat
+    with pytest.raises(MemoryError):
+        hooks.note_restore(fail, "updater", SimpleNamespace(tags=None))
+    assert seat.noted == []
     for tags in (["kv_cache"], ["kv_cache", "weights"], None):
         request = SimpleNamespace(tags=tags)
         for hook in (hooks.note_release, hooks.note_restore):

@@ -60,7 +60,7 @@ def test_it_says_what_protects_the_traffic_between_pods():
     machines = "networkPolicy.balancerFrom[0].ipBlock.cidr=10.0.0.0/16"
     text = notes("worker.hostNetwork=true", tokens, machines)
     assert "plain text with each other.\n" in text
-    assert "admit only the machines of this fleet to ports 7071, 7072 and 32768-60999" in text
+    assert "admit only the machines of this fleet to ports 7071 and 7072" in text
     assert "firewall" not in notes()
 
 

@@ -154,6 +154,17 @@ def test_what_nothing_was_generated_from_is_cleared_before_another_writes_there(
     assert pool.take_to_clear() == []
 
 
+def test_a_block_whose_tokens_another_one_has_is_suspect():
+    """Nothing was generated from it, and the other one is held in its place."""
+    pool = BlockPool(num_blocks=2, block_tokens=2)
+    key = next(keys_of([1, 2, 3], block_tokens=2))
+    first, second = pool.take(), pool.take()
+    assert pool.publish(first, key) == first
+    assert pool.publish(second, key) == first
+    assert pool.take() == second
+    assert pool.take_to_clear() == [second]
+
+
 def test_a_block_that_is_written_as_a_whole_need_not_be_cleared():
     pool = BlockPool(num_blocks=1, block_tokens=2)
     pool.suspect(block := pool.take())

@@ -28,13 +28,26 @@ ENDLESS = Grammar(
 
 
 @pytest.fixture
-async def compiler():
+def started():
+    """The processes that the compiler has started."""
+    return []
+
+
+@pytest.fixture
+async def compiler(started, monkeypatch):
     made = GrammarCompiler(packaged_checkpoint(), vocab_size=VOCAB_SIZE)
+    start = made._start
+
+    async def starting():
+        started.append(await start())
+        return started[-1]
+
+    monkeypatch.setattr(made, "_start", starting)
     yield made
-    processes = [*made._idle]
     made.close()
-    for process in processes:
-        await process.wait()
+    async with asyncio.timeout(60):
+        for process in started:
+            await process.wait()
 
 
 def with_limit(compiler, limit):
@@ -146,14 +159,7 @@ async def test_a_grammar_that_takes_much_memory_for_good_is_rejected(compiler):
         await constraint_of(compiler, DEEP)
 
 
-async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler, monkeypatch):
-    start, started = compiler._start, []
-
-    async def starting():
-        started.append(await start())
-        return started[-1]
-
-    monkeypatch.setattr(compiler, "_start", starting)
+async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler, started):
     waiting = asyncio.create_task(constraint_of(compiler, ENDLESS))
     await asyncio.sleep(0.5)
     waiting.cancel()

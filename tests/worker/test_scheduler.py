@@ -333,10 +333,11 @@ def test_latents_that_may_be_wrong_are_used_by_no_further_request():
     scheduler.forget_latents()
     assert scheduler.blocks.num_findable == 0
     assert not scheduler.holds.end(emission.hold, HoldEnd.FETCHED)
-    commit(scheduler, plan := scheduler.plan(), model.run(plan))  # It goes on.
-    scheduler.submit(Request(key=2, prompt=prompt, max_tokens=1))
-    (chunk,) = scheduler.plan().chunks
-    assert chunk.start == 0
+    assert scheduler.num_active == 0
+    plan = scheduler.plan()
+    (chunk,) = plan.chunks
+    assert (chunk.key, chunk.start, len(chunk.known)) == (1, 0, len(prompt) + 4)
+    commit(scheduler, plan, model.run(plan))
 
 
 def test_accepted_drafts_yield_several_tokens_per_step():

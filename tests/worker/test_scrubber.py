@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from equipoise.rank.errors import DamagedSlotError
+from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.held import SlotHash
 from equipoise.rank.scrubber import Scrubber
 from equipoise.wire.messages import Serving
@@ -111,6 +111,32 @@ async def test_a_slot_that_a_peer_suspects_is_verified_at_once(rank_of_one, capl
         await asyncio.wait_for(task, 30)
     assert scrubber.num_verified == 1
     assert "slot 0 of layer 0, but the slot is intact" in caplog.text
+
+
+async def test_a_suspect_that_cannot_be_read_is_verified_later(rank_of_one, caplog, monkeypatch):
+    """As while its engine sleeps."""
+    core, held = rank_of_one()
+    scrubber = scrubber_of(core, held, pause_s=0.01)
+    scrubber._pause_s, asked = 3600.0, []
+    hash_slot = held.hash_slot
+
+    def sleeping(layer, slot):
+        asked.append((layer, slot))
+        if len(asked) < 4:
+            raise NotHeldError("the engine sleeps")
+        return hash_slot(layer, slot)
+
+    monkeypatch.setattr(held, "hash_slot", sleeping)
+    caplog.set_level("INFO")
+    scrubber.suspect(0, int(held.expert_of_slot[0, 0]))
+    task = asyncio.create_task(scrubber.run())
+    async with asyncio.timeout(60):
+        while len(asked) < 4:
+            assert "intact" not in caplog.text
+            await asyncio.wait([task], timeout=0.01)
+        while "intact" not in caplog.text:
+            await asyncio.wait([task], timeout=0.01)
+    task.cancel()
 
 
 async def test_peers_that_suspect_slots_without_end_keep_no_other_slot_from_its_turn(rank_of_one):

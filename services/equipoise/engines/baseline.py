@@ -271,7 +271,7 @@ def _fault(found: Comparison, *, is_announced: bool) -> str:
         )
     if not is_announced and found.share_changed > 0 and found.first_kept:
         return (
-            f"the weights were updated while experts moved, and the engine announced no update: "
-            f"{found.first_kept} still has its old weights; restart the engine"
+            f"the weights were updated, perhaps while experts moved, and the engine announced no "
+            f"update: {found.first_kept} may still have its old weights; restart the engine"
         )
     return found.conflict

@@ -41,7 +41,8 @@ class Comparison:
     """The first such slot, in words; empty if there is none."""
 
     first_kept: str
-    """The first slot in words that a switch has filled since and that does not, or empty."""
+    """The first slot in words that a switch has filled since and that does not, although others of
+    its layer do; empty if there is none."""
 
 
 def held_row(worker: str, version: int, checksums: Checksums) -> Tensor:
@@ -92,7 +93,8 @@ def compare(rows: Tensor, layout: Layout, before: Checksums | None, *, filled: B
     if before is not None:
         is_changed = (before[layers, experts] != of_slot).any(axis=2)
         share = float(is_changed.mean())
-        changed, kept = first(is_changed), first(filled & ~is_changed)
+        changed = first(is_changed)
+        kept = first(filled & ~is_changed & is_changed.any(axis=1, keepdims=True))
     return Comparison(
         workers=workers,
         versions=frozenset(versions),

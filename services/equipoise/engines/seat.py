@@ -278,6 +278,7 @@ class EngineSeat:
 
         Waits for reads in progress; until `note_restore` there are no others.
         """
+        _log.info("the engine sleeps: nothing is read or moved until its weights are back")
         with self._lock:
             self._staged = self._advertised = None
         for slots in self.model.slots:

@@ -139,11 +139,10 @@ class Hooks:
         self, original: Callable[..., object], updater: Any, request: Any, *args: Any
     ) -> object:
         """Notice that the memory of the weights is back."""
-        try:
-            return original(updater, request, *args)
-        finally:
-            if self._seat is not None and has_weights(request.tags):
-                self._seat.note_restore()
+        returned = original(updater, request, *args)  # If it fails, nobody reads.
+        if self._seat is not None and has_weights(request.tags):
+            self._seat.note_restore()
+        return returned
 
     def end_pass(self, original: Callable[[Any], None], manager: Any) -> None:
         """Take part after a pass, in place of SGLang's planner."""

@@ -143,19 +143,21 @@ def _noticed(
 ) -> Callable[..., object]:
     @functools.wraps(original)
     def call(*args: Any, **named: Any) -> object:
+        if name in _UPDATES:
+            try:
+                return original(*args, **named)
+            finally:  # A failed update may have written some weights.
+                for seat in seats:
+                    seat.note_update()
         if name == _SLEEP:
             for seat in seats:
                 seat.note_release()
-            return original(*args, **named)
-        try:
-            return original(*args, **named)
-        finally:  # A failed update may have written some weights.
-            if name in _UPDATES:
-                for seat in seats:
-                    seat.note_update()
-            elif has_weights(named.get("tags", args[1] if len(args) > 1 else None)):
-                for seat in seats:
-                    seat.note_restore()
+        returned = original(*args, **named)  # If it fails, it is unknown what is in memory.
+        tags = named.get("tags", args[1] if len(args) > 1 else None)
+        if name == _WAKE and has_weights(tags):
+            for seat in seats:
+                seat.note_restore()
+        return returned
 
     vars(call)["equipoise"] = seats
     return call

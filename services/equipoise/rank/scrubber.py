@@ -86,9 +86,11 @@ class Scrubber:
                 self._due_s = clock() + self._pause_s
             else:
                 layer, slot = next(iter(self._suspects))
-                await self._verify(layer, slot)
-                del self._suspects[layer, slot]
+                was_read = await self._verify(layer, slot)
                 self._suspects_from_s = clock() + self._min_pause_s
+                if not was_read:
+                    continue
+                del self._suspects[layer, slot]
                 _log.info(
                     "a peer received wrong bytes of slot %d of layer %d, but the slot is intact: "
                     "they were damaged in transit",
@@ -108,19 +110,21 @@ class Scrubber:
                     await self._suspected.wait()
         return True
 
-    async def _verify(self, layer: int, slot: int) -> None:
-        # A transfer from the device may fail once; memory that changed stays changed.
-        if await self._wrong(layer, slot) and (wrong := await self._wrong(layer, slot)):
-            raise self._damage(layer, slot, wrong)
+    async def _verify(self, layer: int, slot: int) -> bool:
+        """Returns whether the slot could be read: it may be replaced, or its engine may sleep."""
+        try:
+            # A transfer from the device may fail once; memory that changed stays changed.
+            if await self._wrong(layer, slot) and (wrong := await self._wrong(layer, slot)):
+                raise self._damage(layer, slot, wrong)
+        except NotHeldError:
+            return False
+        return True
 
     async def _wrong(self, layer: int, slot: int) -> SlotHash | None:
         """Hash a slot; returns what was found if these are not the bytes of its expert."""
         if self._held.expert_of_slot[layer, slot] == EMPTY:
             return None
-        try:
-            hashed = await asyncio.to_thread(self._held.hash_slot, layer, slot)
-        except NotHeldError:
-            return None  # It is being replaced; its turn comes again.
+        hashed = await asyncio.to_thread(self._held.hash_slot, layer, slot)
         if hashed.expert == EMPTY:
             return None  # A switch emptied it meanwhile.
         if hashed.found != self._expected(layer, hashed):

@@ -94,12 +94,13 @@ class BlockPool:
     def publish(self, block: int, key: BlockKey) -> int:
         """Cache a full block; returns the one with this key, held in its place if it is another."""
         assert self._num_holders[block] > 0
-        self._suspects.discard(block)
         cached = self._block_of.setdefault(key, block)
         if cached == block:
+            self._suspects.discard(block)
             self._key_of[block] = key
         else:
             self.hold(cached)
+            self.suspect(block)
             self.release(block)
         return cached
 

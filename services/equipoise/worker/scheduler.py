@@ -273,7 +273,14 @@ class Scheduler:
             self._cancelled.popitem()[1].preempt()
 
     def forget_latents(self) -> None:
-        """Use cached latents for no further request, here or in another pool: they may be wrong."""
+        """Use no latents any more, here or in another pool: they may be wrong.
+
+        Active requests run all their tokens again; no step of theirs may be running.
+        """
+        while self._active:
+            _, youngest = self._active.popitem()
+            youngest.preempt()
+            self._queue.appendleft(youngest)
         self.blocks.forget_all()
         while self.holds.give_way():
             pass

@@ -61,12 +61,14 @@ class Stream {
     let pauseS = 5;
     clearTimeout(this.timer);
     try {
-      const response = await fetch(this.url, { signal: asking.signal });
+      const response = await fetch(this.url, { signal: AbortSignal.any([asking.signal, AbortSignal.timeout(SILENT_MS)]) });
       if (!response.ok) {
         this.refusal = (await response.text()).trim();
         pauseS = Number(response.headers.get("Retry-After")) || pauseS;
       }
-    } catch { /* The balancer is away. */ }
+    } catch {  // The balancer is away.
+      this.refusal = "";
+    }
     asking.abort();
     if (!this.isClosed) this.timer = setTimeout(() => this.open(), 1000 * pauseS);
     showLive();

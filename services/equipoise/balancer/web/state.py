@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ NUM_DECISIONS = 30
 _SHARE_OF_LOOP = 0.02  # largest share of the event loop's time spent on one cached text
 _PATIENCE_S = 1.0  # how long a client waits for the store
 _STORE_PAUSE_S = 5.0  # between reads of a store that fails
+
+_log = logging.getLogger(__name__)
 
 Events = dict[str, str]
 """JSON by event name."""
@@ -106,8 +109,6 @@ class _PoolPage:
             self._fetching = asyncio.create_task(self._fetch(pool.name, latest))
         if (fetching := self._fetching) is not None:
             await asyncio.wait({fetching}, timeout=_PATIENCE_S)
-            if fetching.done():
-                fetching.result()
 
     async def _fetch(self, name: str, latest: int) -> None:
         try:
@@ -116,6 +117,9 @@ class _PoolPage:
             self._last_decision = latest
         except StoreError:  # The pool's state shows the store's fault.
             self._fetch_from_s = time.monotonic() + _STORE_PAUSE_S
+        except Exception:  # noqa: BLE001 - the rest of the page can be shown
+            self._fetch_from_s = time.monotonic() + _STORE_PAUSE_S
+            _log.exception("pool %s: its decisions cannot be shown", name)
         finally:
             self._fetching = None
 

@@ -237,10 +237,10 @@ def _message(error: grpc.Call, address: str, credentials: Credentials) -> str:
 def _leader(settings: BalancerClientSettings, credentials: Credentials, *, latest: str = "") -> str:
     """The leader's address, or that of a balancer that answers if the leader is out of reach.
 
-    Asks the balancer at `settings.address` and, if it does not answer, the one at `latest`. If
-    neither does, the former's address is returned.
+    Asks the balancer at `latest`, which names its successor, and, if it does not answer, the one at
+    `settings.address`. If neither does, the latter's address is returned.
     """
-    for address in dict.fromkeys((settings.address, latest or settings.address)):
+    for address in dict.fromkeys((latest or settings.address, settings.address)):
         try:
             with open_channel(address, credentials) as channel:
                 _, call = status_pb2_grpc.StatusStub(channel).ListPools.with_call(

@@ -41,6 +41,9 @@ _MAY_BE_DONE = {
 }
 """Also how a broken connection is reported, whether or not the request arrived."""
 
+_NOTHING_DONE = "nothing was done"
+"""How balancers begin what they say of a request whose record could not be written."""
+
 _Method = Callable[[admin_pb2_grpc.AdminStub], Callable[..., Any]]
 
 
@@ -153,11 +156,13 @@ def _rebalance_all(settings: RebalanceSettings) -> int:
                 unknown = f"unknown: {answer.unanswered}" if answer.unanswered else ""
                 print(f"{answer.pool}: {unknown or _line(answer.outcome)}", flush=True)
 
+    is_whole = False
     try:
         _send(settings, lambda stub: stub.RebalanceAll, request, read=collect)
+        is_whole = True
     finally:
         # The pools that have answered are not asked again, whatever ends the call.
-        if settings.json and answers:
+        if settings.json and (answers or is_whole):
             print_json({"pools": [as_json(answer) for answer in answers]})
     accepted = sum(answer.outcome.accepted for answer in answers)
     if not settings.json:
@@ -206,6 +211,7 @@ def _send_once(
             if (
                 isinstance(request, pb.PreviewRequest)  # It changes nothing.
                 or error.code() not in _MAY_BE_DONE
+                or (error.details() or "").startswith(_NOTHING_DONE)
                 or is_unsent(error, credentials)
             ):
                 raise

@@ -53,8 +53,8 @@ def policy_of(read: ReadPolicy, pool: str, phase: Phase | None, *, file: Path) -
     """
     if phase is None and read.phases and pool not in read.pools:
         raise InvalidSettingsError(
-            f"{file} has policies by phase and none for pool {pool}: name its phase with --phase, "
-            f"{', '.join(Phase)}"
+            f"{file} has policies by phase and no pool named {pool}: add --phase, the pool's phase "
+            f"({', '.join(Phase)})"
         )
     return read.of(pool, phase)
 
