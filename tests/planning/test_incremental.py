@@ -193,3 +193,28 @@ def test_layers_that_may_change_do_not_make_up_for_those_that_may_not():
     np.testing.assert_array_equal(made.table[2:], problem.held[2:])
     assert 0.9 <= reached[:2].mean() < 0.95
     assert sum(step.moves for step in made.steps) == (made.table != problem.held).sum() < 100
+
+
+def test_moves_that_restore_lost_experts_count_in_the_budget():
+    before, after = loads(5)
+    current = layout_for(before)
+
+    def planned(max_moves):
+        return improved(after, current, exclude_ranks=frozenset({3}), max_moves=max_moves)
+
+    least = planned(0)
+    assert least.moves > 0, "every expert must be on some rank"
+    assert planned(least.moves).moves == least.moves
+    assert least.moves < planned(least.moves + 3).moves <= least.moves + 3
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+@pytest.mark.parametrize("locality", [None, 0.5])
+def test_a_layer_that_one_kind_of_traffic_leaves_idle_is_planned_for_the_other(idle, locality):
+    load, current = loads(6), layout_for(loads(7)[0])
+    load[idle, 0] = 0.0
+    made = improved(load, current, weights=np.array([0.5, 0.5]), locality=locality)
+    busy = load[1 - idle, :1]
+    first, before = made.expert_of_slot[:1], current.expert_of_slot[:1]
+    assert reached(first, busy) > reached(before, busy)
+    assert np.isfinite(made.balancedness)

@@ -296,3 +296,34 @@ def test_topologies_say_how_many_slots_of_each_layer_are_in_use_per_layer():
     assert replace(topology, places_of_rank=()).slots_of_layer(4) == (6, 6)
     with pytest.raises(ValueError, match="places_of_rank"):
         replace(topology, places_of_rank=(1,))
+
+
+def test_pooled_layers_are_improved_within_a_move_budget():
+    """Those that lose most come first; without a budget, the same plan moves more."""
+    rng = np.random.default_rng(3)
+    model = ModelShape(num_layers=4, num_experts=16, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 4, slots_per_rank=7, places_of_rank=(20,) * 4)
+    first, then = (skewed(rng, num_layers=4, num_experts=16) for _ in range(2))
+    wishes = Wishes(algorithm=Algorithm.INCREMENTAL, slots=POOLED)
+    made = plan_in_places(first, wishes, model=model, topology=topology, current=None)
+    current = laid_out(made, num_experts=16)
+
+    def planned(max_moves):
+        asked = replace(wishes, max_moves=max_moves)
+        return plan_in_places(then, asked, model=model, topology=topology, current=current)
+
+    free, few, none = planned(None), planned(6), planned(0)
+    assert 0 < few.moves <= 6 < free.moves
+    assert none.moves == 0
+    assert none.balancedness < few.balancedness < free.balancedness
+
+
+def test_the_bound_of_a_pooled_plan_for_several_kinds_is_the_mean_of_theirs():
+    """0.42 and 1 for three experts on three ranks; that of their mean load is 0.59."""
+    model = ModelShape(num_layers=1, num_experts=3, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 3, slots_per_rank=2, places_of_rank=(1,) * 3)
+    load = np.array([[[8.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]]])
+    wishes = Wishes(slots=POOLED, weights=np.array([0.5, 0.5]))
+    made = plan_in_places(load, wishes, model=model, topology=topology, current=None)
+    assert made.balancedness == pytest.approx(17 / 24)
+    assert made.bound >= made.balancedness - 1e-9

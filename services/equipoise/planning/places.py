@@ -256,7 +256,8 @@ class _Pooling:
         """
         near, gains = self.problem, lose > 0
         if not must.any():
-            near = replace(near, held=self._improved_in_place(near, self.wishes, layers=gains))
+            table = self._improved_in_place(near, self.wishes, lose=lose)
+            near = replace(near, held=table)
             improved = weigh(self.problem, near.held, may_chain=False)
             yield improved
             # What these layers would still gain by other numbers of slots.
@@ -265,7 +266,9 @@ class _Pooling:
             lose = np.where(gains, left - after, 0.0)
             gains = lose > 0
         order = np.argsort(-lose, kind="stable")
-        for part in PARTS:
+        # With a budget, no layer is placed again beside those that must be.
+        parts = (0.0,) if must.any() and self.wishes.max_moves is not None else PARTS
+        for part in parts:
             free = must.copy()
             free[order[: int(np.ceil(part * gains.sum()))]] = True
             if not free.any():
@@ -283,11 +286,15 @@ class _Pooling:
         room -= used_places(problem.held[~free], first_slot=topology.first_slot)
         return bool((num_parts * room.reshape(num_parts, -1).sum(axis=1) >= needed).all())
 
-    def _improved_in_place(self, problem: Problem, wishes: Wishes, *, layers: Bools) -> ExpertTable:
-        """Make the moves that are worth it in the slots that each rank has in use."""
-        table = problem.held.copy()
+    def _improved_in_place(self, problem: Problem, wishes: Wishes, *, lose: Load) -> ExpertTable:
+        """Make the moves that are worth it in the slots that each rank has in use.
+
+        Layers that `lose` most by staying, [layers], come first in a move budget.
+        """
+        table, left = problem.held.copy(), wishes.max_moves
         num_busy = int(problem.is_busy.sum())
-        for layer in np.flatnonzero(layers).tolist():
+        order = np.argsort(-lose, kind="stable")
+        for layer in order[lose[order] > 0].tolist():
             columns = np.flatnonzero(problem.held[layer] != EMPTY)
             small = _layer_in_use(problem, layer, columns)
             noise = homes = None
@@ -302,11 +309,14 @@ class _Pooling:
                 standing=small.balancedness_of_layer(small.held),
                 least_gain=LEAST_LAYER_GAIN,
                 target=wishes.target_balancedness,
+                max_moves=left,
                 homes=homes,
                 least_slope=wishes.least_gain_per_move * num_busy,
                 noise=noise,
             )
             table[layer, columns] = improved.table[0]
+            if left is not None:
+                left -= count_moves(small.held, improved.table)
         return table
 
     def _placed_again(self, problem: Problem, *, free: Bools) -> Placed:
@@ -320,7 +330,8 @@ class _Pooling:
             table = place_pooled(problem, free=free, locality=self.locality)
         if 0.0 < self.locality < 1.0:
             homely = replace(problem, held=table, held_shares=None)
-            table = self._improved_in_place(homely, Wishes(), layers=free & problem.is_busy)
+            lose = (free & problem.is_busy).astype(np.float64)
+            table = self._improved_in_place(homely, Wishes(), lose=lose)
         return weigh(problem, table, may_chain=False)
 
     def _made(self, placed: Placed, *, before: float | None, comparison: str = "") -> Plan:
@@ -338,11 +349,17 @@ class _Pooling:
         after = "" if before is None else f" after {before:.3f}"
         return replace(
             made,
-            bound=upper_bound_of_places(
-                problem.load,
-                num_places=sum(topology.places_of_rank),
-                num_slots=topology.num_slots,
-                num_ranks=topology.num_ranks,
+            bound=sum(
+                weight
+                * upper_bound_of_places(
+                    load,
+                    num_places=sum(topology.places_of_rank),
+                    num_slots=topology.num_slots,
+                    num_ranks=topology.num_ranks,
+                )
+                for weight, load in zip(
+                    problem.weights, problem.kinds or (problem.load,), strict=True
+                )
             ),
             reason=(
                 f"pooled: {made.balancedness:.3f}{after} by {made.moves} moves in {changed} of "

@@ -283,7 +283,8 @@ def _from_scratch_where_needed(
     gain = np.where(layers & problem.is_busy, possible - reached, 0.0)
     takes = np.zeros_like(problem.is_busy)
     for layer in np.argsort(-gain, kind="stable").tolist():
-        is_enough = target is not None and reached[problem.is_busy].mean() >= target
+        balance = mean_if_busy(reached, is_busy=problem.is_busy)
+        is_enough = target is not None and balance >= target
         if is_enough or gain[layer] <= LEAST_LAYER_GAIN:
             break
         takes[layer], reached[layer] = True, possible[layer]

@@ -91,8 +91,8 @@ def improve(
             evenly, so those of a layer with shares must exceed it.
         least_gain: see `fresh`.
         target: stop when the mean balancedness over `layers` with traffic reaches it.
-        max_moves: the move budget; moves that restore lost experts always fit, and those of layers
-            that return.
+        max_moves: the move budget; moves that restore lost experts and those of layers that return
+            are always made, and count.
         homes: where experts should be served; anywhere by default.
         returns: the layers that start from the fresh placement, because groups must return to
             their nodes; none by default.
@@ -114,12 +114,14 @@ def improve(
         if homes is None:
             ends = _settled_ends(problem, begin, paths)
             _offer(problem, begin, paths, ends, least_gain=least_gain)
+    restoring = list(_restoring(problem, start, begin.is_kept))
+    num_restoring = sum(step.moves for step in restoring)
     taken, curve = take_steepest(
         [hull_of(of_one) for of_one in paths],
         num_busy=num_busy,
         start=float(begin.reached[busy].mean()) if busy.any() else 1.0,
         target=target,
-        max_moves=max_moves,
+        max_moves=None if max_moves is None else max(0, max_moves - num_restoring),
         least_slope=least_slope,
     )
     steps = [
@@ -128,11 +130,12 @@ def improve(
         for step in _steps(layer, start[layer], paths[layer][end.path], end, num_busy)
     ]
     steps.sort(key=lambda step: -step.gain / step.moves)
-    ordered = (*_restoring(problem, start, begin.is_kept), *steps)
+    ordered = (*restoring, *steps)
     table = problem.held.copy()
     for step in ordered:
         table[step.layer, step.slots] = step.experts
-    return Improvement(table=table, steps=ordered, curve=tuple(curve))
+    counted = tuple((moves + num_restoring, balance) for moves, balance in curve)
+    return Improvement(table=table, steps=ordered, curve=counted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -111,7 +111,8 @@ def _best_within(
     for threshold in THRESHOLDS:
         thresholds = threshold / problem.bounds_of_kinds[:, layer]
         path = relieve(start, load, space, Goal(thresholds, weights, may_leave))
-        balancedness = (weights / path.busiest).sum(axis=1)
+        # A kind without load in this layer has no busiest rank.
+        balancedness = (weights / np.maximum(path.busiest, 1.0)).sum(axis=1)
         end = int(balancedness.argmax())
         if balancedness[end] > most:
             best, most = start.copy(), float(balancedness[end])

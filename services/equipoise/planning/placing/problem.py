@@ -98,7 +98,9 @@ class Problem:
         kinds: tuple[Load, ...] = ()
         if weights is not None:
             total = load.sum(axis=2, keepdims=True)
-            kinds = tuple(load / np.where(total > 0, total, 1.0) * total[0])
+            # As much of each kind as there is now; of layers that are idle now, as much as ever.
+            scale = np.where(total[0] > 0, total[0], total.max(axis=0))
+            kinds = tuple(load / np.where(total > 0, total, 1.0) * scale)
             load = mean_over_kinds(kinds, weights)
         return cls(
             load=np.array(load, dtype=np.float64, order="C"),
