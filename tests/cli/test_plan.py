@@ -252,6 +252,14 @@ def test_ambiguous_layer_numbers_are_rejected(tmp_path):
     assert planned(*POOL, "--current", str(counted), "--first-moe-layer", "1")["moves"] > 0
 
 
+@pytest.mark.parametrize("command", ["plan", "replay", "whatif"])
+def test_loads_without_a_file_are_rejected(command):
+    pool = [] if command == "whatif" else ["--ranks", "4"]
+    result = CliRunner().invoke(app, [command, "--loads", "", *pool])
+    assert isinstance(result.exception, InvalidSettingsError)
+    assert str(result.exception) == "--loads: name at least one file"
+
+
 @pytest.mark.parametrize(
     "arguments", [["--loads", "nowhere", "--ranks", "4"], [*POOL, "--groups", "5"]]
 )

@@ -27,7 +27,8 @@ class RecordingSettings:
     """Recorded loads, and the model they were recorded from.
 
     Raises:
-        InvalidSettingsError: a value is out of range, or options contradict each other.
+        InvalidSettingsError: a value is out of range, no file is named, or options contradict each
+            other.
     """
 
     loads: tuple[str, ...]
@@ -64,6 +65,8 @@ class RecordingSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if not self.loads:
+            raise InvalidSettingsError("--loads: name at least one file")
         if self.shared_expert and (self.groups or 1) > 1:
             raise InvalidSettingsError(
                 "--shared-expert cannot be combined with --groups: the shared expert has no group"
