@@ -207,6 +207,14 @@ def test_the_text_output_has_the_same_figures(tmp_path):
         ),
         ([*POOL, "--slots", "42"], "--slots 42 .* over --ranks 4: use 40 or 44"),
         ([*POOL, "--slots", "1000000000000"], "--ranks and --slots must be at most 1000000"),
+        (
+            [*POOL, "--slots", "400000"],
+            "--slots 400000 is more than one slot per expert on each rank: use at most 128",
+        ),
+        ([*POOL, "--slots", "0"], "--slots must be at least 1, not 0"),
+        ([*POOL, "--slots", "-40"], "--slots must be at least 1, not -40"),
+        ([*POOL, "--nodes", "0"], "--nodes must be at least 1, not 0"),
+        ([*POOL, "--ranks", "0"], "--ranks must be at least 1, not 0"),
         ([*POOL, "--slots", "28"], "--slots 28 cannot hold 32 experts: use 32 or more"),
         ([*POOL, "--max-moves", "3", "--target-balancedness", "0.9"], "cannot be combined"),
         ([*POOL, "--max-moves", "-1"], "--max-moves must be at least 0, not -1"),
@@ -350,6 +358,8 @@ def test_ranks_may_have_unequal_slots():
     assert result["balancedness"] > max(0.95, result["balancedness_current"])
     with pytest.raises(InvalidSettingsError, match="31 slots, too few for 32 experts"):
         equipoise(*pool, "--slots-of-rank", "8x3,7")
+    with pytest.raises(InvalidSettingsError, match="33 slots, more than one per expert: use at"):
+        equipoise(*pool, "--slots-of-rank", "8x3,33")
 
 
 @pytest.mark.parametrize(

@@ -215,3 +215,10 @@ def test_a_preview_of_recorded_loads_heeds_the_pools_phase(write, tmp_path, caps
         assert run(replace(settings, phase=phase)) == 0
         reasons.append(json.loads(capsys.readouterr().out)["reason"])
     assert ["pause" in reason for reason in reasons] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["nodes", "ranks", "slots", "groups"])
+def test_a_preview_of_no_ranks_or_slots_is_rejected(name):
+    values = {"ranks": 4, name: 0}
+    with pytest.raises(InvalidSettingsError, match=f"{name} must be at least 1, not 0"):
+        PolicyPreviewSettings(file=Path("policy.yaml"), loads=("loads.json",), **values)

@@ -75,5 +75,5 @@ def test_a_unit_takes_no_other_description_of_the_pool(option, loads):
 
 
 def test_without_a_unit_the_number_of_ranks_is_required(loads):
-    with pytest.raises(InvalidSettingsError, match="--ranks must be at least 1"):
+    with pytest.raises(InvalidSettingsError, match="--ranks is missing: give the number"):
         equipoise("plan", "--loads", loads)

@@ -70,6 +70,20 @@ def test_the_fewest_slots_are_always_tried():
     ]
 
 
+def test_no_rank_has_more_slots_than_experts():
+    found = shapes(4, rank_counts=[2], ranks_per_node=8, max_redundant=100)
+    assert found == [(2, 1, 2), (2, 1, 3), (2, 1, 4)]
+    pooled = topologies_of_places(
+        4, num_layers=3, rank_counts=[2], ranks_per_node=8, max_redundant=100
+    )
+    assert [(one.slots_per_rank, one.places_of_rank[0]) for one in pooled] == [
+        (4, 6),
+        (4, 8),
+        (4, 9),
+        (4, 12),
+    ]
+
+
 def test_pools_with_shared_places_have_any_number_of_redundant_slots():
     pools = topologies_of_places(
         256, num_layers=58, rank_counts=[32], ranks_per_node=8, max_redundant=20

@@ -140,19 +140,24 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
     """A pool with the same number of ranks on each node and of slots on each rank.
 
     Raises:
-        InvalidSettingsError: ranks or slots do not divide evenly, hold too few experts or exceed
-            `MAX_SLOTS`; or places hold too few experts or exceed the slots.
+        InvalidSettingsError: ranks or slots do not divide evenly, hold too few experts, exceed
+            `MAX_SLOTS` or are more per rank than experts; or places hold too few experts or exceed
+            the slots.
     """
-    num_nodes, num_ranks = settings.nodes, settings.ranks
+    num_nodes, num_ranks = settings.nodes, _num_ranks(settings)
     if num_ranks > MAX_SLOTS or (settings.slots or 0) > MAX_SLOTS:
         raise InvalidSettingsError(f"--ranks and --slots must be at most {MAX_SLOTS}")
-    if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
+    if num_ranks % num_nodes:
         raise InvalidSettingsError(
             f"--ranks {num_ranks} cannot be split evenly over --nodes {num_nodes}"
         )
     least = -(-model.num_experts // num_ranks) * num_ranks
     num_slots = least if settings.slots is None else settings.slots
-    if num_slots < 1 or num_slots % num_ranks:
+    if num_slots > (most := model.num_experts * num_ranks):
+        raise InvalidSettingsError(
+            f"--slots {num_slots} is more than one slot per expert on each rank: use at most {most}"
+        )
+    if num_slots % num_ranks:
         below = num_slots // num_ranks * num_ranks
         raise InvalidSettingsError(
             f"--slots {num_slots} cannot be split evenly over --ranks {num_ranks}: use "
@@ -170,13 +175,19 @@ def pool_topology(settings: PoolSettings, model: ModelShape) -> Topology:
     )
 
 
+def _num_ranks(settings: PoolSettings) -> int:
+    assert settings.ranks is not None, "the commands' settings require it or take a unit's"
+    return settings.ranks
+
+
 def _places(settings: PoolSettings, model: ModelShape, *, slots_per_rank: int) -> tuple[int, ...]:
     """Places of each rank; none if layers do not share any."""
     if not settings.places:
         return ()
+    num_ranks = _num_ranks(settings)
     is_equal = len(settings.places) == 1 and settings.places[0].isdecimal()
-    words = [f"{settings.places[0]}x{settings.ranks}"] if is_equal else settings.places
-    places = _of_ranks("--places", words, num_ranks=settings.ranks, what="place")
+    words = [f"{settings.places[0]}x{num_ranks}"] if is_equal else settings.places
+    places = _of_ranks("--places", words, num_ranks=num_ranks, what="place")
     least, most = model.num_layers * model.num_experts, model.num_layers * slots_per_rank
     if max(places) > most:
         raise InvalidSettingsError(
@@ -185,7 +196,7 @@ def _places(settings: PoolSettings, model: ModelShape, *, slots_per_rank: int) -
         )
     if sum(places) < least:
         raise InvalidSettingsError(
-            f"--places: {sum(places)} of {settings.ranks} ranks must be at least {least}, one for "
+            f"--places: {sum(places)} of {num_ranks} ranks must be at least {least}, one for "
             f"each of {model.num_experts} experts of {model.num_layers} layers"
         )
     return places
@@ -203,12 +214,18 @@ def unequal_topology(
     """The pool that the settings describe, with the slots per rank from items such as 9x16.
 
     Raises:
-        InvalidSettingsError: an item is invalid, or they describe too few slots or other ranks.
+        InvalidSettingsError: an item is invalid, or they describe other ranks, or too few or
+            too many slots.
     """
-    slots = _of_ranks("--slots-of-rank", slots_of_rank, num_ranks=settings.ranks, what="slot")
+    slots = _of_ranks("--slots-of-rank", slots_of_rank, num_ranks=_num_ranks(settings), what="slot")
     if sum(slots) < model.num_experts:
         raise InvalidSettingsError(
             f"--slots-of-rank has {sum(slots)} slots, too few for {model.num_experts} experts"
+        )
+    if max(slots) > model.num_experts:
+        raise InvalidSettingsError(
+            f"--slots-of-rank gives a rank {max(slots)} slots, more than one per expert: use at "
+            f"most {model.num_experts}"
         )
     even = pool_topology(replace(settings, slots=None), model)
     return replace(even, slots_per_rank=max(slots), slots_of_rank=slots)

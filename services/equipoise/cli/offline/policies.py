@@ -31,6 +31,10 @@ def policies_of(specs: Sequence[str]) -> dict[str, Policy]:
 def _policy_of(spec: str) -> tuple[str, Policy]:
     name, equals, rest = spec.partition("=")
     if equals:
+        if not name.strip():
+            raise InvalidSettingsError(
+                f"--policy {spec} must begin with a name: NAME=option=value,option=value"
+            )
         pairs = [part.partition("=") for part in rest.split(",") if part]
         return name, _policy(spec, {key.strip(): value.strip() for key, _, value in pairs})
     if spec == "default":
@@ -64,6 +68,8 @@ def _policy(spec: str, values: Mapping[str, Any]) -> Policy:
     chosen: dict[str, Any] = {}
     for key, value in values.items():
         name = _option(spec, key)
+        if value == "":
+            raise InvalidSettingsError(f"--policy {spec}: {key} needs a value, as in interval=20")
         if types[name] is bool:
             chosen[name] = {"true": True, "false": False}.get(str(value).lower(), value)
             continue

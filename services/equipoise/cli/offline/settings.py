@@ -75,7 +75,11 @@ class RecordingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """A pool's ranks, slots and current layout."""
+    """A pool's ranks, slots and current layout.
+
+    Raises:
+        InvalidSettingsError: a value is out of range.
+    """
 
     current: Path | None = None
     """File of the current layout, from which moves are counted. Default: experts in order, the
@@ -84,14 +88,15 @@ class PoolSettings:
     current_format: Format | None = None
     """Format of the current layout. Default: detected from its content."""
 
-    nodes: int = 1
+    nodes: Annotated[int, Range(1)] = 1
     """Number of nodes, with the same number of ranks each."""
 
-    ranks: int = 0
+    ranks: Annotated[int | None, Range(1)] = None
     """Number of expert-parallel ranks, one per GPU. Required without --unit."""
 
-    slots: int | None = None
-    """Physical slots per layer over all ranks. Default: the fewest that hold all experts."""
+    slots: Annotated[int | None, Range(1)] = None
+    """Physical slots per layer over all ranks, on each rank at most one per expert. Default: the
+    fewest that hold all experts."""
 
     places: tuple[str, ...] = ()
     """Experts that each rank has room for over all layers (workers' --places), or a list if ranks
@@ -119,7 +124,7 @@ def _pool_of(name: UnitName, pool: PoolSettings) -> PoolSettings:
     Raises:
         InvalidSettingsError: other options describe the pool too.
     """
-    if pool.ranks or pool.nodes != 1 or pool.slots is not None:
+    if pool.ranks is not None or pool.nodes != 1 or pool.slots is not None:
         raise InvalidSettingsError(
             f"--unit {name} has its own --ranks, --nodes and --slots: leave them out"
         )
@@ -128,9 +133,9 @@ def _pool_of(name: UnitName, pool: PoolSettings) -> PoolSettings:
 
 
 def _check_ranks_given(unit: UnitName | None, pool: PoolSettings) -> None:
-    if unit is None and pool.ranks < 1:
+    if unit is None and pool.ranks is None:
         raise InvalidSettingsError(
-            "--ranks must be at least 1: the pool's expert-parallel ranks; or name a --unit"
+            "--ranks is missing: give the number of expert-parallel ranks, or name a --unit"
         )
 
 

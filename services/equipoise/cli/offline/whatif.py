@@ -132,11 +132,11 @@ def topologies(
 ) -> Iterator[Topology]:
     """Yield all pools to try: for each number of ranks, slots per rank up to `max_redundant`.
 
-    The fewest slots that hold all experts are always included.
+    The fewest slots that hold all experts are always included. A rank has at most one per expert.
     """
     for num_ranks in rank_counts:
         least = -(-num_experts // num_ranks)
-        most = max(least, (num_experts + max_redundant) // num_ranks)
+        most = min(num_experts, max(least, (num_experts + max_redundant) // num_ranks))
         for slots_per_rank in range(least, most + 1):
             yield Topology(
                 node_of_rank=_nodes(num_ranks, ranks_per_node), slots_per_rank=slots_per_rank
@@ -154,17 +154,19 @@ def topologies_of_places(
     """Yield all pools with shared places to try.
 
     Redundant slots per layer are 0, 1 and then twice as many, up to `max_redundant`, on average
-    over layers. A rank has one slot more in each layer than the most memory has room for.
+    over layers. A rank has one slot more in each layer than the most memory has room for, and at
+    most one per expert.
     """
-    redundant = [0, *(2**power for power in range(max_redundant.bit_length()))]
-    if max_redundant > redundant[-1]:
-        redundant.append(max_redundant)
     for num_ranks in rank_counts:
+        limit = min(max_redundant, num_experts * (num_ranks - 1))
+        redundant = [0, *(2**power for power in range(limit.bit_length()))]
+        if limit > redundant[-1]:
+            redundant.append(limit)
         most_places = (-(-num_layers * (num_experts + one) // num_ranks) for one in redundant)
         for places in dict.fromkeys(most_places):
             yield Topology(
                 node_of_rank=_nodes(num_ranks, ranks_per_node),
-                slots_per_rank=-(-(num_experts + max_redundant) // num_ranks) + 1,
+                slots_per_rank=min(num_experts, -(-(num_experts + limit) // num_ranks) + 1),
                 places_of_rank=(places,) * num_ranks,
             )
 

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from equipoise.cli.live.settings import BalancerClientSettings
 from equipoise.cli.options import ARGUMENT
 from equipoise.formats.format import Format
 from equipoise.planning.phase import Phase
 from equipoise.settings.errors import InvalidSettingsError
+from equipoise.settings.fields import Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +94,16 @@ class PolicyPreviewSettings(BalancerClientSettings):
     current_format: Format | None = None
     """With --loads: format of the current layout. Default: detected from its content."""
 
-    nodes: int = 1
+    nodes: Annotated[int, Range(1)] = 1
     """With --loads: number of nodes."""
 
-    ranks: int | None = None
+    ranks: Annotated[int | None, Range(1)] = None
     """With --loads: number of ranks. Required."""
 
-    slots: int | None = None
+    slots: Annotated[int | None, Range(1)] = None
     """With --loads: physical slots per layer."""
 
-    groups: int | None = None
+    groups: Annotated[int | None, Range(1)] = None
     """With --loads: number of expert groups."""
 
     model_config: Path | None = None
