@@ -1,15 +1,18 @@
 """`--unit` plans, replays and compares for a published deployment unit."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
+from equipoise.cli.offline.settings import PlanSettings, PoolSettings, RecordingSettings
 from equipoise.formats.files import read_placement, write_recording
 from equipoise.formats.format import Format
 from equipoise.formats.recording import Recording
+from equipoise.planning.policy import Algorithm
 from equipoise.planning.units import UNITS, UnitName
 from equipoise.settings.errors import InvalidSettingsError
 
@@ -51,6 +54,31 @@ def test_a_plan_for_a_unit_has_its_ranks_slots_and_algorithm(name, loads, tmp_pa
     for experts in placement.expert_of_slot if unit.routes_shared_expert else ():
         # The shared expert has a ninth of all assignments, of 320 ranks with one slot each.
         assert 20 <= np.count_nonzero(experts == 256) <= 40
+
+
+def plan_settings(*, unit=UnitName.PREFILL_EP32, current=True, **options):
+    pool = PoolSettings(current=Path("layout.json") if current else None)
+    source = RecordingSettings(loads=("loads.json",))
+    return PlanSettings(source=source, pool=pool, unit=unit, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "algorithm", "locality"),
+    [
+        ({}, Algorithm.INCREMENTAL, 0.0),
+        ({"max_moves": 5}, Algorithm.INCREMENTAL, 0.0),
+        ({"max_moves": 5, "current": False}, Algorithm.INCREMENTAL, 0.0),
+        ({"locality": 0.25}, Algorithm.INCREMENTAL, 0.25),
+        ({"algorithm": Algorithm.HIERARCHICAL}, Algorithm.HIERARCHICAL, None),
+        ({"current": False}, Algorithm.HIERARCHICAL, None),
+        ({"unit": UnitName.DECODE_EP144}, Algorithm.INCREMENTAL, None),
+    ],
+)
+def test_from_a_current_layout_a_units_plan_is_incremental_and_keeps_its_hierarchy(
+    options, algorithm, locality
+):
+    settings = plan_settings(**options)
+    assert (settings.algorithm, settings.locality) == (algorithm, locality)
 
 
 def test_a_replay_of_a_unit_follows_its_own_policy_unless_another_is_named(loads):

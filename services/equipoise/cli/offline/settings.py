@@ -155,7 +155,8 @@ class PlanSettings:
 
     unit: UnitName | None = None
     """Deployment unit of DeepSeek-V3 to plan for, instead of --ranks, --nodes and --slots. It
-    also sets --algorithm, and --shared-expert where the unit routes the shared expert."""
+    also sets --algorithm, or for an incremental plan --locality 0 if the unit is hierarchical, and
+    --shared-expert where the unit routes the shared expert."""
 
     algorithm: Algorithm = Algorithm.AUTO
     """Planning algorithm. auto is incremental from a current layout, which is as balanced by fewer
@@ -202,12 +203,8 @@ class PlanSettings:
         if self.unit is not None:
             object.__setattr__(self, "pool", _pool_of(self.unit, self.pool))
             object.__setattr__(self, "source", _source_of(UNITS[self.unit], self.source))
-        is_open = self.algorithm is Algorithm.AUTO
-        is_free = self.locality is None and not self._is_limited
-        if is_open and is_free and self.unit is not None:
-            object.__setattr__(self, "algorithm", UNITS[self.unit].algorithm)
-        elif is_open and self.pool.current is not None and self.shared_ranks is None:
-            object.__setattr__(self, "algorithm", Algorithm.INCREMENTAL)
+        if self.algorithm is Algorithm.AUTO:
+            self._choose_algorithm()
         is_limited = self._is_limited
         self._check_ranks(is_limited=is_limited)
         if self.max_moves is not None and self.target_balancedness is not None:
@@ -229,6 +226,18 @@ class PlanSettings:
                 f"--algorithm {self.algorithm} plans from scratch: --max-moves and "
                 "--target-balancedness work with incremental plans only"
             )
+
+    def _choose_algorithm(self) -> None:
+        """Replace `auto`: by incremental from a current layout or with a limit, else the unit's."""
+        unit = None if self.unit is None else UNITS[self.unit]
+        has_current = self.pool.current is not None and self.shared_ranks is None
+        if has_current or self._is_limited:
+            object.__setattr__(self, "algorithm", Algorithm.INCREMENTAL)
+            is_hierarchical = unit is not None and unit.algorithm is Algorithm.HIERARCHICAL
+            if is_hierarchical and self.locality is None:
+                object.__setattr__(self, "locality", 0.0)
+        elif unit is not None and self.locality is None:
+            object.__setattr__(self, "algorithm", unit.algorithm)
 
     def _check_places(self) -> None:
         """Check that no option contradicts shared places."""
