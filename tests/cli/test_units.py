@@ -8,11 +8,17 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli.main import app
-from equipoise.cli.offline.settings import PlanSettings, PoolSettings, RecordingSettings
+from equipoise.cli.offline.policies import policies_of
+from equipoise.cli.offline.settings import (
+    PlanSettings,
+    PoolSettings,
+    RecordingSettings,
+    WhatIfSettings,
+)
 from equipoise.formats.files import read_placement, write_recording
 from equipoise.formats.format import Format
 from equipoise.formats.recording import Recording
-from equipoise.planning.policy import Algorithm
+from equipoise.planning.policy import Algorithm, Policy
 from equipoise.planning.units import UNITS, UnitName
 from equipoise.settings.errors import InvalidSettingsError
 
@@ -94,6 +100,24 @@ def test_whatif_compares_a_unit_with_fewer_redundant_slots(loads):
     found = equipoise("whatif", "--loads", loads, "--unit", "prefill-ep32")
     shapes = [(one["num_ranks"], one["num_nodes"], one["num_slots"]) for one in found["choices"]]
     assert shapes == [(32, 4, 256), (32, 4, 288)]
+
+
+def test_whatif_replays_a_units_own_policy_unless_another_is_named():
+    source = RecordingSettings(loads=("loads.json",))
+    own = WhatIfSettings(source=source, unit=UnitName.PREFILL_EP32)
+    assert policies_of([own.policy]) == {
+        "prefill-ep32": Policy(algorithm=Algorithm.HIERARCHICAL, interval_s=600)
+    }
+    named = WhatIfSettings(source=source, unit=UnitName.PREFILL_EP32, policy="default")
+    assert named.policy == "default"
+
+
+@pytest.mark.parametrize(
+    "option", [["--ranks", "8"], ["--ranks-per-node", "4"], ["--max-redundant", "3"]]
+)
+def test_whatif_takes_no_other_description_of_a_units_pools(option, loads):
+    with pytest.raises(InvalidSettingsError, match="own --ranks, --ranks-per-node and --max-redu"):
+        equipoise("whatif", "--loads", loads, "--unit", "prefill-ep32", *option)
 
 
 @pytest.mark.parametrize("option", [["--ranks", "8"], ["--nodes", "2"], ["--slots", "300"]])

@@ -20,6 +20,7 @@ from equipoise.settings.errors import InvalidSettingsError
 from equipoise.settings.fields import DAY_S, Range, check_ranges
 
 _IMAGES = {".png", ".svg"}
+_RANKS_TO_TRY = ("8", "16", "32", "64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,12 @@ def _pool_of(name: UnitName, pool: PoolSettings) -> PoolSettings:
         )
     unit = UNITS[name]
     return replace(pool, ranks=unit.num_ranks, nodes=unit.num_nodes, slots=unit.num_slots)
+
+
+def _own_policy(name: UnitName) -> str:
+    """The policy of a unit, as --policy takes it."""
+    unit = UNITS[name]
+    return f"{name}=algorithm={unit.algorithm},interval={unit.interval_s:g}"
 
 
 def _check_ranks_given(unit: UnitName | None, pool: PoolSettings) -> None:
@@ -315,11 +322,9 @@ class ReplaySettings:
         check_ranges(self)
         _check_ranks_given(self.unit, self.pool)
         if self.unit is not None:
-            unit = UNITS[self.unit]
             object.__setattr__(self, "pool", _pool_of(self.unit, self.pool))
-            object.__setattr__(self, "source", _source_of(unit, self.source))
-            own = f"{self.unit}=algorithm={unit.algorithm},interval={unit.interval_s:g}"
-            object.__setattr__(self, "policy", self.policy or (own,))
+            object.__setattr__(self, "source", _source_of(UNITS[self.unit], self.source))
+            object.__setattr__(self, "policy", self.policy or (_own_policy(self.unit),))
         if self.pool.places:
             object.__setattr__(self, "policy", self.policy or ("default", "pooled=slots=pooled"))
         if self.plot is not None and self.plot.suffix not in _IMAGES:
@@ -341,10 +346,10 @@ class WhatIfSettings:
     """Deployment unit of DeepSeek-V3 to plan for, with up to as many redundant slots as it
     has, instead of --ranks, --ranks-per-node and --max-redundant."""
 
-    ranks: tuple[str, ...] = ("8", "16", "32", "64")
+    ranks: tuple[str, ...] = _RANKS_TO_TRY
     """Numbers of expert-parallel ranks (GPUs) to try."""
 
-    ranks_per_node: Annotated[int, Range(1)] = 8
+    ranks_per_node: Annotated[int, Range(1)] = RANKS_PER_NODE
     """GPUs per node. A number of ranks that it does not divide counts as one node."""
 
     max_redundant: Annotated[int | None, Range(0)] = None
@@ -357,8 +362,9 @@ class WhatIfSettings:
     algorithm: Algorithm = Algorithm.AUTO
     """Planning algorithm."""
 
-    policy: str = "default"
-    """Policy for the moves per hour, in the form that `equipoise replay` takes."""
+    policy: str | None = None
+    """Policy to replay, in the form that `equipoise replay` takes. Default: the unit's own
+    algorithm and interval, or `default`."""
 
     window_s: Annotated[float, Range(0.001, DAY_S)] = 10.0
     """Length of each window in seconds, which recordings do not contain."""
@@ -399,6 +405,13 @@ class WhatIfSettings:
             )
         if self.unit is not None:
             unit = UNITS[self.unit]
+            is_default = self.ranks == _RANKS_TO_TRY and self.ranks_per_node == RANKS_PER_NODE
+            if not is_default or self.max_redundant is not None:
+                raise InvalidSettingsError(
+                    f"--unit {self.unit} has its own --ranks, --ranks-per-node and "
+                    "--max-redundant: leave them out"
+                )
+            object.__setattr__(self, "policy", self.policy or _own_policy(self.unit))
             object.__setattr__(self, "source", _source_of(unit, self.source))
             object.__setattr__(self, "ranks", (str(unit.num_ranks),))
             object.__setattr__(self, "ranks_per_node", RANKS_PER_NODE)

@@ -332,7 +332,7 @@ def _describe(option: PoolOption) -> str:
 
 
 def _evaluated(settings: WhatIfSettings, case: Case) -> tuple[PoolOption, ...]:
-    ((_, policy),) = policies_of([settings.policy]).items()
+    ((_, policy),) = policies_of([settings.policy or "default"]).items()
     rank_counts = numbers("--ranks", settings.ranks)
     if not rank_counts or min(rank_counts) < 1:
         raise InvalidSettingsError("--ranks must be numbers of at least 1")
