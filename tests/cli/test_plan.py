@@ -362,6 +362,17 @@ def test_ranks_may_have_unequal_slots():
         equipoise(*pool, "--slots-of-rank", "8x3,33")
 
 
+def test_layers_that_share_places_keep_to_a_locality(tmp_path):
+    pool = [*POOL, "--slots", "48", "--places", "40"]
+    anywhere = tmp_path / "anywhere.json"
+    assert planned(*pool, "--out", str(anywhere))["off_node_share"] > 0
+    at_home = planned(*pool, "--locality", "0")
+    assert (at_home["algorithm"], at_home["off_node_share"]) == ("local", pytest.approx(0))
+    returned = planned(*pool, "--locality", "0", "--current", str(anywhere))
+    assert returned["algorithm"] == "incremental"
+    assert returned["off_node_share"] == pytest.approx(0)
+
+
 @pytest.mark.parametrize(
     ("places", "of_rank", "words"),
     [

@@ -145,6 +145,7 @@ def _make(settings: PlanSettings) -> _PlanReport:
         arguments["wishes"] = Wishes(
             algorithm=arguments.pop("algorithm"),
             slots=SlotUse.POOLED,
+            locality=settings.locality,
             weighted=Weighting.AUTO if settings.weighted else Weighting.OFF,
             max_moves=settings.max_moves,
             target_balancedness=settings.target_balancedness,

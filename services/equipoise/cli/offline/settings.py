@@ -235,7 +235,7 @@ class PlanSettings:
             )
 
     def _choose_algorithm(self) -> None:
-        """Replace `auto`: by incremental from a current layout or with a limit, else the unit's."""
+        """Replace `auto` where the other options or the unit determine the algorithm."""
         unit = None if self.unit is None else UNITS[self.unit]
         has_current = self.pool.current is not None and self.shared_ranks is None
         if has_current or self._is_limited:
@@ -243,7 +243,9 @@ class PlanSettings:
             is_hierarchical = unit is not None and unit.algorithm is Algorithm.HIERARCHICAL
             if is_hierarchical and self.locality is None:
                 object.__setattr__(self, "locality", 0.0)
-        elif unit is not None and self.locality is None:
+        elif self.locality is not None:
+            object.__setattr__(self, "algorithm", Algorithm.LOCAL)
+        elif unit is not None:
             object.__setattr__(self, "algorithm", unit.algorithm)
 
     def _check_places(self) -> None:
@@ -253,9 +255,9 @@ class PlanSettings:
                 f"--places works with --format {Format.EQUIPOISE} only: {self.format} cannot "
                 "represent layers with different numbers of slots"
             )
-        if self.slots_of_rank or self.shared_ranks is not None or self.locality is not None:
+        if self.slots_of_rank or self.shared_ranks is not None:
             raise InvalidSettingsError(
-                "--places cannot be combined with --slots-of-rank, --shared-ranks or --locality"
+                "--places cannot be combined with --slots-of-rank or --shared-ranks"
             )
 
     @property
