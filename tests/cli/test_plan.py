@@ -138,6 +138,21 @@ def test_no_moves_are_nothing(code_layout):
     assert (none["moves"], none["balancedness"]) == (0, none["balancedness_current"])
 
 
+def test_moves_that_must_be_made_do_not_count(tmp_path):
+    pool, path = [*POOL, "--slots", "48"], str(tmp_path / "layout.json")
+    planned(*pool, "--windows", "code", "--algorithm", "global", "--out", path)
+    english = [*pool, "--windows", "english", "--current", path, "--max-moves", "0"]
+    assert planned(*english)["moves"] == 0
+    assert planned(*english, "--exclude-ranks", "1")["moves"] > 0
+    assert planned(*english, "--locality", "0")["off_node_share"] == pytest.approx(0)
+
+
+def test_the_help_says_what_has_no_default_and_what_does_not_count():
+    found = " ".join(CliRunner().invoke(app, ["plan", "--help"]).stdout.split())
+    assert "[default: 0]" not in found
+    assert "Moves that restore lost experts" in found
+
+
 def test_chance_moves_nothing(tmp_path):
     shares = np.random.default_rng(1).dirichlet(np.ones(64), size=6)
     layout = tmp_path / "layout.json"

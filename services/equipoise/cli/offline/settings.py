@@ -172,10 +172,12 @@ class PlanSettings:
     locality: Annotated[float | None, Range(0, 1)] = None
     """How freely slots may host experts of other nodes. 0 is hierarchical: each expert group stays
     on one node. 1 is global. Between them, most load stays on its group's node. With --current, the
-    plan is incremental and returns groups that are spread further."""
+    plan is incremental, and layers that exceed it are brought back."""
 
     max_moves: Annotated[int | None, Range(0)] = None
-    """Maximum number of slots that may change. The plan picks the moves that gain most."""
+    """Maximum number of moves for balance. The plan picks those that gain most. Moves that restore
+    lost experts, or with --locality return groups to their nodes, are made in any case and do not
+    count."""
 
     target_balancedness: Annotated[float | None, Range(0, 1, is_open=True)] = None
     """Stop at this balancedness, with the fewest moves."""
