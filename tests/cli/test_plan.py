@@ -138,7 +138,7 @@ def test_no_moves_are_nothing(code_layout):
     assert (none["moves"], none["balancedness"]) == (0, none["balancedness_current"])
 
 
-def test_moves_that_must_be_made_do_not_count(tmp_path):
+def test_moves_that_must_be_made_exceed_a_budget(tmp_path):
     pool, path = [*POOL, "--slots", "48"], str(tmp_path / "layout.json")
     planned(*pool, "--windows", "code", "--algorithm", "global", "--out", path)
     english = [*pool, "--windows", "english", "--current", path, "--max-moves", "0"]
@@ -147,7 +147,7 @@ def test_moves_that_must_be_made_do_not_count(tmp_path):
     assert planned(*english, "--locality", "0")["off_node_share"] == pytest.approx(0)
 
 
-def test_the_help_says_what_has_no_default_and_what_does_not_count():
+def test_the_help_says_what_has_no_default_and_what_exceeds_a_budget():
     found = " ".join(CliRunner().invoke(app, ["plan", "--help"]).stdout.split())
     assert "[default: 0]" not in found
     assert "Moves that restore lost experts" in found

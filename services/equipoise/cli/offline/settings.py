@@ -175,8 +175,8 @@ class PlanSettings:
     plan is incremental, and layers that exceed it are brought back."""
 
     max_moves: Annotated[int | None, Range(0)] = None
-    """Maximum number of moves for balance. The plan picks those that gain most. Moves that restore
-    lost experts, or with --locality return groups to their nodes, are made in any case and do not
+    """Maximum number of slots that may change. The plan picks the moves that gain most. Moves that
+    restore lost experts, or with --locality return groups to their nodes, are made in any case, and
     count."""
 
     target_balancedness: Annotated[float | None, Range(0, 1, is_open=True)] = None
