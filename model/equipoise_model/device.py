@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -126,9 +127,8 @@ def to_host(parts: Sequence[Tensor]) -> Tensor:
 
 
 @cache
-def _stream_beside(device: torch.device, direction: str) -> torch.cuda.Stream:
+def _stream_beside(device: torch.device, _direction: Literal["to", "from"]) -> torch.cuda.Stream:
     """The stream of all copies in one direction; the allocator keeps memory for each stream."""
-    assert direction in {"to", "from"}
     return torch.cuda.Stream(device)
 
 

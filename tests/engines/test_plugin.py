@@ -59,7 +59,7 @@ class Noting:
         self.noted = []
 
     def __getattr__(self, name):
-        return lambda: self.noted.append(name)
+        return lambda *tags: self.noted.append((name, *tags) if tags else name)
 
 
 def test_every_worker_of_vllm_tells_its_seat_of_updates_and_of_sleep(monkeypatch):
@@ -94,7 +94,8 @@ def test_every_worker_of_vllm_tells_its_seat_of_updates_and_of_sleep(monkeypatch
     worker.wake_up(tags=["kv_cache"])
     assert seat.noted == [
         *("note_update", "note_release", "level 2", "['weights', 'all']"),
-        *("['weights']", "note_restore", "['kv_cache']"),
+        *("['weights']", ("note_restore", ["weights"])),
+        *("['kv_cache']", ("note_restore", ["kv_cache"])),
     ]
 
 
@@ -117,7 +118,11 @@ def test_sglang_tells_its_seat_of_sleep():
         request = SimpleNamespace(tags=tags)
         for hook in (hooks.note_release, hooks.note_restore):
             assert hook(lambda _updater, one: one.tags, "updater", request) == tags
-    assert seat.noted == ["note_release", "note_restore"] * 2
+    assert seat.noted == [
+        (name, tags)
+        for tags in (["kv_cache"], ["kv_cache", "weights"], None)
+        for name in ("note_release", "note_restore")
+    ]
 
 
 @pytest.mark.parametrize("name", ["vllm", ""])

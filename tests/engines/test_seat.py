@@ -430,13 +430,20 @@ def test_an_engine_sleeps_and_is_balanced_again_when_it_wakes(ranks):
     stage(ranks, SECOND)
     ranks.step()
     for seat in ranks.seats:
-        seat.note_release()
+        seat.note_release(["kv_cache"])
+    ranks.seats[0].held.hash_slot(0, 0)
+    for seat in ranks.seats:
+        seat.note_release(["kv_cache", "weights"])
     with pytest.raises(NotHeldError, match="the engine sleeps"):
         ranks.seats[0].held.hash_slot(0, 0)
     ranks.seats[1].note_changed_slots()  # A hashing that began before waits.
     update(ranks, announced=False)
     for seat in ranks.seats:
-        seat.note_restore()
+        seat.note_restore(["kv_cache"])
+    with pytest.raises(NotHeldError, match="the engine sleeps"):
+        ranks.seats[0].held.hash_slot(0, 0)
+    for seat in ranks.seats:
+        seat.note_restore(["weights"])
     step_until(ranks, lambda: ranks.based[-2:] == [0, 1])
     assert ranks.switched == []
     stage(ranks, SECOND)

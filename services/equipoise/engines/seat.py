@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -273,19 +273,24 @@ class EngineSeat:
             slots.note_written()
         self._baseline.note_update(is_announced=True)
 
-    def note_release(self) -> None:
-        """The engine is about to release the memory of its weights (sleep mode).
+    def note_release(self, tags: Sequence[str] | None = None) -> None:
+        """The engine is about to release memory (sleep mode): that of its `tags`, by default all.
 
-        Waits for reads in progress; until `note_restore` there are no others.
+        If its weights are among it, waits for reads in progress; until `note_restore` there are no
+        others.
         """
+        if not _has_weights(tags):
+            return
         _log.info("the engine sleeps: nothing is read or moved until its weights are back")
         with self._lock:
             self._staged = self._advertised = None
         for slots in self.model.slots:
             slots.close()
 
-    def note_restore(self) -> None:
-        """The memory is back, at the same addresses; what it holds counts as an update."""
+    def note_restore(self, tags: Sequence[str] | None = None) -> None:
+        """The memory is back, at the same addresses; weights in it count as an update."""
+        if not _has_weights(tags):
+            return
         for slots in self.model.slots:
             slots.open()
         self.note_update()
@@ -413,3 +418,7 @@ class EngineSeat:
 
     def _median_us(self) -> int:
         return round(median(self._recent_us)) if self._recent_us else 0
+
+
+def _has_weights(tags: Sequence[str] | None) -> bool:
+    return not tags or "weights" in tags

@@ -26,7 +26,7 @@ from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import EngineSettings, settings_from
-from equipoise.engines.slots import EngineSlots, has_weights, while_in_use
+from equipoise.engines.slots import EngineSlots, while_in_use
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -131,8 +131,8 @@ class Hooks:
         self, original: Callable[..., object], updater: Any, request: Any, *args: Any
     ) -> object:
         """Let nobody read weights whose memory is about to be released."""
-        if self._seat is not None and has_weights(request.tags):
-            self._seat.note_release()
+        if self._seat is not None:
+            self._seat.note_release(request.tags)
         return original(updater, request, *args)
 
     def note_restore(
@@ -140,8 +140,8 @@ class Hooks:
     ) -> object:
         """Notice that the memory of the weights is back."""
         returned = original(updater, request, *args)  # If it fails, nobody reads.
-        if self._seat is not None and has_weights(request.tags):
-            self._seat.note_restore()
+        if self._seat is not None:
+            self._seat.note_restore(request.tags)
         return returned
 
     def end_pass(self, original: Callable[[Any], None], manager: Any) -> None:

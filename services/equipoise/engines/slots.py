@@ -140,11 +140,6 @@ class EngineSlots:
         return settle
 
 
-def has_weights(tags: Sequence[str] | None) -> bool:
-    """Whether an engine that releases or restores memory by `tags` does so for its weights."""
-    return not tags or "weights" in tags
-
-
 @cache
 def _reading_stream(device: torch.device) -> Any:
     """The stream that slots of a device are read on: the allocator keeps memory for each stream."""

@@ -27,7 +27,7 @@ from equipoise.engines.releases import check_release
 from equipoise.engines.seat import EngineSeat
 from equipoise.engines.seating import take_seat
 from equipoise.engines.settings import EngineSettings, settings_from
-from equipoise.engines.slots import EngineSlots, has_weights, while_in_use
+from equipoise.engines.slots import EngineSlots, while_in_use
 from equipoise.engines.tables import replica_tables
 from equipoise.planning.layout import Layout
 from equipoise.planning.topology import ModelShape
@@ -153,10 +153,9 @@ def _noticed(
             for seat in seats:
                 seat.note_release()
         returned = original(*args, **named)  # If it fails, it is unknown what is in memory.
-        tags = named.get("tags", args[1] if len(args) > 1 else None)
-        if name == _WAKE and has_weights(tags):
+        if name == _WAKE:
             for seat in seats:
-                seat.note_restore()
+                seat.note_restore(named.get("tags", args[1] if len(args) > 1 else None))
         return returned
 
     vars(call)["equipoise"] = seats

@@ -74,7 +74,6 @@ local found, schema = tonumber(redis.call('HGET', meta, 'schema')), ARGV[4]
 if found and found < tonumber(schema) then redis.call('HSET', meta, 'schema', schema) end
 return {'ok'}
 """
-
 """Also raises the schema version: a follower of a later release leaves it as it is, so that an
 aborted upgrade does not lock out the balancers of the earlier one."""
 

@@ -115,11 +115,10 @@ class _PoolPage:
             records = await self._store.decisions(name, limit=NUM_DECISIONS)
             self._decisions = [as_json(decision_to_proto(record)) for record in records]
             self._last_decision = latest
-        except StoreError:  # The pool's state shows the store's fault.
+        except Exception as error:  # noqa: BLE001 - the rest of the page can be shown
             self._fetch_from_s = time.monotonic() + _STORE_PAUSE_S
-        except Exception:  # noqa: BLE001 - the rest of the page can be shown
-            self._fetch_from_s = time.monotonic() + _STORE_PAUSE_S
-            _log.exception("pool %s: its decisions cannot be shown", name)
+            if not isinstance(error, StoreError):  # The pool's state shows the store's fault.
+                _log.exception("pool %s: its decisions cannot be shown", name)
         finally:
             self._fetching = None
 
