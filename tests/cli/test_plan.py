@@ -143,7 +143,10 @@ def test_moves_that_must_be_made_exceed_a_budget(tmp_path):
     planned(*pool, "--windows", "code", "--algorithm", "global", "--out", path)
     english = [*pool, "--windows", "english", "--current", path, "--max-moves", "0"]
     assert planned(*english)["moves"] == 0
-    assert planned(*english, "--exclude-ranks", "1")["moves"] > 0
+    without_one = planned(*english, "--exclude-ranks", "1")
+    assert without_one["moves"] == without_one["lost_experts"] > 0
+    assert f"{without_one['lost_experts']} of which restore lost experts" in without_one["reason"]
+    assert "lost experts" in equipoise(*english, "--exclude-ranks", "1")
     assert planned(*english, "--locality", "0")["off_node_share"] == pytest.approx(0)
 
 

@@ -145,7 +145,7 @@ def _widened(
     if shares is not None:
         shares = widened(shares, live, own, fill=0)
     if current is None:
-        return replace(made, expert_of_slot=table, share_of_slot=shares, steps=())
+        return replace(made, expert_of_slot=table, share_of_slot=shares)
     columns = columns_of(topology, topology.slots_of_rank, ranks=made.ranks)
     held = current.expert_of_slot[:, columns]
     in_use = np.add.reduceat(held != EMPTY, live.first_slot[:-1], axis=1, dtype=np.int64)
@@ -158,7 +158,6 @@ def _widened(
         expert_of_slot=table,
         share_of_slot=shares,
         moves=count_moves(held, table),
-        steps=(),
         evened_layers=int((in_use != own).any(axis=1).sum()),
     )
 
@@ -346,7 +345,12 @@ class _Pooling:
             comparison += f"; not hierarchical: {self.obstacle}"
         slots_of_layer = (placed.table != EMPTY).sum(axis=1)
         changed = int((placed.table != problem.held).any(axis=1).sum())
-        after = "" if before is None else f" after {before:.3f}"
+        how = (
+            ""
+            if before is None
+            else f" after {before:.3f} by {made.moves} moves in {changed} of "
+            f"{len(slots_of_layer)} layers"
+        )
         return replace(
             made,
             bound=sum(
@@ -362,9 +366,8 @@ class _Pooling:
                 )
             ),
             reason=(
-                f"pooled: {made.balancedness:.3f}{after} by {made.moves} moves in {changed} of "
-                f"{len(slots_of_layer)} layers, which have {slots_of_layer.min()} to "
-                f"{slots_of_layer.max()} slots each{comparison}"
+                f"pooled: {made.balancedness:.3f}{how}, with {slots_of_layer.min()} to "
+                f"{slots_of_layer.max()} slots in a layer{comparison}"
             ),
         )
 

@@ -12,7 +12,7 @@ from equipoise.planning.layout import Layout, count_moves
 from equipoise.planning.placing.chance import chance_of_layer, gains_beyond_chance
 from equipoise.planning.placing.cover import cover
 from equipoise.planning.placing.from_scratch import place_globally, place_hierarchically
-from equipoise.planning.placing.incremental import Improvement, MoveStep, improve
+from equipoise.planning.placing.incremental import Improvement, improve
 from equipoise.planning.placing.locality import Homes, place_locally, strays
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.placing.weigh import Placed, mixed, weigh
@@ -52,9 +52,6 @@ class Plan:
     reason: str
     share_of_slot: ShareTable | None = None
     """Shares, int32 [layers, slots]; None if all are even."""
-    steps: tuple[MoveStep, ...] = ()
-    """Steps of an incremental plan, most gain per move first. Any prefix is a valid layout worth
-    having. Empty if the plan has shares, which fit the whole plan only."""
     returned_layers: int = 0
     """Layers whose expert groups return to their nodes, whatever balance that costs: `hierarchical`
     and a locality ask for it."""
@@ -217,15 +214,15 @@ def _plan_incrementally(task: _Task) -> Plan:
     placed = mixed(problem, changes | returns, kept, placed)
     made = summary(problem, placed, Algorithm.INCREMENTAL)
     reason = f"incremental: {made.balancedness:.3f} after {before:.3f} by {made.moves} moves"
+    if num_lost := int((problem.replicas(problem.held) == 0).sum()):
+        reason += f", {num_lost} of which restore lost experts ({before:.3f} is without their load)"
     if target is not None and made.balancedness < target:
         reason += f"; the target of {target:.3f} is out of reach"
     if returns.any():
         reason += f"; expert groups of {returns.sum()} layers return to their nodes"
-    steps = tuple(step for step in better.steps if changes[step.layer] or returns[step.layer])
     return replace(
         made,
         returned_layers=int(returns.sum()),
-        steps=steps if placed.shares is None else (),
         curve=better.curve,
         reason=reason + _shares_text(problem, placed) + (comparison or hopeless),
     )

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from equipoise.cli.display import console, format_count, print_json
+from equipoise.cli.display import console, format_count, print_json, progress_bar
 from equipoise.cli.offline.inputs import (
     Case,
     CurrentLayout,
@@ -25,7 +26,7 @@ from equipoise.formats.placement import ExpertPlacement
 from equipoise.planning.arrays import EMPTY, ExpertTable, Load
 from equipoise.planning.balance import balancedness, balancedness_per_layer, rank_loads
 from equipoise.planning.errors import InvalidLayoutError
-from equipoise.planning.layout import count_moves
+from equipoise.planning.layout import count_moves, count_replicas
 from equipoise.planning.load import assignments_per_layer
 from equipoise.planning.places import Wishes, plan_in_places
 from equipoise.planning.placing.blanks import widened
@@ -102,6 +103,12 @@ class _PlanReport:
         return [int(count) for count in (self.plan.expert_of_slot == shared).sum(axis=1)]
 
     @property
+    def num_lost(self) -> int:
+        """Number of experts, over all layers, that none of the plan's ranks holds now."""
+        replicas = count_replicas(self.held, num_experts=self.case.model.num_experts)
+        return int((replicas == 0).sum())
+
+    @property
     def num_uneven_layers(self) -> int:
         """Number of layers in which some expert's replicas serve unequal shares."""
         made = self.plan
@@ -168,7 +175,9 @@ def _make(settings: PlanSettings) -> _PlanReport:
                 **{**arguments, "model": replace(case.model, num_layers=1), "current": None},
             )
         started_s = time.perf_counter()
-        made = planner(load, **arguments)
+        with progress_bar(TimeElapsedColumn()) as progress:
+            progress.add_task("planning", total=None)
+            made = planner(load, **arguments)
         plan_ms = (time.perf_counter() - started_s) * 1000
     except InvalidLayoutError as error:
         raise InvalidSettingsError(str(error)) from None
@@ -232,6 +241,7 @@ def _document(report: _PlanReport, settings: PlanSettings) -> dict[str, Any]:
         "balancedness_min_layer": float(made.balancedness_of_layer.min()),
         "balancedness_current": balancedness(report.rank_load_now),
         "bound": made.bound,
+        "lost_experts": report.num_lost,
         "moves": report.moves,
         "bytes": report.moves * model.expert_bytes,
         "off_node_share": made.off_node_share,
@@ -287,6 +297,9 @@ def _show(report: _PlanReport, settings: PlanSettings) -> None:
         f"mean / max rank load; upper bound {made.bound:.4f}",
     )
     table.add_row("worst layer", f"{now.min():.4f}", f"{made.balancedness_of_layer.min():.4f}", "")
+    if report.num_lost:
+        text = f'of {model.num_layers * model.num_experts:,}; "now" leaves out their load'
+        table.add_row("lost experts", f"{report.num_lost:,}", "0", text)
     slots = int(used.sum())
     table.add_row("moves", "", f"{report.moves:,}", f"of {slots:,} slots, from {origin}")
     table.add_row(
