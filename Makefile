@@ -144,6 +144,7 @@ fuzz: $(STAMP)  ## Send every field of every message at its limits, a million ra
 	  $(BIN)/python -m pytest -s tests/balancer/test_fuzz.py $(ARGS)
 	EQUIPOISE_FUZZ_BODIES=1000000 \
 	  $(BIN)/python -m pytest -s -o timeout=0 tests/gateway/test_hostile_fields.py -k random_body $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile default -m 'not benchmark and not e2e' $$(grep -rl '^@given' tests) $(ARGS)
 	EQUIPOISE_RANDOM_PLANS=1000000 EQUIPOISE_RANDOM_POOLS=350000 \
 	  $(BIN)/python -m pytest -o timeout=0 tests/planning/test_wave_places.py tests/planning/test_places.py -k any_plan $(ARGS)
 

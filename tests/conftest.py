@@ -6,6 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Random examples are the same in each run: what fails, fails for a change. `make fuzz` draws others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 # Triton decides at its first import whether it interprets kernels, and tests of other packages
 # import it with torch before the kernel tests are collected.

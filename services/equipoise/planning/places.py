@@ -228,25 +228,25 @@ class _Pooling:
         target = wishes.target_balancedness
         if not must.any() and (not worth.any() or (target is not None and standing >= target)):
             return self._made(held, before=standing, comparison=comparison)
-        best, lose = held, np.where(worth, before - after, 0.0)
         ways: Iterable[Placed] = (fresh,)
         if wishes.algorithm is Algorithm.INCREMENTAL:
-            ways = self._candidates(fresh, lose=lose, must=must)
-
-        def net(placed: Placed) -> float:
-            cost = wishes.least_gain_per_move * count_moves(problem.held, placed.table)
-            return _mean_balance(problem, placed) - cost
-
+            ways = self._candidates(fresh, lose=np.where(worth, before - after, 0.0), must=must)
+        best, reached, net = held, standing, standing
+        curve: list[tuple[int, float]] = []
         for placed in ways:
             moves = count_moves(problem.held, placed.table)
             if wishes.max_moves is not None and moves > wishes.max_moves and not must.any():
                 break
-            if must.any() or net(placed) > net(best):
-                best = placed
-            if must.any() or (target is not None and _mean_balance(problem, best) >= target):
+            balance = _mean_balance(problem, placed)
+            if not curve or balance > curve[-1][1]:
+                curve.append((moves, balance))
+            worth_it = balance - wishes.least_gain_per_move * moves
+            if must.any() or worth_it > net:
+                best, reached, net = placed, balance, worth_it
+            if must.any() or (target is not None and reached >= target):
                 break
         made = self._made(best, before=standing, comparison=comparison)
-        return replace(made, returned_layers=int(returns.sum()))
+        return replace(made, returned_layers=int(returns.sum()), curve=tuple(curve))
 
     def _candidates(self, fresh: Placed, *, lose: Load, must: Bools) -> Iterator[Placed]:
         """Yield placements that move more and more.

@@ -58,8 +58,8 @@ class Plan:
     evened_layers: int = 0
     """Layers in which ranks get equally many slots again, whatever balance that costs."""
     curve: tuple[tuple[int, float], ...] = ()
-    """(moves, balancedness) of an incremental plan: the most that any number of moves buys with
-    even splits."""
+    """(moves, balancedness), both increasing: the most that any number of moves buys with even
+    splits, by an incremental plan; with pooled slots only the placements that were tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

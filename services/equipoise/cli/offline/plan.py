@@ -327,7 +327,7 @@ def _show(report: _PlanReport, settings: PlanSettings) -> None:
         )
     table.add_row("planning time", "", f"{report.plan_ms:.1f} ms", "")
     out.print(table)
-    if made.curve:
+    if len(made.curve) > 1:
         out.print("\nbest balancedness by number of moves")
         out.print(_curve_table(made.curve))
     out.print(f"\n{made.reason}")
