@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Random examples are the same in each run: what fails, fails for a change. `make fuzz` draws others.
+# Random examples are the same in each run: tests fail for changes only. `make fuzz` draws others.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 

@@ -74,23 +74,36 @@ def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, sk
     assert max(ratios) > 1.01
 
 
-def test_a_pool_without_metrics_hides_no_other(serving_harness, caplog):
-    broken, whole = copy(serving_harness.pool), copy(serving_harness.pool)
-    broken.name, broken.counters, whole.name = "a-broken", None, "b-whole"
-    pools = {"a-broken": broken, "b-whole": whole}
-    seat = SimpleNamespace(
-        led=SimpleNamespace(
-            names=lambda: tuple(pools), find=lambda name: SimpleNamespace(pool=pools[name])
-        ),
+def leading(harness, *pools, empty_since_s=None):
+    """The seat of a balancer that leads pools without a runner."""
+    runners = {pool.name: SimpleNamespace(pool=pool, empty_since_s=empty_since_s) for pool in pools}
+    return SimpleNamespace(
+        led=SimpleNamespace(names=lambda: tuple(runners), find=runners.__getitem__),
         pools=SimpleNamespace(unreadable={}),
-        policies=serving_harness.policies,
+        policies=harness.policies,
         highest_term=1,
         not_ready="",
         store_fault="",
         timeouts=(),
     )
+
+
+def test_a_pool_that_had_no_workers_for_a_day_has_no_series_and_so_no_alerts(serving_harness):
+    seat = leading(serving_harness, serving_harness.pool, empty_since_s=100.0)
+    for now, is_there in ((100.0 + 86_399, True), (100.0 + 86_401, False)):
+        registry = CollectorRegistry()
+        registry.register(BalancerCollector(seat, clock=lambda now=now: now))
+        assert ('pool="tiny"' in generate_latest(registry).decode()) == is_there
+
+
+def test_a_pool_without_metrics_hides_no_other(serving_harness, caplog):
+    broken, whole = copy(serving_harness.pool), copy(serving_harness.pool)
+    broken.name, broken.counters, whole.name = "a-broken", None, "b-whole"
     registry = CollectorRegistry()
-    registry.register(BalancerCollector(seat, clock=lambda: serving_harness.now))
+    collector = BalancerCollector(
+        leading(serving_harness, broken, whole), clock=lambda: serving_harness.now
+    )
+    registry.register(collector)
     for _ in range(3):
         text = generate_latest(registry).decode()
         assert 'equipoise_moves_total{pool="b-whole"} 0.0' in text

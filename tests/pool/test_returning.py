@@ -9,6 +9,7 @@ from equipoise.pool.effects import WriteMembership
 from equipoise.pool.health import Health
 from equipoise.pool.hello_checks import RejectedWorkerError
 from equipoise.pool.records import PoolMemory
+from equipoise.wire.messages import Leaving
 from tests.support.deaths import (
     check,
     come,
@@ -155,3 +156,27 @@ def test_a_survivor_that_keeps_reconnecting_is_waited_for_once(serving_harness):
         if waited_s % 3 == 0:
             harness.hello(replace(survivor.hello, group_lost=lost(survivor)))
     assert waited_s <= harness.pool.policy.values.reform_timeout_s + 1
+
+
+def test_a_pool_that_has_lost_all_its_ranks_is_down_until_they_come_back(serving_harness):
+    harness = serving_harness
+    for worker in harness.ranks:
+        harness.lose(worker)
+    harness.tick(600.0)
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.DOWN
+    assert "no worker is connected: rank 0 (worker-0) is gone: its stream ended" in diagnosis.reason
+    assert harness.pool.roster.intended_ranks == 4
+    for worker in harness.ranks:
+        harness.hello(worker.reconnecting())
+    assert harness.pool.diagnosis().health is Health.SERVING
+
+
+def test_a_pool_whose_workers_have_all_stopped_in_order_is_not_down(serving_harness):
+    harness = serving_harness
+    for worker in harness.ranks:
+        harness.say(worker, Leaving(reason="SIGTERM"))
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.WAITING
+    assert "no worker is connected: rank 0 (worker-0) is gone: it left: SIGTERM" in diagnosis.reason
+    assert harness.pool.roster.intended_ranks == 0

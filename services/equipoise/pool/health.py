@@ -13,13 +13,14 @@ class Health(StrEnum):
     """A pool's health."""
 
     WAITING = "waiting"
-    """Fewer workers than ranks, or they still load their experts."""
+    """Fewer workers than ranks, or they still load their experts, or all stopped in order."""
 
     SERVING = "serving"
     """All intended ranks serve."""
 
     DOWN = "down"
-    """The workers that are connected have too few slots for all experts, and do not serve."""
+    """The workers that are connected, if any are, have too few slots for all experts, and do not
+    serve."""
 
     DEGRADED = "degraded"
     """A rank is missing, or something is wrong; the rest may still serve."""
@@ -60,6 +61,11 @@ def diagnose(
         waiting = opening.reason or ("" if odd else "no worker is connected")
         waits = [waiting, _outvoted(roster), *odd]
         return Diagnosis(health=Health.WAITING, reason="; ".join(filter(None, waits)))
+    if not any(member.connected for member in roster.members.values()):
+        gone = few([_absence(member) for member in roster.seated()], "; ")
+        health = Health.DOWN if roster.intended_ranks else Health.WAITING
+        reason = f"no worker is connected: {gone}"
+        return Diagnosis(health=health, reason="; ".join(filter(None, [reason, store_fault])))
     troubles = [
         few([_absence(member) for member in roster.seated() if not member.connected], "; "),
         opening.reason,
@@ -71,13 +77,11 @@ def diagnose(
     ]
     if any(troubles):
         return Diagnosis(health=Health.DEGRADED, reason="; ".join(filter(None, troubles)))
+    if roster.complete:
+        return Diagnosis(health=Health.SERVING, reason="")
     loading = [member.name for member in roster.seated() if not member.serving]
-    if loading:
-        reason = f"waiting for {few(loading)} to load experts"
-        return Diagnosis(health=Health.WAITING, reason=reason)
-    if not roster.complete:
-        return Diagnosis(health=Health.WAITING, reason="waiting for the other ranks of the epoch")
-    return Diagnosis(health=Health.SERVING, reason="")
+    what = f"{few(loading)} to load experts" if loading else "the other ranks of the epoch"
+    return Diagnosis(health=Health.WAITING, reason=f"waiting for {what}")
 
 
 def _absence(member: Member) -> str:

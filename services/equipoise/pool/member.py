@@ -82,6 +82,9 @@ class Member:
     rejected: str = ""
     """Why its latest message was rejected; empty once a heartbeat is valid again."""
 
+    is_stopping: bool = False
+    """Whether it announced that it stops."""
+
     gone_reason: str | None = None
     """Why its stream ended; None while it is open."""
 
@@ -195,6 +198,10 @@ class Member:
     def leave_out(self, reason: str) -> None:
         """It gets no rank for now, although it is connected."""
         self.rank, self.left_out, self.serving = None, reason, False
+
+    def note_stop(self) -> None:
+        """It announces that it stops: nobody expects it back."""
+        self.is_stopping = True
 
     def leave(self, reason: str) -> None:
         """Its stream has ended."""

@@ -295,9 +295,13 @@ class Roster:
 
     @property
     def intended_ranks(self) -> int:
-        """Ranks that the pool is meant to have: the most that any connected worker expects."""
-        present = [one.hello.num_ranks for one in self._members.values() if one.connected]
-        return max(present, default=0)
+        """Ranks that the pool is meant to have: the most that any connected worker expects.
+
+        Without any, what the ranks that are gone expected, but for those that stopped in order.
+        """
+        present = [one for one in self._members.values() if one.connected]
+        expecting = present or [one for one in self._seated if not one.is_stopping]
+        return max((one.hello.num_ranks for one in expecting), default=0)
 
     @property
     def idleness(self) -> str:

@@ -141,7 +141,8 @@ class Rollouts:
         self.completed = 0
         """Plans, not waves, that were rolled out to the end."""
         self.aborted = 0
-        """Plans, not waves, that were aborted."""
+        """Plans, not waves, that were aborted. One whose switch was under way completes all the
+        same, and counts as both."""
         self.last_switch_s: float | None = None
         """When the last rank reported the latest switch, or None."""
         self._switches: deque[SwitchRecord] = deque(maxlen=MAX_SWITCHES)
@@ -308,10 +309,7 @@ class Rollouts:
         if before.state is after.state:
             return commands
         self._tally.note_state_left(before.state, after_s=now - before.entered_s)
-        if before.state is State.ABORTED:
-            # The switch raced with the abort and won.
-            self.aborted -= 1
-        elif after.state is State.ABORTED:
+        if after.state is State.ABORTED:
             self.aborted += 1
             self._waves, self._num_begun = (), 0
         if after.state is not State.ACTIVE:

@@ -7,8 +7,13 @@ from prometheus_client.registry import Collector
 
 from equipoise.balancer.clock import Clock
 from equipoise.balancer.failures import Failures
+from equipoise.balancer.runner import PoolRunner
 from equipoise.balancer.seat import Seat
 from equipoise.balancer.telemetry.pool_metrics import PoolMetrics
+
+REMOVED_AFTER_S = 86_400.0
+"""Seconds without workers, or of this term, after which a pool counts as removed: its series end,
+and with them its alerts."""
 
 
 class BalancerCollector(Collector):
@@ -46,10 +51,16 @@ class BalancerCollector(Collector):
         if pools is not None:
             for name in pools.names():
                 with self._failures.confined(name):
-                    metrics.add(pools.find(name).pool)
+                    runner = pools.find(name)
+                    if not self._is_removed(runner):
+                        metrics.add(runner.pool)
         for name in self._seat.pools.unreadable:
             metrics.add_unreadable(name)
         yield from metrics.families()
+
+    def _is_removed(self, runner: PoolRunner) -> bool:
+        empty_since_s = runner.empty_since_s
+        return empty_since_s is not None and self._clock() - empty_since_s > REMOVED_AFTER_S
 
     def _policy(self) -> Iterator[Metric]:
         book = self._seat.policies
