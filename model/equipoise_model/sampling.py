@@ -6,6 +6,9 @@ keyed by the request's seed and the token's position.
 
 Steps follow the order of vLLM: tokens that are not allowed, biases, penalties, temperature, min-p,
 top-k, top-p. (Hugging Face has min-p last.)
+
+Sampling takes many times the memory of the logits that it works on. Many rows are therefore taken
+in parts, and what is not needed any more is overwritten.
 """
 
 import math
@@ -24,6 +27,15 @@ from equipoise_model.sampling_params import (
     TokenCounts,
 )
 
+LOGITS_AT_ONCE = 2**23
+"""Logits that are worked on together, at the least one row: 64 rows of DeepSeek-V3's 129,280
+tokens. With fewer, a step would launch more kernels."""
+
+_BYTES_PER_LOGIT = 64
+"""Tensors take up to 42 bytes, if all parameters are set: tests measure them. CUDA's stable sort
+allocates 32 by its source (indices with segments twice, keys, the radix sort's buffers) beside 28
+of tensors, which has not been measured."""
+
 _FAULTY = SampledToken(
     token=0, logprob=0.0, fault="no token is allowed, or logits or probabilities are not finite"
 )
@@ -37,12 +49,29 @@ def sample(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]
     other rows are not affected.
     """
     assert logits_SV.shape[0] == len(rows)
-    if not rows:
-        return []
+    return [one for part in _parts(logits_SV) for one in _sample_part(logits_SV[part], rows[part])]
+
+
+def rows_at_once(num_tokens: int) -> int:
+    """Return how many rows of so many logits are worked on together."""
+    return max(1, LOGITS_AT_ONCE // num_tokens)
+
+
+def sampling_bytes(num_rows: int, num_tokens: int) -> int:
+    """Return the most memory of sampling or scoring so many rows, beside the logits themselves."""
+    return min(num_rows, rows_at_once(num_tokens)) * num_tokens * _BYTES_PER_LOGIT
+
+
+def _parts(logits_SV: Tensor) -> list[slice]:
+    num_rows, num_tokens = logits_SV.shape
+    size = rows_at_once(num_tokens)
+    return [slice(first, first + size) for first in range(0, num_rows, size)]
+
+
+def _sample_part(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     logits_SV, is_finite_S = _finite_rows(logits_SV.float())
     log_peak_S = _log_peaks(logits_SV)
-    biased_SV = bias(allow(logits_SV, rows), rows)
-    penalized_SV, stays_finite_S = _finite_rows(penalize(biased_SV, rows))
+    penalized_SV, stays_finite_S = _finite_rows(_penalized(logits_SV, rows))
     tokens_S = penalized_SV.argmax(dim=-1)
     drawn = [row for row, one in enumerate(rows) if not one.params.greedy]
     if drawn:
@@ -67,8 +96,16 @@ def score(
     Rows whose logits are not finite get a `fault`. The result is bitwise that of `sample`.
     """
     assert logits_SV.shape[0] == len(tokens) == len(num_top)
-    if not tokens:
-        return []
+    return [
+        one
+        for part in _parts(logits_SV)
+        for one in _score_part(logits_SV[part], tokens[part], num_top=num_top[part])
+    ]
+
+
+def _score_part(
+    logits_SV: Tensor, tokens: Sequence[int], *, num_top: Sequence[int]
+) -> list[SampledToken]:
     logits_SV, is_finite_S = _finite_rows(logits_SV.float())
     tokens_S = torch.tensor(tokens, device=logits_SV.device)
     log_peak_S = _log_peaks(logits_SV)
@@ -80,8 +117,14 @@ def score(
 def probabilities(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distribution that `sample` draws from, float32 [S, V]; greedy rows have a single 1."""
     assert logits_SV.shape[0] == len(rows)
-    penalized_SV = penalize(bias(allow(logits_SV.float(), rows), rows), rows)
-    return _probabilities(penalized_SV, [row.params for row in rows])
+    penalized_SV = _penalized(logits_SV.float(), rows)
+    best_S1 = penalized_SV.argmax(dim=-1, keepdim=True)
+    probabilities_SV = torch.zeros_like(penalized_SV).scatter_(1, best_S1, 1.0)
+    drawn = [row for row, one in enumerate(rows) if not one.params.greedy]
+    if drawn:
+        of_drawn = [rows[row].params for row in drawn]
+        probabilities_SV[drawn] = _probabilities(penalized_SV[drawn], of_drawn)
+    return probabilities_SV
 
 
 def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
@@ -90,11 +133,16 @@ def draw(probabilities_SV: Tensor, numbers_S: Tensor) -> Tensor:
     `numbers_S` is float64 in [0, 1). Rows need not sum to 1. A token of probability 0 is never
     drawn.
     """
-    sums_SV = probabilities_SV.double().cumsum(dim=-1)
+    sums_SV = probabilities_SV.double().cumsum_(dim=-1)
     total_S = sums_SV[:, -1]
     below_S = torch.nextafter(total_S, torch.zeros_like(total_S))
     goal_S = torch.minimum(numbers_S.to(total_S.device) * total_S, below_S)
     return torch.searchsorted(sums_SV, goal_S.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def _penalized(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits after what rows do not allow, their biases and their penalties."""
+    return penalize(bias(allow(logits_SV, rows), rows), rows)
 
 
 def allow(logits_SV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -173,43 +221,36 @@ def _in_prompts(counts: Sequence[TokenCounts], *, like: Tensor) -> Tensor:
     return torch.from_numpy(in_prompt_RV).to(like.device)
 
 
-def _probabilities(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    greedy_S1 = torch.tensor([[one.greedy] for one in params], device=logits_SV.device)
+def _probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The distributions of penalized logits, which are overwritten; no row is greedy."""
     # Subtract the maximum first: a low temperature must not overflow large logits.
-    below_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
-    below_SV = below_SV / torch.where(
-        greedy_S1, 1.0, _column("temperature", params, like=logits_SV)
-    )
+    logits_RV -= logits_RV.amax(dim=-1, keepdim=True)
+    logits_RV /= _column("temperature", params, like=logits_RV)
     # Relative to the largest logarithm, 0, so min_p is a bound.
     least = [[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in params]
-    below_SV = below_SV.masked_fill(
-        below_SV < torch.tensor(least, device=below_SV.device), -math.inf
-    )
-    below_SV = _without_unlikely(below_SV, params)
-    only_best_SV = torch.zeros_like(below_SV).scatter(
-        1, logits_SV.argmax(dim=-1, keepdim=True), 1.0
-    )
-    return torch.where(greedy_S1, only_best_SV, below_SV.softmax(dim=-1))
-
-
-def _without_unlikely(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set what top-k and top-p exclude to minus infinity; sorts only the rows that need it."""
+    least_R1 = torch.tensor(least, device=logits_RV.device)
+    logits_RV.masked_fill_(logits_RV < least_R1, -math.inf)
+    # Only the rows that need it are sorted.
     chosen = [row for row, one in enumerate(params) if one.top_k > 0 or one.top_p < 1]
-    if not chosen:
-        return logits_SV
-    device, num_tokens = logits_SV.device, logits_SV.shape[1]
-    ask = [params[row] for row in chosen]
-    sorted_RV, order_RV = logits_SV[chosen].sort(dim=-1, descending=True, stable=True)
-    most_R1 = torch.tensor([[one.top_k or num_tokens] for one in ask], device=device)
+    if chosen:
+        is_out_CV = _unlikely(logits_RV[chosen], [params[row] for row in chosen])
+        kept_CV = logits_RV[chosen].masked_fill_(is_out_CV, -math.inf)
+        logits_RV.index_copy_(0, torch.tensor(chosen, device=logits_RV.device), kept_CV)
+    return logits_RV.softmax(dim=-1)
+
+
+def _unlikely(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Whether top-k or top-p exclude each token, bool [R, V]."""
+    device, num_tokens = logits_RV.device, logits_RV.shape[1]
+    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    most_R1 = torch.tensor([[one.top_k or num_tokens] for one in params], device=device)
     out_RV = torch.arange(num_tokens, device=device) >= most_R1
-    shares_RV = sorted_RV.masked_fill(out_RV, -math.inf).softmax(dim=-1).double()
+    shares_RV = sorted_RV.masked_fill_(out_RV, -math.inf).softmax(dim=-1)
     # Rounding may push sums past 1, so a share of 1 sets no bound at all.
-    bounds = [[one.top_p if one.top_p < 1 else math.inf] for one in ask]
+    bounds = [[one.top_p if one.top_p < 1 else math.inf] for one in params]
     bound_R1 = torch.tensor(bounds, dtype=torch.float64, device=device)
-    out_RV |= shares_RV.cumsum(dim=-1) - shares_RV >= bound_R1
-    out_RV = torch.zeros_like(out_RV).scatter(1, order_RV, out_RV)
-    kept_RV = logits_SV[chosen].masked_fill(out_RV, -math.inf)
-    return logits_SV.index_copy(0, torch.tensor(chosen, device=device), kept_RV)
+    out_RV |= shares_RV.double().cumsum_(dim=-1).sub_(shares_RV) >= bound_R1
+    return torch.empty_like(out_RV).scatter_(1, order_RV, out_RV)
 
 
 def _finite_rows(values_SV: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,21 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from equipoise_model.sampling import draw, penalize, probabilities, sample, score
+from equipoise_model import sampling
+from equipoise_model.sampling import (
+    draw,
+    penalize,
+    probabilities,
+    sample,
+    sampling_bytes,
+    score,
+)
 from equipoise_model.sampling_params import SamplingParams, SamplingRow, TokenCounts
+from tests.support.live_bytes import LiveBytes
 
 VOCABULARY = 131  # not a multiple of any vector's width
 
@@ -294,3 +304,47 @@ def test_half_precision_logits_and_empty_batches_are_fine(logits):
     assert sample(logits[:0], []) == []
     half = logits.bfloat16()
     assert sample(half, VARIETY) == sample(half.float(), VARIETY)
+
+
+def test_parts_of_a_batch_give_what_the_whole_gives(logits, monkeypatch):
+    sampled = sample(logits, VARIETY)
+    scored = score(logits, range(10), num_top=[2] * 10)
+    for most_rows in (1, 3, 10):
+        monkeypatch.setattr(sampling, "LOGITS_AT_ONCE", most_rows * VOCABULARY)
+        assert sample(logits, VARIETY) == sampled
+        assert score(logits, range(10), num_top=[2] * 10) == scored
+    assert sample(logits[:0], []) == score(logits[:0], [], num_top=[]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(5, 32_000), (16, 4099), (48, 4099)])
+def test_sampling_takes_the_memory_that_is_charged(num_rows, num_tokens, dtype, monkeypatch):
+    # Of the last size, a third is sampled at once.
+    monkeypatch.setattr(sampling, "LOGITS_AT_ONCE", 16 * 4099 if num_tokens == 4099 else 2**23)
+    allowed = np.full((num_tokens + 31) // 32, -1, dtype=np.int32)
+    everything = SamplingRow(
+        params=SamplingParams(
+            temperature=0.8,
+            top_k=50,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.2,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            logprobs=20,
+            logit_bias=((7, 1.5),),
+        ),
+        position=9,
+        counts=TokenCounts(range(6), range(3)),
+        banned=(3,),
+        allowed=allowed,
+    )
+    logits = torch.randn(num_rows, num_tokens).to(dtype)
+    charged = sampling_bytes(num_rows, num_tokens)
+    with LiveBytes() as live:
+        sample(logits, [everything] * num_rows)
+    # CUDA's sort takes more than the tensors that show here.
+    assert charged / 2 < live.peak <= charged
+    with LiveBytes() as live:
+        score(logits, range(num_rows), num_top=[20] * num_rows)
+    assert live.peak <= charged
