@@ -4,10 +4,13 @@ from pathlib import Path
 
 import torch
 
+from equipoise_kernels.fp8.attention.libraries import FLASH_MLA_PROGRAMS
+from equipoise_kernels.fp8.attention.mla_decode import split_sizes
 from equipoise_model.config import ModelConfig
 from equipoise_model.fp8.prefill import STRETCH, expands, stretch_bytes
 from equipoise_model.memory import ALLOWANCE_BYTES, RankSizes, RowBytes, plan_memory
 from equipoise_model.presets import DEEPSEEK_V3
+from equipoise_model.sampling import rows_at_once, sampling_bytes
 from equipoise_model.sampling_params import MAX_SCORED_ROWS
 
 FILE = Path(__file__).parent / "equipoise" / "files" / "models.yaml"
@@ -38,15 +41,28 @@ def _sizes(config: ModelConfig) -> dict[str, object]:
         "residualBytes": row.residual,
         "attentionBytes": row.attention,
         "partialBytes": row.partial,
+        "splits": _splits(config),
+        "libraryPrograms": FLASH_MLA_PROGRAMS,
         "expandedRows": _expanded_rows(config),
         "rebuiltBytes": stretch_bytes(config, num_queries=STRETCH, num_positions=STRETCH)
         // STRETCH,
         "logitBytes": row.logits,
         "scoredRows": MAX_SCORED_ROWS,
+        "samplingBytes": sampling_bytes(1, config.vocab_size),
+        "rowsAtOnce": rows_at_once(config.vocab_size),
         "expertRowBytes": row.expert,
         "messageBytes": row.message,
         "allowanceBytes": ALLOWANCE_BYTES,
     }
+
+
+def _splits(config: ModelConfig) -> str:
+    """Positions per split, each for up to so many rows; 0 for any number."""
+    each = (
+        f"{{rows: {size.max_queries or 0}, positions: {size.positions}}}"
+        for size in split_sizes(config.num_attention_heads)
+    )
+    return f"[{', '.join(each)}]"
 
 
 def _expanded_rows(config: ModelConfig) -> int:

@@ -252,7 +252,7 @@ def stretches(max_len: int) -> Iterator[range]:
     """Yield the ranges of positions whose queries attend to the same stretch of cache."""
     start = 0
     while start < max_len:
-        stop = _stretch(start + 1)
+        stop = stretch_length(start + 1)
         yield range(start, min(stop, max_len))
         start = stop
 
@@ -268,7 +268,7 @@ def _by_sequence(
     singles = defaultdict(list)
     for places in places_of_sequence.values():
         if len(places) == 1:
-            singles[_stretch(positions[places[0]] + 1)].append(places[0])
+            singles[stretch_length(positions[places[0]] + 1)].append(places[0])
     for places in singles.values():
         yield places, 1, 1 + max(positions[place] for place in places)
     for places in places_of_sequence.values():
@@ -282,13 +282,13 @@ def _by_stretch(
     """Yield rows, queries per sequence, and length of each group."""
     places_of_stretch = defaultdict(list)
     for place, position in enumerate(positions):
-        places_of_stretch[_stretch(position + 1)].append(place)
+        places_of_stretch[stretch_length(position + 1)].append(place)
     for stretch, places in places_of_stretch.items():
         for first in range(0, len(places), row_block):
             group = places[first : first + row_block]
             yield group + group[-1:] * (row_block - len(group)), 1, stretch
 
 
-def _stretch(length: int) -> int:
+def stretch_length(length: int) -> int:
     """Length of the stretch of cache that holds `length` positions."""
     return max(_SHORTEST_STRETCH, 1 << (length - 1).bit_length())

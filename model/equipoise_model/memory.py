@@ -5,13 +5,14 @@ runtime are upper estimates. Pure: it allocates nothing and asks no device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
 
 import torch
 
 from equipoise_kernels.formats import GROUP
+from equipoise_kernels.fp8.attention.mla_decode import most_partial_results
 from equipoise_kernels.fp8.gemm.schedule import GROUP_ALIGNMENT
 from equipoise_model.config import ModelConfig
 from equipoise_model.device import compute_dtype
@@ -19,7 +20,9 @@ from equipoise_model.fp8.prefill import stretch_bytes
 from equipoise_model.fp8.slot_exchange import exchange_tokens
 from equipoise_model.fp8.transformer import Fp8Transformer
 from equipoise_model.latent_cache import LatentCache
+from equipoise_model.plain.attention import attention_bytes
 from equipoise_model.plain.transformer import Transformer
+from equipoise_model.sampling import sampling_bytes
 from equipoise_model.sampling_params import MAX_SCORED_ROWS
 from equipoise_model.serving_model import ServingModel
 
@@ -27,9 +30,6 @@ GIB = 2**30
 
 ALLOWANCE_BYTES = 2 * GIB
 """Estimate for the CUDA context, NCCL, loaded kernels and the allocator's fragments."""
-
-SPLIT_POSITIONS = 8192
-"""Positions that one program of MLA decode attends to; longer contexts add partial results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ class RankSizes:
     """Rows of the largest captured decode step; 0 captures none."""
     speculate: int
     """Draft tokens per generated token."""
+    row_block: int | None = None
+    """Rows of every matrix product in batch-invariant mode, which only the plain plane has."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -216,13 +218,14 @@ class RowBytes:
     residual: int
     """Hidden states beside a layer."""
     attention: int
-    """Queries, absorbed queries and outputs of all heads."""
+    """Queries, absorbed queries and outputs of all heads, in FP8."""
     partial: int
     """Float32 results of one split of a long context."""
     logits: int
-    """A sampled row's logits, and their copy in float32."""
+    """A sampled row's logits, and their copy that is sampled from."""
     expert: int
-    """A row at an expert: received, aligned, activated, and its output."""
+    """A row at an expert: received, aligned, activated, and its output; of the plain plane also the
+    output's parts, or its weighted copy."""
     message: int
     """A row in DeepEP's buffers."""
 
@@ -233,12 +236,13 @@ class RowBytes:
         hidden, number = config.moe_intermediate_size, dtype.itemsize
         width = config.qk_head_dim + config.latent_dim + 2 * rank + config.v_head_dim
         codes = 2 * (dim + dim // GROUP * 4) + hidden + hidden // GROUP * 4
+        plain = max(number * (4 * dim + 3 * hidden), (8 + number) * dim)
         return cls(
-            residual=16 * dim,
+            residual=8 * number * dim,
             attention=heads * width * number,
             partial=heads * (rank + 1) * 4,
-            logits=config.vocab_size * 6,
-            expert=codes + 4 * hidden + 2 * dim if is_fp8 else number * (2 * dim + 3 * hidden),
+            logits=2 * number * config.vocab_size,
+            expert=codes + 4 * hidden + 2 * dim if is_fp8 else plain,
             message=2 * dim + max(16, dim // GROUP * 4),
         )
 
@@ -256,20 +260,44 @@ def exchange_bytes(config: ModelConfig, sizes: RankSizes) -> int:
 
 
 def step_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
-    """Estimate the largest activations of a step with `rows` rows on every rank, in bytes."""
+    """Estimate the largest activations of a step with `rows` rows on every rank, in bytes.
+
+    Those of its layers or of sampling, whichever are larger, beside rows and logits.
+    """
     row = RowBytes.of(config, is_fp8=sizes.is_fp8, dtype=sizes.dtype)
-    attention, rebuilt = row.attention, 0
-    if sizes.is_fp8:
-        splits = ceil(sizes.context_length / SPLIT_POSITIONS)
-        attention += (splits > 1) * splits * row.partial
-        context = max(rows, sizes.context_length)
-        rebuilt = stretch_bytes(config, num_queries=rows, num_positions=context)
-    else:
-        scores = config.num_attention_heads + config.latent_dim
-        attention += sizes.context_length * scores * 4  # Scores are float32 whatever the dtype.
+    if sizes.row_block is not None:
+        rows = sizes.row_block * ceil(rows / sizes.row_block)
     sampled = min(rows, sizes.max_requests * (1 + sizes.speculate) + MAX_SCORED_ROWS)
+    widest = max(_layer_bytes(config, sizes, rows=rows), sampling_bytes(sampled, config.vocab_size))
+    return rows * row.residual + sampled * row.logits + widest
+
+
+def graph_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
+    """Estimate the activations of a captured step, which ends before the logits, in bytes."""
+    row = RowBytes.of(config, is_fp8=sizes.is_fp8, dtype=sizes.dtype)
+    return rows * row.residual + _layer_bytes(config, sizes, rows=rows)
+
+
+def _layer_bytes(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
+    """The largest activations within a layer: in attention or in feed-forward networks."""
+    row = RowBytes.of(config, is_fp8=sizes.is_fp8, dtype=sizes.dtype)
     experts = _expert_rows(config, sizes, rows=rows) * row.expert
-    return rows * row.residual + max(rows * attention + rebuilt, experts) + sampled * row.logits
+    if sizes.is_fp8:
+        heads, length = config.num_attention_heads, sizes.context_length
+        partial = most_partial_results(rows, num_heads=heads, num_positions=length) * row.partial
+        rebuilt = stretch_bytes(config, num_queries=rows, num_positions=max(rows, length))
+        return max(rows * row.attention + partial + rebuilt, experts)
+    attention = attention_bytes(
+        config,
+        num_rows=rows,
+        num_sequences=sizes.max_requests,
+        num_positions=sizes.context_length,
+        row_block=sizes.row_block,
+        itemsize=sizes.dtype.itemsize,
+    )
+    # The gate, the other product in row blocks and joined, and what is activated.
+    dense = rows * 4 * config.intermediate_size * sizes.dtype.itemsize
+    return max(attention, dense, experts)
 
 
 def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
@@ -295,17 +323,23 @@ def _working_terms(config: ModelConfig, sizes: RankSizes) -> Iterator[Term]:
         basis=f"{sizes.num_ranks} ranks x {_exchange_tokens(sizes)} tokens, as DeepEP's",
         remedy="",
     )
+    # The plain plane copies the latents of all requests of a step.
+    fewest, copied = sizes, ""
+    if not sizes.is_fp8:
+        fewest, copied = replace(sizes, max_requests=1), ", --max-requests or --context-length"
     yield Term(
         name="activations",
         num_bytes=step_bytes(config, sizes, rows=sizes.max_step_tokens),
-        least_bytes=step_bytes(config, sizes, rows=min(sizes.max_step_tokens, sizes.max_requests)),
+        least_bytes=step_bytes(
+            config, fewest, rows=min(fewest.max_step_tokens, fewest.max_requests)
+        ),
         basis=f"estimate for a step of {sizes.max_step_tokens} tokens",
-        remedy="lower --max-step-tokens",
+        remedy=f"lower --max-step-tokens{copied}",
     )
     rows = sizes.max_graph_rows if sizes.is_fp8 and sizes.on_gpu else 0
     yield Term(
         name="graphs",
-        num_bytes=step_bytes(config, sizes, rows=rows) if rows else 0,
+        num_bytes=graph_bytes(config, sizes, rows=rows) if rows else 0,
         least_bytes=0,
         basis=f"estimate for captured steps of up to {rows} rows, which share memory",
         remedy="lower --max-graph-rows",
@@ -346,7 +380,7 @@ def _expert_rows(config: ModelConfig, sizes: RankSizes, *, rows: int) -> int:
     at_once = rows
     if sizes.is_fp8 and sizes.num_ranks > 1:
         at_once = min(rows, _exchange_tokens(sizes))
-    padding = sizes.slots_per_rank * GROUP_ALIGNMENT if sizes.is_fp8 else 0
+    padding = sizes.slots_per_rank * (GROUP_ALIGNMENT if sizes.is_fp8 else sizes.row_block or 0)
     return sizes.num_ranks * at_once * pairs + padding
 
 

@@ -10,10 +10,26 @@ from equipoise_kernels.fp8.all_to_all.payload import Payload
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 from equipoise_kernels.fp8.all_to_all.window import WindowMap, virtual_windows
 from equipoise_model.config import Fp8Config
-from equipoise_model.memory import GIB, MemoryPlan, RankSizes, Term, plan_memory
+from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.latent_cache import LatentCache, blocks_for
+from equipoise_model.memory import (
+    GIB,
+    MemoryPlan,
+    RankSizes,
+    RowBytes,
+    Term,
+    graph_bytes,
+    plan_memory,
+    step_bytes,
+)
 from equipoise_model.operations import Operations
+from equipoise_model.plain.transformer import Transformer
 from equipoise_model.presets import DEEPSEEK_V3, TINY
+from equipoise_model.sampling import sample
+from equipoise_model.sampling_params import MAX_SCORED_ROWS, SamplingParams, SamplingRow
+from equipoise_model.step import StepBatch
 from tests.support.fp8_models import WIDE
+from tests.support.live_bytes import LiveBytes
 from tests.support.pretended_device import CUDA, OnDevice, pretended_device
 
 CPU = torch.device("cpu")
@@ -152,6 +168,103 @@ def test_estimates_grow_with_their_settings():
     assert on_cpu.host_terms == ()
 
 
+TWO_LAYERS = dataclasses.replace(
+    TINY, num_hidden_layers=2, num_nextn_predict_layers=0, max_position_embeddings=4096
+)
+WORDY = dataclasses.replace(TWO_LAYERS, vocab_size=4096)
+"""Its logits, and sampling, take more than its layers."""
+
+
+def batch_of(chunks):
+    """A step of chunks (first position, tokens), a sequence each, with as many logits as may be."""
+    tables, num_blocks, positions, sequences = [], 0, [], []
+    for sequence, (start, length) in enumerate(chunks):
+        size = blocks_for(start + length)
+        tables.append(range(num_blocks, num_blocks + size))
+        num_blocks += size
+        positions += range(start, start + length)
+        sequences += [sequence] * length
+    return StepBatch(
+        tokens_T=torch.arange(len(positions)) % 251,
+        positions_T=torch.tensor(positions),
+        sequences_T=torch.tensor(sequences),
+        block_tables=tables,
+        sample_rows_S=torch.arange(len(positions))[: len(chunks) + MAX_SCORED_ROWS],
+    )
+
+
+# The most that there may be of so many rows: sequences as long as the context, each with a token,
+# or one with a chunk of its prompt; and rows with little context, for which experts take more.
+STEPS = {
+    "a token": (TWO_LAYERS, 1024, [(1023, 1)]),
+    "tokens of many sequences": (TWO_LAYERS, 1024, [(1023, 1)] * 24),
+    "a short chunk": (TWO_LAYERS, 1024, [(984, 40)]),
+    "a chunk that is expanded": (TWO_LAYERS, 1024, [(824, 200)]),
+    "a longer context": (TWO_LAYERS, 4096, [(4095, 1)] * 3),
+    "tokens of short sequences": (TWO_LAYERS, 64, [(63, 1)] * 100),
+    "many words": (WORDY, 64, [(63, 1)] * 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row_block", [None, 16])
+@pytest.mark.parametrize(("config", "context", "chunks"), STEPS.values(), ids=STEPS)
+def test_a_step_of_the_plain_plane_takes_the_memory_that_is_charged(
+    config, context, chunks, row_block, dtype
+):
+    batch = batch_of(chunks)
+    num_blocks = 1 + max(table[-1] for table in batch.block_tables)
+    model = Transformer(config, row_block=row_block, dtype=dtype).requires_grad_(
+        requires_grad=False
+    )
+    cache = LatentCache(config, num_blocks=num_blocks, max_len=context, dtype=dtype)
+    experts = ExpertParallel.local(config)
+    row = SamplingRow(params=SamplingParams(top_p=0.9), position=context)
+    with LiveBytes() as live:
+        output = model.step(batch, cache, experts)
+        # As the engine does, which parts them from those that score prompts.
+        sampled = output.logits_SV[torch.arange(len(batch.sample_rows_S))]
+        sample(sampled, [row] * len(sampled))
+    charged = step_bytes(
+        config,
+        sizes(
+            is_fp8=False,
+            on_gpu=dtype == torch.bfloat16,
+            num_ranks=1,
+            slots_per_rank=config.n_routed_experts,
+            context_length=context,
+            max_requests=len(chunks),
+            row_block=row_block,
+        ),
+        rows=batch.num_tokens,
+    )
+    assert live.peak <= charged < 2.5 * live.peak
+
+
+def test_splits_of_long_contexts_take_what_the_kernels_allocate():
+    # One rank with one slot, so that attention takes the most.
+    def charged(rows, **changes):
+        few = {"num_ranks": 1, "slots_per_rank": 1, "max_requests": 1}
+        return graph_bytes(DEEPSEEK_V3, sizes(**few, **changes), rows=rows)
+
+    partial = 128 * 513 * 4
+    for rows, at_512, at_32k in ((16, 16 + 132, 16 * 64), (64, 64 + 132, 32 * 32)):
+        for context_length, results in ((512, at_512), (32_768, at_32k)):
+            row = RowBytes.of(DEEPSEEK_V3, is_fp8=True, dtype=torch.bfloat16)
+            expected = rows * (row.residual + row.attention) + results * partial
+            assert charged(rows, context_length=context_length) == expected
+
+
+def test_sampling_is_charged_beside_logits_and_not_in_captured_steps():
+    few = sizes(num_ranks=1, slots_per_rank=1, max_requests=1)
+    row = RowBytes.of(DEEPSEEK_V3, is_fp8=True, dtype=torch.bfloat16)
+    # At most 64 rows of 129,280 tokens are sampled at once.
+    sampling = 64 * 129_280 * 64
+    expected = 100 * (row.residual + 2 * 2 * 129_280) + sampling
+    assert step_bytes(DEEPSEEK_V3, few, rows=100) == expected
+    assert graph_bytes(DEEPSEEK_V3, few, rows=100) < expected - 100 * 2 * 2 * 129_280
+
+
 def test_deepseek_v3_in_fp8_takes_44_mb_an_expert_and_fits_32_h100():
     chosen = sizes(
         num_ranks=32,
@@ -170,8 +283,19 @@ def test_deepseek_v3_in_fp8_takes_44_mb_an_expert_and_fits_32_h100():
     assert planned["latents"] == 12_289 * 16 * 61 * 1152
     assert plan.obstacle(78 * GIB) is None
     reason = plan.obstacle(60 * GIB)
-    assert "this rank needs 68.2 GiB, 8.2 GiB more than the device's 60.0 GiB" in reason
+    assert "this rank needs 68.0 GiB, 8.0 GiB more than the device's 60.0 GiB" in reason
     assert "one of these suffices: latents take 12.9 GiB: lower --cache-tokens" in reason
+
+
+def test_what_the_plain_plane_copies_of_the_cache_shrinks_with_requests_and_contexts():
+    chosen = sizes(is_fp8=False, context_length=1024, max_requests=64, max_step_tokens=64)
+    plan = plan_memory(TINY, chosen)
+    (term,) = (one for one in plan.terms if one.name == "activations")
+    assert term.least_bytes < term.num_bytes / 10
+    reason = plan.obstacle(plan.num_bytes - term.num_bytes // 2)
+    assert "lower --max-step-tokens, --max-requests or --context-length" in reason
+    few = dataclasses.replace(chosen, max_requests=1, max_step_tokens=1)
+    assert bytes_of(plan_memory(TINY, few))["activations"] == term.least_bytes
 
 
 def test_deepseek_v3_by_torch_takes_two_bytes_a_weight_on_a_gpu_and_four_on_a_cpu():

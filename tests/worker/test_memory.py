@@ -41,7 +41,7 @@ def test_a_worker_that_needs_too_much_memory_does_not_start(settings):
     with pytest.raises(
         WorkerError, match=r"memory: this rank needs .* GiB, .* GiB more than"
     ) as no:
-        ModelCore.load(settings(device_memory_gib=0.001, cache_tokens=96 * 1024))
+        ModelCore.load(settings(device_memory_gib=0.004, cache_tokens=96 * 1024))
     assert "latents take" in str(no.value)
     assert "lower --cache-tokens" in str(no.value)
     assert ModelCore.load(settings(device_memory_gib=1)).cache.num_blocks
@@ -81,6 +81,19 @@ def test_explain_counts_blocks_as_a_worker_would_have_them(v3, changes, position
     # One more, which stays zero.
     run(v3(cache_tokens=65_536, **changes))
     assert f"{65_536 + positions} tokens x" in capsys.readouterr().out
+
+
+def test_row_blocks_attend_to_whole_stretches_of_the_cache(v3, capsys):
+    def activations(**changes):
+        run(v3(json=True, weights="bf16", max_requests=8, max_step_tokens=8, **changes))
+        terms = json.loads(capsys.readouterr().out)["terms"]
+        return next(term["num_bytes"] for term in terms if term["name"] == "activations")
+
+    # Scores of a head, and latents, per query and position.
+    pair = 128 * 10 + 576 * 2
+    fast, blocks = (activations(batch_invariant=b, context_length=40_000) for b in (False, True))
+    assert 8 * 40_000 * pair < fast < 1.5 * 8 * 40_000 * pair
+    assert 16 * 65_536 * pair < blocks < 1.5 * 16 * 65_536 * pair
 
 
 def test_explain_prints_json(v3, capsys):

@@ -38,7 +38,7 @@
 {{- if gt $ranks 1 -}}{{- $exchange = mul 4 $ranks $slots $room (int64 $model.messageBytes) -}}{{- end -}}
 {{- $step := dict "model" $model "worker" $w "room" $room -}}
 {{- $graphs := 0 -}}
-{{- if gt $graphRows 0 -}}{{- $graphs = include "equipoise.stepBytes" (merge (dict "rows" $graphRows) $step) | int64 -}}{{- end -}}
+{{- if gt $graphRows 0 -}}{{- $graphs = include "equipoise.stepBytes" (merge (dict "rows" $graphRows "captured" true) $step) | int64 -}}{{- end -}}
 {{- $activations := include "equipoise.stepBytes" (merge (dict "rows" (int64 $w.maxStepTokens)) $step) | int64 -}}
 {{- $smallest := include "equipoise.stepBytes" (merge (dict "rows" (min (int64 $w.maxStepTokens) (int64 $w.maxRequests))) $step) | int64 -}}
 {{- $terms := list
@@ -67,23 +67,36 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The estimated activations of a step of "rows" rows on every rank. Takes "model", "worker" and "room", the exchange's rows. */}}
+{{/* The estimated activations of a step of "rows" rows on every rank, without logits if it is "captured". Takes "model", "worker" and "room", the exchange's rows. */}}
 {{- define "equipoise.stepBytes" -}}
 {{- $w := .worker -}}
-{{- $splits := div (add (int64 $w.contextLength) 8191) 8192 -}}
-{{- $attention := int64 .model.attentionBytes -}}
-{{- if gt $splits 1 -}}{{- $attention = add $attention (mul $splits (int64 .model.partialBytes)) -}}{{- end -}}
+{{- $rows := int64 .rows -}}
+{{/* Partial results of attention: FlashMLA's, or Triton's for as many rows as have the most. */}}
+{{- $partial := add $rows (int64 .model.libraryPrograms) -}}
+{{- range .model.splits -}}
+{{- $splits := div (add (int64 $w.contextLength) (int64 .positions) -1) (int64 .positions) -}}
+{{- $most := $rows -}}
+{{- if .rows -}}{{- $most = min $rows (int64 .rows) -}}{{- end -}}
+{{- if gt $splits 1 -}}{{- $partial = max $partial (mul $most $splits) -}}{{- end -}}
+{{- end -}}
 {{/* Keys and values of up to 4096 positions are rebuilt for long prompts. */}}
 {{- $rebuilt := 0 -}}
-{{- if ge (int64 .rows) (int64 .model.expandedRows) -}}
-{{- $rebuilt = mul (min 4096 (max (int64 .rows) (int64 $w.contextLength))) (int64 .model.rebuiltBytes) -}}
+{{- if ge $rows (int64 .model.expandedRows) -}}
+{{- $rebuilt = mul (min 4096 (max $rows (int64 $w.contextLength))) (int64 .model.rebuiltBytes) -}}
 {{- end -}}
-{{- $atOnce := .rows -}}
-{{- if gt (int64 $w.replicas) 1 -}}{{- $atOnce = min .rows .room -}}{{- end -}}
+{{- $attention := add (mul $rows (int64 .model.attentionBytes)) (mul $partial (int64 .model.partialBytes)) $rebuilt -}}
+{{- $atOnce := $rows -}}
+{{- if gt (int64 $w.replicas) 1 -}}{{- $atOnce = min $rows .room -}}{{- end -}}
 {{- $pairs := min (add (int64 .model.choices) (ternary 1 0 $w.sharedAsRouted)) (int64 $w.slotsPerRank) -}}
 {{- $expertRows := add (mul (int64 $w.replicas) $atOnce $pairs) (mul (int64 $w.slotsPerRank) 128) -}}
-{{- $sampled := min .rows (add (mul (int64 $w.maxRequests) (add 1 (int64 $w.speculate))) (int64 .model.scoredRows)) -}}
-{{- add (mul .rows (int64 .model.residualBytes)) (max (add (mul .rows $attention) $rebuilt) (mul $expertRows (int64 .model.expertRowBytes))) (mul $sampled (int64 .model.logitBytes)) -}}
+{{- $widest := max $attention (mul $expertRows (int64 .model.expertRowBytes)) -}}
+{{- $logits := 0 -}}
+{{- if not .captured -}}
+{{- $sampled := min $rows (add (mul (int64 $w.maxRequests) (add 1 (int64 $w.speculate))) (int64 .model.scoredRows)) -}}
+{{- $widest = max $widest (mul (min $sampled (int64 .model.rowsAtOnce)) (int64 .model.samplingBytes)) -}}
+{{- $logits = mul $sampled (int64 .model.logitBytes) -}}
+{{- end -}}
+{{- add (mul $rows (int64 .model.residualBytes)) $widest $logits -}}
 {{- end -}}
 
 {{- define "equipoise.gib" -}}

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from equipoise_kernels.plain.rotate import rotate
 from equipoise_model.config import ModelConfig
-from equipoise_model.latent_cache import CacheStep
+from equipoise_model.latent_cache import CacheStep, stretch_length
 from equipoise_model.plain.layers import Linear, RMSNorm
 
 
@@ -91,7 +91,8 @@ class Attention(nn.Module):
         """Return what `forward_cached` does, [T, D], once latents are written."""
         mixed_THv = query_THq.new_empty(*query_THq.shape[:2], self.config.v_head_dim)
         for group in step.groups:
-            expands = self.row_block is None and group.unseen_BQL.shape[1] >= self._fewest_to_expand
+            num_queries = group.unseen_BQL.shape[1]
+            expands = self.row_block is None and num_queries >= fewest_to_expand(self.config)
             attend = self._attend_expanded if expands else self._attend
             mixed_THv[group.places_N] = attend(
                 query_THq[group.places_N], step.read(layer, group), unseen_BQL=group.unseen_BQL
@@ -136,18 +137,6 @@ class Attention(nn.Module):
         )
         return mixed_HNv.transpose(0, 1)
 
-    @property
-    def _fewest_to_expand(self) -> int:
-        """Number of queries from which rebuilding keys and values saves multiplications.
-
-        Per head and position, rebuilding costs R (n + v), and saves each query C + R - q - v.
-        """
-        config = self.config
-        absorbed = config.latent_dim + config.kv_lora_rank
-        expanded = config.qk_head_dim + config.v_head_dim
-        rebuilt = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
-        return rebuilt // max(1, absorbed - expanded) + 1
-
     def _queries(self, x_TD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """Return queries [T, H, nope + rope], the last part rotated."""
         if self.config.q_lora_rank is None:
@@ -181,3 +170,79 @@ class Attention(nn.Module):
         )
         shared = rotary.unsqueeze(1).expand(-1, config.num_attention_heads, -1)
         return torch.cat([plain, shared], dim=-1), value_NHv
+
+
+def fewest_to_expand(config: ModelConfig) -> int:
+    """Return the number of queries from which rebuilding keys and values saves multiplications.
+
+    Per head and position, rebuilding costs R (n + v), and saves each query C + R - q - v.
+    """
+    absorbed = config.latent_dim + config.kv_lora_rank
+    expanded = config.qk_head_dim + config.v_head_dim
+    rebuilt = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    return rebuilt // max(1, absorbed - expanded) + 1
+
+
+def attention_bytes(
+    config: ModelConfig,
+    *,
+    num_rows: int,
+    num_sequences: int,
+    num_positions: int,
+    row_block: int | None,
+    itemsize: int,
+) -> int:
+    """Return the most memory of a step's attention, with the step's masks.
+
+    Args:
+        config: sizes.
+        num_rows: rows of the step.
+        num_sequences: most sequences that they belong to.
+        num_positions: most positions of a sequence.
+        row_block: as of `Attention`.
+        itemsize: bytes of the compute dtype.
+    """
+    heads, query_dim = config.num_attention_heads, config.qk_head_dim
+    widths = 2 * (query_dim + config.kv_lora_rank + config.v_head_dim) + config.latent_dim
+    # Groups of queries attend one after the other; the masks of all exist as long as the step.
+    if row_block is None:
+        length, masks = num_positions, num_rows * num_positions
+        group = max(
+            _absorbed_bytes(config, itemsize, num_queries=queries, num_tables=tables, length=length)
+            for queries, tables in (
+                (min(num_rows, num_sequences),) * 2,
+                (min(num_rows, fewest_to_expand(config) - 1), 1),
+            )
+        )
+        if num_rows >= fewest_to_expand(config):
+            group = max(group, _expanded_bytes(config, itemsize, num_rows, length=length))
+    else:
+        length = stretch_length(num_positions)
+        # Each stretch may have a block that is not full; all shorter ones are as long as this one.
+        num_rows = row_block * -(-num_rows // row_block)
+        masks = (num_rows + row_block) * length
+        group = _absorbed_bytes(
+            config, itemsize, num_queries=row_block, num_tables=row_block, length=length
+        )
+    return num_rows * heads * widths * itemsize + group + masks
+
+
+def _absorbed_bytes(
+    config: ModelConfig, itemsize: int, *, num_queries: int, num_tables: int, length: int
+) -> int:
+    """Latents, and scores and weights in float32, then weights in the compute dtype."""
+    of_pair = config.num_attention_heads * (8 + (itemsize if itemsize < 4 else 0))
+    return length * (num_queries * of_pair + num_tables * config.latent_dim * itemsize)
+
+
+def _expanded_bytes(config: ModelConfig, itemsize: int, num_queries: int, *, length: int) -> int:
+    """Latents, keys and values, in float32 too, scores and weights in float32, and masks.
+
+    torch scales float32 keys before it computes scores, and those are gone when there are weights.
+    """
+    heads, width = config.num_attention_heads, config.qk_head_dim + config.v_head_dim
+    rebuilt = heads * (config.qk_nope_head_dim + width) * itemsize
+    rebuilt += heads * width * (4 if itemsize < 4 else 0)
+    scores = heads * 8 * max(num_queries, config.qk_head_dim)
+    masks = num_queries * (1 + itemsize)
+    return length * (config.latent_dim * itemsize + rebuilt + scores + masks)

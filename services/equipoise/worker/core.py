@@ -27,9 +27,6 @@ from equipoise_model.plain.row_invariance import verify_rows
 from equipoise_model.plain.transformer import Transformer
 from equipoise_model.serving_model import ServingModel
 
-ROW_BLOCK = 16
-"""Rows of every matrix product in batch-invariant mode."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -81,7 +78,7 @@ class ModelCore:
             num_slots=settings.slots_per_rank,
             num_places=settings.places,
             num_spare=settings.spare_slots,
-            row_block=ROW_BLOCK if settings.batch_invariant else None,
+            row_block=settings.row_block,
             mtp=settings.speculate > 0,
             max_graph_rows=settings.graph_rows,
         )

@@ -56,6 +56,7 @@ def rank_sizes(
         max_step_tokens=settings.max_step_tokens,
         max_graph_rows=settings.graph_rows,
         speculate=settings.speculate,
+        row_block=settings.row_block,
     )
 
 

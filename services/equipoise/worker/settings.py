@@ -18,6 +18,9 @@ from equipoise.telemetry.spans_settings import check_endpoint
 from equipoise.trust.settings import BALANCER_NAME, WORKER_NAME, Tls, or_environment
 from equipoise.worker.hops import Hops
 
+ROW_BLOCK = 16
+"""Rows of every matrix product in batch-invariant mode."""
+
 PORT_STEP = 10
 """How much higher the ports of each of several local ranks are than those of the previous one."""
 
@@ -313,6 +316,11 @@ class WorkerSettings:
         if self.profile_steps and self.profile_folder is None:
             raise InvalidSettingsError("profile_steps needs profile_folder, where the trace goes")
         check_endpoint(self.tracing_endpoint)
+
+    @property
+    def row_block(self) -> int | None:
+        """Rows of every matrix product; None outside of batch-invariant mode."""
+        return ROW_BLOCK if self.batch_invariant else None
 
     @property
     def graph_rows(self) -> int:

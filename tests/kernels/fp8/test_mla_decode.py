@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 
@@ -10,11 +12,13 @@ from equipoise_kernels.fp8.attention.mla_decode import (
     mla_decode,
     mla_decode_reference,
     mla_decode_triton,
+    most_partial_results,
 )
 from equipoise_kernels.fp8.attention.mla_merge import AttentionOutput, merge_splits
 from equipoise_kernels.fp8.quant.group_quant import group_quant_reference
 from equipoise_kernels.numerics import difference
 from tests.support.guarded_tensors import guarded
+from tests.support.live_bytes import LiveBytes
 
 RANK, ROTARY, BLOCK, NUM_BLOCKS = 128, 16, 16, 12
 SCALE = 0.11
@@ -218,3 +222,54 @@ def test_inputs_that_break_the_contract_are_rejected_by_name(change, named, gene
 def test_latents_that_break_the_contract_are_rejected_by_name(make, named):
     with pytest.raises(KernelInputError, match=named):
         make()
+
+
+def partial_results(num_queries, *, num_heads, num_positions, monkeypatch):
+    """How many results of splits a launch allocates, in DeepSeek-V3's sizes."""
+    rank, rotary, block = 512, 64, 64
+    num_blocks = -(-num_positions // block)
+    with torch.device("meta"):
+        query = torch.empty(num_queries, num_heads, rank + rotary, dtype=torch.bfloat16)
+        tables = torch.empty(num_queries, num_blocks, dtype=torch.int32)
+        cache = torch.empty(num_blocks, block, rank + rotary, dtype=torch.bfloat16)
+        out = AttentionOutput(
+            out_BHR=torch.empty(num_queries, num_heads, rank, dtype=torch.bfloat16),
+            lse_BH=torch.empty(num_queries, num_heads),
+        )
+    launched = []
+    kernel = mock.MagicMock()
+    kernel.__getitem__.return_value = lambda *_args, **_options: launched.append("decode")
+    monkeypatch.setattr(mla_decode_module, "mla_decode_kernel", kernel)
+    monkeypatch.setattr(
+        mla_decode_module, "merge_splits", lambda *_args, **_options: launched.append("merge")
+    )
+    with LiveBytes() as live:
+        mla_decode_triton(
+            query,
+            PlainLatents(latents_BPC=cache, rank=rank),
+            tables_BS=tables,
+            lengths_B=tables[:, 0],
+            scale=SCALE,
+            tokens_per_split=None,
+            out=out,
+        )
+    assert launched == ["decode", "merge"][: 1 + (live.peak > 0)]
+    number, rest = divmod(live.peak, num_heads * (rank + 1) * 4)
+    assert rest == 0
+    return number
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_positions", [512, 4096, 32_768, 163_840])
+def test_the_partial_results_that_are_charged_are_the_most_of_any_launch(
+    num_heads, num_positions, monkeypatch
+):
+    sizes = {"num_heads": num_heads, "num_positions": num_positions}
+    of_launches = {
+        queries: partial_results(queries, **sizes, monkeypatch=monkeypatch)
+        for queries in (1, 15, 16, 17, 32, 33, 64, 65, 200, 512)
+    }
+    for queries in of_launches:
+        most = max(of_launches[fewer] for fewer in of_launches if fewer <= queries)
+        # FlashMLA has one for each query and program, whatever the positions.
+        assert most_partial_results(queries, **sizes) == max(most, queries + 132)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from equipoise_model.latent_cache import LatentCache, blocks_for
-from equipoise_model.plain.attention import Attention
+from equipoise_model.plain.attention import Attention, fewest_to_expand
 from equipoise_model.rope import Rope
 
 LENGTH = 70
@@ -83,7 +83,7 @@ def test_cached_latents_give_what_whole_sequences_give(config, attention, row_bl
 
 
 def test_only_long_chunks_and_only_the_fast_form_expand(config, attention, monkeypatch):
-    fewest = attention()._fewest_to_expand
+    fewest = fewest_to_expand(config)
     assert 16 < fewest < 128
     x = torch.randn(fewest, config.hidden_size, generator=torch.Generator().manual_seed(0))
     expanded, expand = [], Attention._attend_expanded

@@ -29,6 +29,9 @@ FLASH_MLA, FLASHINFER = "flash_mla", "flashinfer"
 FLASH_MLA_BLOCK = 64
 """Positions per block, the only number that FlashMLA supports."""
 
+FLASH_MLA_PROGRAMS = 132
+"""Most programs among which FlashMLA divides a call: the multiprocessors of a Hopper GPU."""
+
 # Both are compiled for DeepSeek's latents.
 _RANK, _ROTARY = 512, 64
 _WORKSPACE_BYTES = 128 * 2**20

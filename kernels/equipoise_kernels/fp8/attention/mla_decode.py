@@ -22,7 +22,9 @@ for FP8); the twin does not.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -187,8 +189,7 @@ def mla_decode_triton(
     num_queries, num_heads, _ = query_BHC.shape
     if num_queries == 0:
         return
-    tile = _FEW_HEADS if num_heads <= _FEW_HEADS else _WIDE_HEADS
-    config = config or MLA_DECODE.config(rows=num_queries, shape=(tile,))
+    config = config or MLA_DECODE.config(rows=num_queries, shape=_tuned_for(num_heads))
     per_split = tokens_per_split or config.tokens_per_split
     num_splits = -(-tables_BS.shape[1] * latents.block_tokens // per_split)
     partial = out
@@ -231,6 +232,57 @@ def mla_decode_triton(
     )
     if num_splits > 1:
         merge_splits(partial, out=out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSize:
+    """Positions per split that are tuned for a number of queries."""
+
+    max_queries: int | None
+    """Most queries; None for any more."""
+    positions: int
+    """Positions, on the device where they are fewest."""
+
+
+@cache
+def split_sizes(num_heads: int) -> tuple[SplitSize, ...]:
+    """Positions per split by the number of queries, ascending, of all devices' configurations."""
+    shape = _tuned_for(num_heads)
+    files = configurations.committed(MLA_DECODE.name).values()
+    limits = {one.max_rows for entries in files for one in entries if one.max_rows is not None}
+    return tuple(
+        SplitSize(
+            max_queries=limit,
+            positions=min(
+                next(
+                    one.config["tokens_per_split"]
+                    for one in entries
+                    if one.fits(sys.maxsize if limit is None else limit, shape)
+                )
+                for entries in files
+            ),
+        )
+        for limit in (*sorted(limits), None)
+    )
+
+
+def most_partial_results(num_queries: int, *, num_heads: int, num_positions: int) -> int:
+    """Most results of splits that a call with up to so many queries has, whatever its backend.
+
+    Each is float32 [H, R] with a logarithm per head. Triton has none if one split is enough;
+    FlashMLA has one for every query and every program in any case.
+    """
+    most = num_queries + libraries.FLASH_MLA_PROGRAMS
+    for size in split_sizes(num_heads):
+        num_splits = -(-num_positions // size.positions)
+        if num_splits > 1:
+            most = max(most, min(num_queries, size.max_queries or num_queries) * num_splits)
+    return most
+
+
+def _tuned_for(num_heads: int) -> tuple[int, ...]:
+    """The shape of which configurations depend on."""
+    return (_FEW_HEADS if num_heads <= _FEW_HEADS else _WIDE_HEADS,)
 
 
 def specializations(

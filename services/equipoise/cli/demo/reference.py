@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from equipoise.cli.demo.traffic import Prompt
-from equipoise.worker.core import ROW_BLOCK
+from equipoise.worker.settings import ROW_BLOCK
 from equipoise_model.checkpoint import Checkpoint
 from equipoise_model.generate import greedy
 from equipoise_model.plain.transformer import Transformer
