@@ -105,16 +105,25 @@ class LatentCache:
         parts = (store[:, block].contiguous().view(torch.uint8) for store in self._stores)
         return b"".join(part.cpu().numpy().tobytes() for part in parts)
 
-    def write_block(self, block: int, data: bytes) -> None:
-        """Fill a block with what `read_block` of an equal cache returned, `block_bytes` long."""
+    def unpack(self, data: bytes) -> list[Tensor]:
+        """Copy what `read_block` of an equal cache returned to the device, for `write_block`.
+
+        Waits for the device, unlike `write_block`.
+        """
         assert len(data) == self.block_bytes
-        source, start = bytearray(data), 0
+        parts, source, start = [], bytearray(data), 0
         for store in self._stores:
-            target = store[:, block]
-            size = target.numel() * target.element_size()
+            shape = (store.shape[0], *store.shape[2:])
+            size = self.block_tokens * store.shape[0] * store.shape[-1] * store.element_size()
             part = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=start)
-            target.copy_(part.view(target.dtype).view(target.shape))
+            parts.append(part.view(store.dtype).view(shape).to(store.device))
             start += size
+        return parts
+
+    def write_block(self, block: int, parts: Sequence[Tensor]) -> None:
+        """Fill a block with what `unpack` returned."""
+        for store, part in zip(self._stores, parts, strict=True):
+            store[:, block] = part
 
     def latents(self, layer: int) -> Latents:
         """One layer's blocks in the kernels' format; the last is the zero block."""

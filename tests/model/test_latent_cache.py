@@ -3,6 +3,8 @@ import torch
 
 from equipoise_model.latent_cache import LatentCache, blocks_for
 from equipoise_model.presets import DEEPSEEK_V3, TINY
+from tests.support.fp8_models import WIDE
+from tests.support.pretended_device import CUDA, pretended_device
 
 
 def begin(sequences, positions, *, row_block, max_len=1024):
@@ -102,3 +104,28 @@ def test_a_token_of_deepseek_v3_takes_this_much_memory_and_as_much_on_the_wire(f
 def test_a_place_outside_the_cache_is_a_programmers_fault(sequences, positions):
     with pytest.raises((AssertionError, IndexError)):
         begin(sequences, positions, row_block=None, max_len=10)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_block_is_on_the_device_before_it_is_written(fp8):
+    with pretended_device():
+        there, here = (
+            LatentCache(
+                WIDE, num_blocks=3, max_len=32, dtype=torch.bfloat16, device=device, fp8=fp8
+            )
+            for device in ("cpu", CUDA)
+        )
+        generator = torch.Generator().manual_seed(0)
+        for layer in range(WIDE.num_hidden_layers):
+            for part in there.latents(layer).parts:
+                bits = torch.randint(
+                    256, (part.numel() * part.element_size(),), generator=generator
+                )
+                part.view(torch.uint8).copy_(bits.view(part.view(torch.uint8).shape))
+        data = there.read_block(1)
+        assert any(data)
+        parts = here.unpack(data)
+        assert {part.device for part in parts} == {CUDA}
+        here.write_block(2, parts)
+        assert here.read_block(2) == data
+        assert not any(here.read_block(0) + here.read_block(1))

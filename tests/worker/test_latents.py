@@ -61,6 +61,28 @@ async def test_a_second_request_with_the_prefix_fetches_only_what_is_not_here(ra
         await nothing_is_held(prefill, decode)
 
 
+async def test_steps_do_not_wait_while_a_block_is_copied_from_the_host(rank_of_one, monkeypatch):
+    async with two_pools(rank_of_one) as (prefill, decode):
+        visits, unpacked = [], []
+        visit, unpack = decode.engine.visit, decode.core.cache.unpack
+
+        def noted(act):
+            visits.append(act)
+            try:
+                return visit(act)
+            finally:
+                visits.remove(act)
+
+        def counted(data):
+            unpacked.append(len(visits))
+            return unpack(data)
+
+        monkeypatch.setattr(decode.engine, "visit", noted)
+        monkeypatch.setattr(decode.core.cache, "unpack", counted)
+        await handed_over(prefill, decode, TOKENS[:40], 2)
+        assert unpacked == [0, 0]
+
+
 def flip(message):
     data = bytearray(message.data)
     data[len(data) // 2] ^= 1

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 
 import grpc
+from torch import Tensor
 
 from equipoise.rank.waits import Waits
 from equipoise.telemetry.logs import is_worth_logging
@@ -176,12 +177,12 @@ class LatentPuller:
             form=self._store.form, boot_id=source.boot_id, hold=source.hold, keys=pull.missing
         )
 
-        def land(data: bytes, scheduler: Scheduler) -> bool:
+        def land(parts: Sequence[Tensor], scheduler: Scheduler) -> bool:
             block = scheduler.pulls.next_block(key, pull)
             if block is None:
                 return False
             # Written under the lock, or a block that gave way might be another request's by now.
-            cache.write_block(block, data)
+            cache.write_block(block, parts)
             scheduler.pulls.publish(pull)
             return True
 
@@ -194,7 +195,8 @@ class LatentPuller:
                     data = stream.add(part)
                     if data is None:
                         continue
-                    if not visit(partial(land, data)):
+                    # Before the lock is taken: no step waits for copies from the host.
+                    if not visit(partial(land, cache.unpack(data))):
                         return PullOutcome.GAVE_WAY
                     self.num_bytes += len(data)
                     await self._until_turn(len(data))
