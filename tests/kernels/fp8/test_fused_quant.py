@@ -172,6 +172,7 @@ def test_the_masked_activation_writes_only_real_rows(run, counts, generator, int
         (torch.zeros(2, 3, 256), None, "rows_per_group"),
         (torch.zeros(2, 3, 256), torch.zeros(2), "rows_per_group must be int32"),
         (torch.zeros(2, 3, 256), torch.zeros(3, dtype=torch.int32), r"must be \[2\]"),
+        (torch.zeros(2, 3, 256), torch.zeros(4, dtype=torch.int32)[::2], "contiguous"),
     ],
 )
 def test_an_activation_of_other_things_is_rejected_by_name(x, counts, named):

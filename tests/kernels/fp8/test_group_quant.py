@@ -122,6 +122,19 @@ def test_rows_that_break_the_contract_are_rejected_by_name(x, named):
         group_quant(x)
 
 
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [
+        (torch.zeros(2), "rows_per_group must be int32"),
+        (torch.zeros(3, dtype=torch.int32), r"must be \[2\]"),
+        (torch.zeros(4, dtype=torch.int32)[::2], "contiguous"),
+    ],
+)
+def test_counts_that_break_the_contract_are_rejected_by_name(counts, named):
+    with pytest.raises(KernelInputError, match=named):
+        group_quant(torch.zeros(2, 3, 256), rows_per_group=counts)
+
+
 @pytest.mark.parametrize("counts", [[0, 0, 0], [7, 0, 3], [4, 99, -5]])
 @pytest.mark.parametrize("run", [group_quant_reference, group_quant_triton])
 def test_the_masked_form_reads_and_writes_only_real_rows(run, counts, generator, interpreted):

@@ -87,7 +87,14 @@ def group_quant(
         require("x", x, shape=x.shape[-2:], dense=True)
     else:
         require("x", x, shape=x.shape[-3:], dense=True)
-        require("rows_per_group", rows_per_group, torch.int32, shape=x.shape[:-2], like=x)
+        require(
+            "rows_per_group",
+            rows_per_group,
+            torch.int32,
+            shape=x.shape[:-2],
+            contiguous=True,
+            like=x,
+        )
     out = checked_out(out, x.shape, device=x.device, layout=scale_layout)
     GROUP_QUANT.on(x.device)(x, rows_per_group=rows_per_group, scale_format=scale_format, out=out)
     return out

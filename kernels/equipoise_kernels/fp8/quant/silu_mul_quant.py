@@ -84,7 +84,14 @@ def silu_mul_quant(
     require_groups("x", x)
     require("x", x, dense=True)
     if rows_per_group is not None:
-        require("rows_per_group", rows_per_group, torch.int32, shape=x.shape[:1], like=x)
+        require(
+            "rows_per_group",
+            rows_per_group,
+            torch.int32,
+            shape=x.shape[:1],
+            contiguous=True,
+            like=x,
+        )
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
     out = checked_out(out, shape, device=x.device, layout=scale_layout)
     SILU_MUL_QUANT.on(x.device)(
