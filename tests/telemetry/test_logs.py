@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from equipoise.telemetry.exposition import metrics_at
-from equipoise.telemetry.logs import LogFormat, about, configure_logs
+from equipoise.telemetry.logs import MOST_CAUSES, Causes, LogFormat, about, configure_logs
 from equipoise.telemetry.metrics_settings import MetricsPort
 
 
@@ -79,6 +79,16 @@ async def test_malformed_requests_are_logged_rarely():
                 writer.close()
     lines = [line for line in stream.getvalue().splitlines() if "Invalid HTTP request" in line]
     assert [line.rpartition("(")[2] for line in lines] == [f"{n} so far)" for n in (1, 2, 4)]
+
+
+def test_a_new_cause_is_logged_however_many_there_were_and_the_oldest_is_forgotten():
+    causes = Causes()
+    assert [causes.count(f"cause {number}") for number in range(MOST_CAUSES)] == [1] * MOST_CAUSES
+    assert causes.count("cause 0") == 2
+    assert causes.count("a new one") == 1
+    assert causes.count("cause 0") == 0  # The third, which is not worth a line.
+    assert causes.count("cause 2") == 2
+    assert causes.count("cause 1") == 1  # The one not seen for longest made room.
 
 
 def test_a_balancer_with_json_logs_writes_nothing_else(tmp_path):

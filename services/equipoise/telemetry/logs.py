@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -28,8 +27,8 @@ FIELDS = (
 )
 """Names of the fields that `about` accepts."""
 
-_MOST_CAUSES = 1000
-"""Causes that are told apart."""
+MOST_CAUSES = 1000
+"""Causes whose events are counted at a time."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,16 +71,17 @@ def is_worth_logging(count: int) -> bool:
 
 
 class Causes:
-    """Counts repeated events by cause, of which it tells a bounded number apart."""
+    """Counts repeated events by cause; of many causes, it forgets the one not seen for longest."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}
 
     def count(self, cause: str) -> int:
         """Count an event; returns how many its cause has had if it is worth logging, else 0."""
-        if len(self._counts) < _MOST_CAUSES or cause in self._counts:
-            self._counts[cause] += 1
-        number = self._counts[cause]
+        number = self._counts.pop(cause, 0) + 1
+        self._counts[cause] = number
+        if len(self._counts) > MOST_CAUSES:
+            del self._counts[next(iter(self._counts))]
         return number if is_worth_logging(number) else 0
 
 
