@@ -21,6 +21,18 @@ RULES = [rule for group in GROUPS for rule in group["rules"] if "alert" in rule]
 RECORDED = {rule["record"] for group in GROUPS for rule in group["rules"] if "record" in rule}
 DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+SHOWN = {
+    **{
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in PANELS
+        for target in panel["targets"]
+    },
+    **{
+        f"annotation {annotation['name']}": annotation["expr"]
+        for annotation in DASHBOARD["annotations"]["list"]
+    },
+}
+"""Expressions of the dashboard."""
 EXPRESSIONS = {
     **{
         rule.get("alert", rule.get("record")): re.sub(
@@ -29,11 +41,7 @@ EXPRESSIONS = {
         for group in GROUPS
         for rule in group["rules"]
     },
-    **{
-        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "5m")
-        for panel in PANELS
-        for target in panel["targets"]
-    },
+    **{title: expression.replace("$__rate_interval", "5m") for title, expression in SHOWN.items()},
 }
 FROM_PROMETHEUS = {"job", "namespace", "pod", "le"}
 OF_RELEASES = {"release", "worker"}
@@ -173,9 +181,22 @@ def test_every_series_of_a_panel_has_its_own_unit():
                 assert unit != "none", panel["title"]
 
 
-def test_rates_on_the_dashboard_follow_the_resolution():
-    rates = re.findall(r"rate\([^[]*\[([^]]*)\]", str([p["targets"] for p in PANELS]))
+def test_rates_and_annotations_on_the_dashboard_follow_the_resolution():
+    rates = re.findall(r"rate\([^[]*\[([^]]*)\]", str(SHOWN))
     assert set(rates) == {"$__rate_interval"}
+    for annotation in DASHBOARD["annotations"]["list"]:
+        assert re.findall(r"\[([^]]*)\]", annotation["expr"]) == ["$__rate_interval"]
+
+
+def test_a_percentile_on_the_dashboard_is_of_one_release_that_its_legend_names():
+    targets = [target for panel in PANELS for target in panel["targets"]]
+    percentiles = [one for one in targets if "histogram_quantile" in one["expr"]]
+    assert percentiles
+    for target in percentiles:
+        (group,) = re.findall(r"by \(([^)]*)\)", target["expr"])
+        assert {"namespace", "release"} <= set(group.split(", ")), target
+        shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        assert shown & {"release", "pool"}, target
 
 
 def test_the_dashboard_selects_namespace_release_and_pool():
