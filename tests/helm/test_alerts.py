@@ -153,16 +153,20 @@ CASES = {
         after="2m",
     ),
     "EquipoisePoolHeld": Case(
+        # The leader changes after half a day, and for five minutes none leads.
         fires={
-            'equipoise_pool_paused{pool="tiny"}': "1x30",
-            'equipoise_pool_pinned{pool="tiny"}': "0x30",
+            'equipoise_pool_paused{pool="tiny",pod="b-0"}': "1x143 stale",
+            'equipoise_pool_pinned{pool="tiny",pod="b-0"}': "0x143 stale",
+            'equipoise_pool_paused{pool="tiny",pod="b-1"}': "_x145 1x160",
+            'equipoise_pool_pinned{pool="tiny",pod="b-1"}': "_x145 0x160",
         },
+        # It was resumed for a quarter of an hour.
         quiet={
-            'equipoise_pool_paused{pool="tiny"}': "1x9 0 1x20",
-            'equipoise_pool_pinned{pool="tiny"}': "0x30",
+            'equipoise_pool_paused{pool="tiny",pod="b-0"}': "1x143 0x2 1x160",
+            'equipoise_pool_pinned{pool="tiny",pod="b-0"}': "0x307",
         },
         after="25h",
-        every="1h",
+        every="5m",
         labels=TINY,
     ),
     "EquipoiseChecksumFailures": Case(
