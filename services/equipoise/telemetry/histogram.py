@@ -5,11 +5,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-SHORT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-"""Bucket bounds in seconds, for durations within a step."""
+SHORT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 60.0)
+"""Bucket bounds in seconds, for steps and tokens, up to an outage that requests survive."""
 
-LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bucket bounds in seconds, for durations that involve several processes."""
+LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Bucket bounds in seconds, for durations of several processes, up to the longest queue."""
 
 
 class Histogram:
