@@ -12,6 +12,7 @@ import pytest
 
 from equipoise.gateway.errors import GatewayError
 from equipoise.gateway.http_server import MAX_HEADER_BYTES
+from equipoise.gateway.metrics import RequestTally
 from equipoise.gateway.open_requests import LONG_BODY_BYTES, OpenRequests
 from equipoise.gateway.server import serve
 from equipoise.gateway.settings import GatewaySettings
@@ -357,7 +358,7 @@ async def test_no_redirect_leads_to_the_host_that_a_client_names(gateway, path):
 
 
 async def test_long_bodies_leave_threads_for_short_ones():
-    open_requests, hold = OpenRequests(max_open=99), threading.Event()
+    open_requests, hold = OpenRequests(max_open=99, tally=RequestTally()), threading.Event()
     long = [
         asyncio.create_task(open_requests.parsed(bytes(LONG_BODY_BYTES + 1), lambda _: hold.wait()))
         for _ in range(64)

@@ -203,7 +203,8 @@ CASES = {
     "EquipoiseGatewayErrors": Case(
         fires={
             'equipoise_gateway_requests_total{pod="g-0",outcome="finished"}': "0+90x30",
-            'equipoise_gateway_requests_total{pod="g-1",outcome="failed"}': "0+10x30",
+            'equipoise_gateway_requests_total{pod="g-1",outcome="failed"}': "0+3x30",
+            'equipoise_gateway_requests_total{pod="g-1",outcome="not_admitted"}': "0+7x30",
         },
         quiet={
             'equipoise_gateway_requests_total{pod="g-0",outcome="finished"}': "0+90x30",

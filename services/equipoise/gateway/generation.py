@@ -16,6 +16,7 @@ from equipoise.gateway.choice import ChoiceDecoder, ChoiceDelta, Echo, merged_de
 from equipoise.gateway.client import HttpClient
 from equipoise.gateway.completion_request import CompletionRequest
 from equipoise.gateway.errors import ClientGoneError, RequestError
+from equipoise.gateway.metrics import Outcome
 from equipoise.gateway.open_requests import OpenRequests
 from equipoise.gateway.openai_responses import ResponseContext, error_object
 from equipoise.gateway.reasoning import ReasoningSplit
@@ -120,6 +121,12 @@ class GenerationEndpoint(ABC):
                 reasoning=ReasoningSplit() if request.splits_reasoning else None,
                 tools=request.tools.split(),
             )
+
+            def closed() -> Outcome:
+                if decoder.stopped:
+                    return Outcome.FINISHED
+                return Outcome.FAILED if self._open_requests.is_over else Outcome.ENDED
+
             tokens = self._relay.stream(
                 GenerateRequest(
                     request_id=context.response_id + (f"-{index}" if index else ""),
@@ -133,7 +140,7 @@ class GenerationEndpoint(ABC):
                     grammar=request.grammar,
                 ),
                 suspicion=suspicion,
-                is_complete=lambda: decoder.stopped,
+                if_closed=closed,
             )
             return decoder, tokens
 

@@ -1,9 +1,11 @@
 """The gateway's metrics. docs/metrics.md explains each; none has a series per rank."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,16 +23,27 @@ from equipoise.planning.phase import Phase
 from equipoise.telemetry.histogram import LONG_S, SHORT_S, Histogram
 from equipoise.wire.inference_messages import GeneratedTokens
 
-_OUTCOMES = ("finished", "failed", "rejected", "ended")
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    """It could not be served, or the gateway stopped before it was complete."""
+    REJECTED = "rejected"
+    """Its client must change it."""
+    NOT_ADMITTED = "not_admitted"
+    """The gateway was stopping, or as many requests as allowed were open."""
+    ENDED = "ended"
+    """Its client abandoned it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestTally:
     """Counts of requests and tokens since the start."""
 
-    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
-    """Requests that ended, by outcome; `ended` are those that their client abandoned,
-    `rejected` those that their client must change."""
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    """Requests that ended, by outcome."""
 
     replays: int = 0
     """Failures of ranks while they ran a request."""
@@ -61,13 +74,13 @@ class RequestTally:
         parts: AsyncGenerator[GeneratedTokens, None],
         *,
         now: Callable[[], float],
-        is_complete: Callable[[], bool] = lambda: False,
+        if_closed: Callable[[], Outcome] = lambda: Outcome.ENDED,
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """Yield the same parts of a request, and count them.
 
-        `is_complete`: whether a caller that reads no further has all that it needs.
+        `if_closed`: the outcome if the caller reads no further.
         """
-        last_s, is_first, outcome = now(), True, "ended"
+        last_s, is_first, outcome = now(), True, Outcome.FAILED
         try:
             async with aclosing(parts):
                 async for part in parts:
@@ -81,18 +94,15 @@ class RequestTally:
                         is_first = False
                     if part.finish is not None:
                         # The caller reads no further.
-                        outcome = "finished"
+                        outcome = Outcome.FINISHED
                     yield part
-            outcome = "finished"
+            outcome = Outcome.FINISHED
         except InvalidRequestError:
-            outcome = "rejected"
+            outcome = Outcome.REJECTED
             raise
-        except Exception:
-            outcome = "failed"
-            raise
-        except GeneratorExit:
-            if is_complete():
-                outcome = "finished"
+        except (GeneratorExit, asyncio.CancelledError):
+            if outcome is not Outcome.FINISHED:
+                outcome = if_closed()
             raise
         finally:
             self.outcomes[outcome] += 1
@@ -115,8 +125,8 @@ class GatewayCollector(Collector):
         requests = CounterMetricFamily(
             "equipoise_gateway_requests", "Requests that ended, by outcome.", labels=("outcome",)
         )
-        for outcome, count in tally.outcomes.items():
-            requests.add_metric([outcome], count)
+        for outcome in Outcome:
+            requests.add_metric([outcome], tally.outcomes[outcome])
         yield requests
         is_ready, num_waiting = not self._ranks.unready(), self._ranks.num_waiting
         poison = "Requests rejected because they appear to crash the ranks that run them."

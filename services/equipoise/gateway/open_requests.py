@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from equipoise.gateway.errors import ClientGoneError, StoppingError, TooManyRequestsError
+from equipoise.gateway.metrics import Outcome, RequestTally
 
 LONG_BODY_BYTES = 2**16
 """Longer bodies are parsed one at a time."""
@@ -22,9 +23,10 @@ _Parsed = TypeVar("_Parsed")
 class OpenRequests:
     """At most `max_open` at a time; used from one event loop only."""
 
-    def __init__(self, *, max_open: int) -> None:
+    def __init__(self, *, max_open: int, tally: RequestTally) -> None:
         self.stopping = False
         self._max_open = max_open
+        self._tally = tally
         self._num_admitted = 0
         self._long_turn = asyncio.Semaphore(1)
         # The timeouts of bodies that are arriving, the oldest first.
@@ -34,6 +36,11 @@ class OpenRequests:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the grace period is over: requests that are still open are ended."""
+        return self._ending.done()
 
     @contextmanager
     def arriving(self, timeout: asyncio.Timeout) -> Iterator[None]:
@@ -66,6 +73,7 @@ class OpenRequests:
         """
         self._check_stopping()
         if self._num_admitted >= self._max_open:
+            self._tally.outcomes[Outcome.NOT_ADMITTED] += 1
             raise TooManyRequestsError(
                 f"{self._num_admitted} requests are open, which is this gateway's limit: "
                 f"try again later"
@@ -86,6 +94,7 @@ class OpenRequests:
 
     def _check_stopping(self) -> None:
         if self.stopping:
+            self._tally.outcomes[Outcome.NOT_ADMITTED] += 1
             raise StoppingError("this gateway is stopping: use another one")
 
     async def run(self, work: Coroutine[Any, Any, None], *, receive: Receive) -> None:

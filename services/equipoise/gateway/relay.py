@@ -32,7 +32,7 @@ from equipoise.gateway.handover import (
     second_leg,
     why_direct,
 )
-from equipoise.gateway.metrics import RequestTally
+from equipoise.gateway.metrics import Outcome, RequestTally
 from equipoise.gateway.rank_channels import RankChannels
 from equipoise.gateway.rank_load import RankLoad
 from equipoise.gateway.rank_table import RankTable, Reservation
@@ -87,18 +87,18 @@ class Relay:
         request: GenerateRequest,
         *,
         suspicion: Suspicion,
-        is_complete: Callable[[], bool] = lambda: False,
+        if_closed: Callable[[], Outcome] = lambda: Outcome.ENDED,
     ) -> AsyncGenerator[GeneratedTokens, None]:
         """Yield a request's tokens up to its finish, whatever ranks do. Close it to end it early.
 
-        All choices of an HTTP request share one suspicion. `is_complete`: whether the choice that
-        is closed needs no more tokens, which counts as finished.
+        All choices of an HTTP request share one suspicion. `if_closed`: the outcome to count for a
+        choice that is closed early.
 
         Raises:
             RequestError: the request cannot be served; says why, and whether to retry.
         """
         return self._tally.counted(
-            self._stream(request, suspicion), now=self._ranks.now, is_complete=is_complete
+            self._stream(request, suspicion), now=self._ranks.now, if_closed=if_closed
         )
 
     async def _stream(

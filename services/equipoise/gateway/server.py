@@ -85,8 +85,8 @@ async def serve(
         first_turn=first_turn,
     )
     ranks, prefill = table(), table() if settings.prefill_pool else None
-    open_requests = OpenRequests(max_open=settings.max_open_requests)
     tally = RequestTally()
+    open_requests = OpenRequests(max_open=settings.max_open_requests, tally=tally)
     channels = RankChannels(credentials)
     tables = {settings.pool: ranks} | ({settings.prefill_pool: prefill} if prefill else {})
     probes = [
