@@ -24,13 +24,13 @@ help:  ## Show this list
 
 setup: $(STAMP) redis  ## Create .venv and install everything, once
 
-# PyPI's torch brings gigabytes of CUDA packages on Linux. TORCH=cpu takes PyTorch's CPU build, or fails.
+# PyPI's torch brings gigabytes of CUDA packages. TORCH=cpu takes PyTorch's CPU build, or fails.
 ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not a build of PyTorch: choose TORCH=cpu, or leave it out for the one with CUDA)
 endif
 comma := ,
 CPU_TORCH := --extra-index-url https://download.pytorch.org/whl/cpu \
-  '$(shell grep ^torch== constraints.txt)+cpu; sys_platform == "linux"'
+  '$(shell grep ^torch== constraints.txt)+cpu'
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(if $(TORCH),$(CPU_TORCH))
 
 # One line per fetched package instead of pip's several.
@@ -38,10 +38,12 @@ SHOW_PACKAGES := sed -unE -e 's/^ *(Downloading|Using cached) ([^ ]+\.(whl|gz))(
   -e 's/^ *Processing .*\/([^ ]+\.whl)$$/  \1/p' -e 's/^Installing collected packages.*/  installing them/p'
 
 $(STAMP): pyproject.toml constraints.txt
+	@test "$$(uname -s)" = Linux || \
+	  { echo "equipoise runs on Linux only, and this is $$(uname -s): use a container or a virtual machine"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "equipoise needs Python >= 3.11; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo 'installing about 130 packages into $(VENV), once: $(if $(TORCH),0.5 GB to download$(comma) 2.2 GB on disk,3 GB to download on Linux$(comma) 0.5 GB without CUDA: make TORCH=cpu $(MAKECMDGOALS))'
+	@echo 'installing about 130 packages into $(VENV), once: $(if $(TORCH),0.5 GB to download$(comma) 2.2 GB on disk,3 GB to download$(comma) 0.5 GB without CUDA: make TORCH=cpu $(MAKECMDGOALS))'
 	@$(PIP_INSTALL) --progress-bar off -e '.[worker,plots,dev]' | $(SHOW_PACKAGES)
 	@echo 'compiling the planner, once'
 	$(BIN)/python -m equipoise.planning.warm_up

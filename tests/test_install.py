@@ -4,6 +4,7 @@ Wheels made here stand for PyPI's torch, which requires CUDA packages, and for P
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,9 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-LINUX_ONLY = pytest.mark.skipif(
-    sys.platform != "linux", reason="PyPI's torch brings CUDA packages on Linux only"
-)
 
 
 def make_wheel(folder, name, version, *requires):
@@ -88,7 +86,6 @@ def words_of_image(build_argument):
     return words[words.index(".[worker,kernels]") + 1 :]
 
 
-@LINUX_ONLY
 @pytest.mark.parametrize("way", ["make", "image"])
 def test_the_cpu_choice_takes_the_cpu_build_or_fails_but_never_the_one_with_cuda(
     way, index, tmp_path
@@ -111,3 +108,24 @@ def test_another_choice_of_torch_is_rejected():
     )
     assert done.returncode
     assert "TORCH=gpu is not a build of PyTorch: choose TORCH=cpu" in done.stderr
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_another_system_than_linux_is_rejected_before_anything_is_installed(tmp_path):
+    script(tmp_path / "uname", "echo Darwin")
+    done = subprocess.run(
+        ["make", "setup", f"VENV={tmp_path}/venv", "PYTHON=false"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    assert done.stdout.splitlines() == [
+        "equipoise runs on Linux only, and this is Darwin: use a container or a virtual machine"
+    ]
