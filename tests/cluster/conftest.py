@@ -1,8 +1,20 @@
-"""Adds the pods' state and last log lines to the report of a failed test."""
+"""The cluster, and the pods' state and last log lines in the report of a failed test."""
+
+from contextlib import closing
 
 import pytest
 
+from tests.support.clusters import cluster_at_hand
+
 NUM_LINES = 40
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The cluster, with a namespace for the module's tests alone."""
+    found = cluster_at_hand()
+    with found.own_namespace(), closing(found):
+        yield found
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,7 +20,7 @@ from equipoise.trust.credentials import Credentials
 from equipoise.trust.settings import Tls
 from equipoise_model.train.data import heldout_prompts
 from tests.support.authority import Authority
-from tests.support.clusters import NAMESPACE, ROOT, cluster_at_hand, until
+from tests.support.clusters import NAMESPACE, ROOT, until
 from tests.support.http_traffic import HttpTraffic
 from tests.support.installed_release import (
     BALANCER_NAME,
@@ -54,13 +54,6 @@ SLOWNESS = max(1.0, os.getloadavg()[0] / 4)
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    found = cluster_at_hand()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def authority(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("certificates"))
 
@@ -68,8 +61,6 @@ def authority(tmp_path_factory):
 @pytest.fixture(scope="module")
 def secrets(cluster, authority):
     """What an operator brings along: a Secret with a certificate for each kind of pod."""
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
-    cluster.kubectl("apply", "-f", "-", text=json.dumps(namespace))
     made = secrets_of(authority)
     for secret in made:
         cluster.kubectl("apply", "-f", "-", text=json.dumps(secret))
@@ -198,7 +189,7 @@ def test_a_worker_without_a_certificate_is_rejected(release):
     assert "intruder" not in {rank["worker"] for rank in release.until_serving()["ranks"]}
 
 
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/moe/leases"
+LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
 
 
 def test_the_server_denies_what_it_should(cluster, release):
@@ -210,8 +201,8 @@ def test_the_server_denies_what_it_should(cluster, release):
             f"{LEASES}/eq-equipoise",
             f"{LEASES}/another",
             LEASES,
-            "/api/v1/namespaces/moe/secrets",
-            "/api/v1/namespaces/moe/configmaps",
+            f"/api/v1/namespaces/{NAMESPACE}/secrets",
+            f"/api/v1/namespaces/{NAMESPACE}/configmaps",
             f"/api/v1/nodes/{node}",
             "/api/v1/nodes",
         )

@@ -1,10 +1,8 @@
 """A prefill and a decode pool as two releases: `helm test` sees that latents pass between them."""
 
-import json
-
 import pytest
 
-from tests.support.clusters import NAMESPACE, ROOT, cluster_at_hand
+from tests.support.clusters import NAMESPACE, ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -17,19 +15,8 @@ WRITERS = (
     "peerPools={readers}",
     "prefillPool=readers",
     "balancer.enabled=false",
-    "balancer.externalAddress=readers-equipoise-balancer.moe.svc:7070",
+    f"balancer.externalAddress=readers-equipoise-balancer.{NAMESPACE}.svc:7070",
 )
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    found = cluster_at_hand()
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
-    found.kubectl("apply", "-f", "-", text=json.dumps(namespace))
-    yield found
-    for release in ("writers", "readers"):
-        found.helm("uninstall", release, "--ignore-not-found", "--wait", "--timeout=200s")
-    found.close()
 
 
 def test_helm_test_hands_a_prompt_over_from_one_release_to_the_other(cluster):

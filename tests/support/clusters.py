@@ -18,7 +18,7 @@ import pytest
 from equipoise.cli.kubectl.port_forward import port_forwarded
 
 ROOT = Path(__file__).parents[2]
-NAMESPACE = "moe"
+NAMESPACE = "equipoise-test"
 MINI_SERVER = "http://127.0.0.1:8080"
 VALUES = ROOT / "tests" / "cluster"
 
@@ -61,6 +61,24 @@ class AnyCluster:
     def close(self):
         """End what forwards ports."""
         self._forwards.close()
+
+    @contextmanager
+    def own_namespace(self):
+        """Have the namespace in the block only, and remove whatever tests left in it."""
+        if self.kubectl("get", "namespace", NAMESPACE, "--ignore-not-found", "--output=name"):
+            pytest.fail(
+                f"the cluster has a namespace {NAMESPACE}, where the tests would overwrite what is "
+                f"there: delete it if an earlier run left it"
+            )
+        self.kubectl("create", "namespace", NAMESPACE)
+        try:
+            yield
+        finally:
+            # Not all that a release has is in the namespace.
+            of_any_state = ("--deployed", "--failed", "--pending", "--uninstalling")
+            for release in self.helm("list", "--short", *of_any_state).split():
+                self.helm("uninstall", release, "--wait", "--timeout=200s")
+            self._run("kubectl", "delete", "namespace", NAMESPACE, timeout_s=300)
 
     def helm(self, *arguments, timeout_s=300):
         """Run helm in the namespace; returns what it prints."""

@@ -8,10 +8,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from equipoise.trust.credentials import Credentials
 from tests.support import reflected
-from tests.support.clusters import until
+from tests.support.clusters import NAMESPACE, until
 
-BALANCER_NAME = "eq-equipoise-balancer.moe.svc"
-WORKER_NAME = "eq-equipoise-worker.moe.svc"
+BALANCER_NAME = f"eq-equipoise-balancer.{NAMESPACE}.svc"
+WORKER_NAME = f"eq-equipoise-worker.{NAMESPACE}.svc"
+GATEWAY_NAME = f"eq-equipoise-gateway.{NAMESPACE}.svc"
 BOUND_S = 120.0
 """Longest wait for anything that is a matter of seconds on a machine with nothing else to do."""
 
@@ -91,7 +92,7 @@ def secrets_of(authority):
     for pod, identity, host in (
         ("balancer", "reader/balancer", BALANCER_NAME),
         ("worker", "worker/default/*", WORKER_NAME),
-        ("gateway", "gateway", "eq-equipoise-gateway.moe.svc"),
+        ("gateway", "gateway", GATEWAY_NAME),
     ):
         uri = f"spiffe://cluster.local/equipoise/{identity}"
         tls = authority.issue(pod, hosts=(host,), uri=uri)
