@@ -15,6 +15,7 @@ from equipoise.balancer.store.sqlite_store import SqliteStore
 from equipoise.balancer.telemetry.metrics import BalancerCollector
 from equipoise.balancer.telemetry.pool_metrics import MAX_RANKS_LISTED, PoolMetrics
 from equipoise.planning.phase import Phase
+from equipoise.planning.placing.chance import balancedness_by_chance
 from equipoise.planning.topology import ModelShape
 from equipoise.policy.book import PolicyBook
 from equipoise.pool.counters import MAX_KINDS
@@ -66,6 +67,8 @@ def test_a_pool_reports_its_balance_as_receivers_measured_it(serving_harness, sk
     assert worst == pytest.approx(per_layer.min())
     p5 = value_of(families, "equipoise_balancedness_p5_layer", **labels)
     assert worst <= p5 <= np.median(per_layer)
+    by_chance = value_of(families, "equipoise_balancedness_by_chance", **labels)
+    assert by_chance == pytest.approx(balancedness_by_chance(window.rank_load).mean())
     ratios = [
         value_of(families, "equipoise_rank_load_ratio", pool="tiny", rank=str(rank))
         for rank in range(4)
@@ -128,8 +131,9 @@ def test_a_window_without_traffic_has_no_assignments_and_no_balance(serving_harn
     harness.run_traffic(skewed(1) * 0, seconds=10)
     families = families_of(harness.pool, now=harness.now)
     assert value_of(families, "equipoise_window_assignments", pool="tiny") == 0
-    measures = ("balancedness", "balancedness_min_layer", "rank_load_max_over_mean",
-                "rank_load_ratio", "imbalance_ratio", "imbalance_seconds")  # fmt: skip
+    measures = ("balancedness", "balancedness_min_layer", "balancedness_by_chance",
+                "rank_load_max_over_mean", "rank_load_ratio", "imbalance_ratio",
+                "imbalance_seconds")  # fmt: skip
     for name in measures:
         family = families.get(f"equipoise_{name}")
         assert family is None or not family.samples, name

@@ -93,8 +93,17 @@ CASES = {
         labels=TINY,
     ),
     "EquipoiseUnbalanced": Case(
-        fires={'equipoise_balancedness{pool="tiny",phase="decode"}': "0.69x30"},
-        quiet={'equipoise_balancedness{pool="tiny",phase="decode"}': "0.7x30"},
+        fires={
+            'equipoise_balancedness{pool="tiny",phase="decode"}': "0.69x30",
+            'equipoise_balancedness_by_chance{pool="tiny",phase="decode"}': "0.99x30",
+        },
+        # Two thousand assignments for each of 320 ranks, and as many for all of them.
+        quiet={
+            'equipoise_balancedness{pool="tiny",phase="decode"}': "0.7x30",
+            'equipoise_balancedness_by_chance{pool="tiny",phase="decode"}': "0.93x30",
+            'equipoise_balancedness{pool="light",phase="decode"}': "0.43x30",
+            'equipoise_balancedness_by_chance{pool="light",phase="decode"}': "0.375x30",
+        },
         after="16m",
         labels={**TINY, "phase": "decode"},
     ),
@@ -387,7 +396,7 @@ def test_thresholds_are_values():
         for rule in group["rules"]
     }
     unbalanced = rules["EquipoiseUnbalanced"]
-    assert unbalanced["expr"].endswith("< 0.85")
+    assert "< 0.85 * " in unbalanced["expr"]
     assert unbalanced["for"] == "1h"
     assert unbalanced["annotations"]["runbook_url"] == "https://wiki.example/eq#equipoiseunbalanced"
     assert rules["EquipoiseRolloutsAborted"]["expr"].endswith("> 12")

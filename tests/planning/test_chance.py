@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.layout import Layout
+from equipoise.planning.placing.chance import balancedness_by_chance
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
@@ -12,6 +14,24 @@ NUM_LAYERS, NUM_EXPERTS, SAMPLES = 20, 64, 200_000
 MODEL = ModelShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_groups=8, expert_bytes=1)
 TOPOLOGY = Topology(node_of_rank=("a",) * 8 + ("b",) * 8, slots_per_rank=5)
 ALGORITHMS = [Algorithm.GLOBAL, Algorithm.INCREMENTAL]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 32, 320, 4096])
+@pytest.mark.parametrize("mean", [0.01, 0.1, 1, 6.25, 100, 10_000])
+def test_evenly_loaded_ranks_look_as_balanced_as_chance_allows(num_ranks, mean):
+    counts = np.random.default_rng(0).poisson(mean, size=(58, num_ranks)).astype(np.float64)
+    busy = counts[counts.any(axis=1)]
+    by_chance = balancedness_by_chance(busy).mean()
+    assert by_chance <= balancedness_per_layer(busy).mean()
+    assert by_chance > 0.95 or mean < 10_000
+
+
+def test_one_hot_rank_looks_less_balanced_than_chance_allows():
+    means = np.full((58, 320), 200.0)
+    means[:, 7] *= 2.0
+    counts = np.random.default_rng(0).poisson(means).astype(np.float64)
+    measured = balancedness_per_layer(counts).mean()
+    assert measured < 0.7 * balancedness_by_chance(counts).mean()
 
 
 def shares(seed):

@@ -18,6 +18,7 @@ from equipoise.planning.arrays import Load
 from equipoise.planning.balance import balancedness_per_layer
 from equipoise.planning.expected_gain import GainOutcome
 from equipoise.planning.node_traffic import NodeTraffic
+from equipoise.planning.placing.chance import balancedness_by_chance
 from equipoise.planning.slowness import slowdowns
 from equipoise.pool.health import Health
 from equipoise.pool.pool import Pool
@@ -63,6 +64,10 @@ _GAUGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "balancedness_min_layer": (
         _PHASE,
         "Lowest mean / max rank load of any layer in the latest window.",
+    ),
+    "balancedness_by_chance": (
+        _PHASE,
+        "Balancedness that evenly loaded ranks could have by chance in the latest window.",
     ),
     "rank_load_max_over_mean": (
         _PHASE,
@@ -263,9 +268,11 @@ class PoolMetrics:
     def _add_phase(self, pool: Pool, phase: str, rank_load: Load) -> None:
         busy = rank_load.max(axis=1) > 0
         per_layer = balancedness_per_layer(rank_load[busy])
+        by_chance = balancedness_by_chance(rank_load[busy])
         self._gauge("balancedness", pool, per_layer.mean(), phase)
         self._gauge("balancedness_p5_layer", pool, float(np.percentile(per_layer, 5)), phase)
         self._gauge("balancedness_min_layer", pool, per_layer.min(), phase)
+        self._gauge("balancedness_by_chance", pool, by_chance.mean(), phase)
         self._gauge("rank_load_max_over_mean", pool, (1 / per_layer).mean(), phase)
 
     def _add_tally(self, pool: Pool) -> None:

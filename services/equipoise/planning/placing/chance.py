@@ -4,10 +4,23 @@ import math
 
 import numpy as np
 
-from equipoise.planning.arrays import Bools, Weights
+from equipoise.planning.arrays import Bools, Load, Weights
 from equipoise.planning.placing.problem import Problem
 from equipoise.planning.shares import WHOLE
 from equipoise.settings.numbers import format_number
+
+
+def balancedness_by_chance(rank_load: Load) -> Load:
+    """Compute how balanced layers with traffic at least look if all their ranks are evenly loaded.
+
+    `rank_load` are counts, [layers, ranks], taken as Poisson. By Bernstein's inequality less than
+    one of R ranks is expected to count more than m + sqrt(2 m ln R) + ln(R) / 3, where m is the
+    mean.
+    """
+    mean: Load = rank_load.mean(axis=1)
+    log = math.log(rank_load.shape[1])
+    busiest: Load = mean + np.sqrt(2.0 * mean * log) + log / 3.0
+    return mean / busiest
 
 
 def chance_of_layer(problem: Problem, *, samples: float) -> Weights:
