@@ -184,8 +184,8 @@ class Rank:
         self._watched = False
 
     def seat(self):
-        seats = getattr(EplbState.step, "equipoise", {})
-        return seats.get(id(self.state))
+        """The plugin's, once this process's one engine has taken it."""
+        return next(iter(getattr(EplbState.step, "equipoise", ())), None)
 
     def route(self, phase, tokens=32, k=4):
         """Logical top-k by a skewed draw, then vLLM's rule; returns what the slots received."""
