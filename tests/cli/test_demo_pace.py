@@ -13,7 +13,7 @@ from equipoise.planning.layout import contiguous_layout
 from equipoise.planning.planner import plan
 from equipoise.planning.policy import Algorithm
 from equipoise.planning.topology import ModelShape, Topology
-from equipoise.worker.core import ROW_BLOCK
+from equipoise.worker.settings import ROW_BLOCK
 from equipoise_kernels.replica_balance import balanced_replicas, count_experts
 from equipoise_kernels.replica_choice import choose_replicas
 from equipoise_model.checkpoint import Checkpoint
