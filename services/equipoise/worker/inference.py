@@ -245,25 +245,15 @@ class InferenceService(pb_grpc.InferenceServicer):
                 if last_s:
                     self._itl_s.observe((now - last_s) / len(tokens))
                 last_s = now
-                await self._send(context, request, tokens)
+                # If this is cancelled the hold stays: the client may have read the message, as a
+                # gateway has that ends a first leg to have another rank fetch the latents.
+                for message in _responses(tokens, request, boot_id=self._boot_id):
+                    await context.write(message)
             if last.sampled.fault:
                 reason = f"the request failed in step {result.step}: {last.sampled.fault}"
                 await _end_faulty(context, request, queued, reason)
             if last.finish is not None:
                 return
-
-    async def _send(
-        self, context: _Context, request: GenerateRequest, tokens: list[_Token]
-    ) -> None:
-        """Send tokens; ends their hold if the client is gone before it has heard of it."""
-        unheard = tokens[-1][1].hold
-        try:
-            for message in _responses(tokens, request, boot_id=self._boot_id):
-                await context.write(message)
-            unheard = 0
-        finally:
-            if unheard:
-                self._release(unheard)
 
     async def _report_waiting(self, context: _Context, key: int) -> None:
         assert self._engine is not None
