@@ -106,10 +106,25 @@ async def test_a_compiler_that_was_closed_serves_again_with_one_process(compiler
 async def test_a_process_that_ended_before_says_nothing_of_a_grammar(compiler, number):
     await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
     (process,) = compiler._idle
-    process.send_signal(number)
-    await process.wait()
+    await end(process, number)
     grammar = Grammar(kind=GrammarKind.REGEX, text="b")
     assert (await constraint_of(compiler, grammar)).masks().any()
+
+
+async def test_a_process_that_ended_before_does_not_keep_the_compiler_open(compiler):
+    await constraint_of(compiler, Grammar(kind=GrammarKind.REGEX, text="a"))
+    (process,) = compiler._idle
+    await end(process, signal.SIGKILL)
+    compiler.close()
+    assert not compiler._idle
+
+
+async def end(process, number):
+    """End a process, and let its pipes be closed, too."""
+    process.send_signal(number)
+    await process.wait()
+    assert await process.stdout.read() == b""
+    await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("command", [("/nowhere",), (sys.executable, "-c", "pass")])

@@ -107,7 +107,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the idle processes; those that compile, or start later, end with this process."""
         while self._idle:
-            self._idle.pop().kill()
+            _kill(self._idle.pop())
 
     async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -156,10 +156,16 @@ class GrammarCompiler:
             raise QueueFullError("this machine is too busy to compile the grammar") from None
         finally:
             if line is None:
-                process.kill()
+                _kill(process)
             elif line:
                 self._idle.append(process)
         return line
+
+
+def _kill(process: Process) -> None:
+    """End a process, unless it has ended: the system ends these first if memory runs out."""
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 def _deep_threads() -> ThreadPoolExecutor:
