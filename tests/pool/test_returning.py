@@ -172,6 +172,16 @@ def test_a_pool_that_has_lost_all_its_ranks_is_down_until_they_come_back(serving
     assert harness.pool.diagnosis().health is Health.SERVING
 
 
+def test_a_pool_whose_workers_have_all_failed_is_down_although_they_say_so(serving_harness):
+    harness = serving_harness
+    for worker in harness.ranks:
+        harness.say(worker, Leaving(reason="step 7 failed", failed=True))
+    diagnosis = harness.pool.diagnosis()
+    assert diagnosis.health is Health.DOWN
+    assert "rank 0 (worker-0) is gone: it left: step 7 failed" in diagnosis.reason
+    assert harness.pool.roster.intended_ranks == 4
+
+
 def test_a_pool_whose_workers_have_all_stopped_in_order_is_not_down(serving_harness):
     harness = serving_harness
     for worker in harness.ranks:

@@ -198,6 +198,7 @@ FROM_WORKERS = [
     HEARTBEAT,
     Heartbeat(epoch=0, generation=0, staged_generation=0, sequence=0),
     Leaving(reason="Ctrl-C"),
+    Leaving(reason="step 7 failed", failed=True),
     GROUP_LOST,
     replace(HELLO, group_lost=GROUP_LOST, highest_term=3),
 ]

@@ -10,7 +10,7 @@ import pytest
 from equipoise.rank.errors import DamagedSlotError, NotHeldError
 from equipoise.rank.held import SlotHash
 from equipoise.rank.scrubber import Scrubber
-from equipoise.wire.messages import Serving
+from equipoise.wire.messages import Leaving, Serving
 from equipoise.worker.core import ModelCore
 from equipoise.worker.lifecycle import Worker
 from equipoise.worker.location import find_location
@@ -199,11 +199,10 @@ async def test_a_worker_whose_memory_rots_reports_it_and_stops(
     assert np.argwhere(differs).tolist() == [[LAYER, SLOT]]
     with pytest.raises(DamagedSlotError, match=f"slot {SLOT} of layer {LAYER}"):
         await asyncio.wait_for(task, 60)
-    assert any(f"slot {SLOT} of layer {LAYER}" in one.reason for one in link.heard if _leaves(one))
-
-
-def _leaves(message):
-    return type(message).__name__ == "Leaving"
+    last = link.heard[-1]
+    assert isinstance(last, Leaving)
+    assert last.failed
+    assert f"slot {SLOT} of layer {LAYER}" in last.reason
 
 
 async def test_a_worker_that_sent_wrong_bytes_reports_its_slot_when_a_peer_says_so(

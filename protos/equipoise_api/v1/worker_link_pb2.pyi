@@ -1388,21 +1388,25 @@ Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
 
 @_typing.final
 class Leaving(_message.Message):
-    """Leaving announces a graceful shutdown."""
+    """Leaving announces that the worker stops."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why the worker stops; human-readable."""
+    """Why it stops; human-readable."""
+    failed: _builtins.bool
+    """Whether a fault ends its process; otherwise it stops in order, and nobody expects it back."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

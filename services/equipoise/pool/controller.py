@@ -99,7 +99,8 @@ class PoolController:
             case Report():
                 return self._report(member, value, now=now)
             case Leaving():
-                member.note_stop()
+                if not value.failed:
+                    member.note_stop()
                 return self.lost(worker, reason=f"it left: {value.reason}", now=now)
             case GroupLost():
                 return pool.membership.lose_group(member, value, now=now)

@@ -83,7 +83,7 @@ class Member:
     """Why its latest message was rejected; empty once a heartbeat is valid again."""
 
     is_stopping: bool = False
-    """Whether it announced that it stops."""
+    """Whether it announced that it stops in order."""
 
     gone_reason: str | None = None
     """Why its stream ended; None while it is open."""
@@ -200,7 +200,7 @@ class Member:
         self.rank, self.left_out, self.serving = None, reason, False
 
     def note_stop(self) -> None:
-        """It announces that it stops: nobody expects it back."""
+        """It announces that it stops in order: nobody expects it back."""
         self.is_stopping = True
 
     def leave(self, reason: str) -> None:

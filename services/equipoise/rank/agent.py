@@ -187,13 +187,13 @@ class Agent:
         """End the stream, if one is open, and open another: its Hello has changed."""
         self._reopening.set()
 
-    async def leave(self, reason: str, *, timeout_s: float = 2.0) -> None:
-        """Announce a graceful shutdown if a stream is open, and stop connecting.
+    async def leave(self, reason: str, *, failed: bool = False, timeout_s: float = 2.0) -> None:
+        """Announce the end of this process if a stream is open, and stop connecting.
 
         Waits at most `timeout_s` for the balancer to close the stream.
         """
         self._leaving = True
-        if not self._outbox.send(Leaving(reason=reason)):
+        if not self._outbox.send(Leaving(reason=reason, failed=failed)):
             return
         try:
             async with asyncio.timeout(timeout_s):

@@ -405,10 +405,13 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The worker is about to stop, as part of a graceful shutdown."""
+    """The worker is about to stop."""
 
     reason: str
     """Why, human-readable."""
+
+    failed: bool = False
+    """Whether a fault ends its process; otherwise it stops in order, and nobody expects it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

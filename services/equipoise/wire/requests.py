@@ -147,7 +147,7 @@ def switched_from_proto(message: pb.Switched, *, hello: Hello) -> Switched:
 
 def leaving_from_proto(message: pb.Leaving) -> Leaving:
     """Convert a Leaving. Never raises."""
-    return Leaving(reason=checks.reason(message.reason))
+    return Leaving(reason=checks.reason(message.reason), failed=message.failed)
 
 
 def group_lost_to_proto(lost: GroupLost) -> pb.GroupLost:

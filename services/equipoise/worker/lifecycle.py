@@ -226,14 +226,14 @@ class Worker:
         agent = asyncio.create_task(self._agent.run())
         life = asyncio.create_task(self._epochs.run())
         stopped = asyncio.create_task(stop.wait())
-        reason = f"{self._settings.worker} is shutting down"
+        reason, failed = f"{self._settings.worker} is shutting down", False
         failed_step: StepError | None = None
         try:
             ends: set[asyncio.Future[Any]] = {agent, life, stopped, self._rejected}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 if error := task.exception():
-                    reason = str(error)
+                    reason, failed = str(error), True
                     failed_step = error if isinstance(error, StepError) else None
                     raise error
             await self._parts.health.stop()
@@ -248,7 +248,7 @@ class Worker:
             await self._parts.health.stop()
             self._parts.inference.close(reason, failed_step=failed_step)
             self._epochs.end()
-            await self._agent.leave(reason)
+            await self._agent.leave(reason, failed=failed)
             agent.cancel()
             life.cancel()
             await asyncio.gather(agent, life, return_exceptions=True)
