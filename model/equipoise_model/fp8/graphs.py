@@ -46,9 +46,11 @@ class DecodeGraphs:
     For one model and one cache; used from the engine's thread.
     """
 
-    def __init__(self, *, max_rows: int, capture: Capture | None = None) -> None:
+    def __init__(self, *, max_rows: int, new_capture: Callable[[], Capture] | None = None) -> None:
+        """`new_capture` makes what captures the graphs of one exchange; CUDA's by default."""
         self._sizes = sizes(max_rows)
-        self._capture = capture or CudaCapture()
+        self._new_capture = new_capture or CudaCapture
+        self._capture: Capture | None = None
         self._exchange: SlotExchange | None = None
         self._memory: _Memory | None = None
         self._graphs: dict[tuple[tuple[int, ...], bool, str], Work] = {}
@@ -80,16 +82,18 @@ class DecodeGraphs:
         """
         if self._memory is None or step.exchange is not self._exchange:
             self._graphs.clear()
+            self._capture = self._new_capture()
             self._exchange = step.exchange
             self._memory = _Memory(self._sizes[-1], cache=cache, step=step)
-        memory = self._memory
+        memory, capture = self._memory, self._capture
+        assert capture is not None
         memory.overwrite(batches, step)
         most = max(max(batch.experts.tokens_by_rank) for batch in batches)
         # Micro-batches are about equally large. A size for each would make too many graphs.
         chosen = (next(size for size in self._sizes if size >= most),) * len(batches)
         key = (chosen, step.placement.share_ends is not None, selection.summary())
         if key not in self._graphs:
-            self._graphs[key] = self._capture(lambda: forward(memory.batches(chosen, step), cache))
+            self._graphs[key] = capture(lambda: forward(memory.batches(chosen, step), cache))
             # Capturing may have run the work once or more.
             memory.clear()
         hidden_TD = self._graphs[key]()
@@ -104,7 +108,11 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share memory, since only one runs at a time."""
+    """Captures CUDA graphs that share memory, since only one runs at a time.
+
+    Make a new one when all of them are discarded: torch refuses to capture into their memory again
+    while anything else still holds a part of it, such as the traceback of the step that failed.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

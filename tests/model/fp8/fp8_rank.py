@@ -124,7 +124,7 @@ def served_together(
         rank=rank,
         num_ranks=num_ranks,
         shared_as_routed=shared_as_routed,
-        graphs=DecodeGraphs(max_rows=4, capture=capture),
+        graphs=DecodeGraphs(max_rows=4, new_capture=lambda: capture),
     )
     experts = experts_over(exchange, num_ranks, config=config, order=order or Order.PREFILL)
     logits = part.serve(experts, is_cut=order is not None, **agreed)

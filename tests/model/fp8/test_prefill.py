@@ -217,7 +217,7 @@ def test_captured_steps_are_absorbed(stored, several, monkeypatch):
         raise AssertionError("a captured step must launch the same kernels for all chunks")
 
     monkeypatch.setattr(attention, "mla_prefill", refused)
-    graphs = DecodeGraphs(max_rows=32, capture=lambda work: work)
+    graphs = DecodeGraphs(max_rows=32, new_capture=lambda: lambda work: work)
     served(config, path, graphs=graphs, fp8_latents=is_fp8)
     with pytest.raises(AssertionError, match="captured"):
         served(config, path, fp8_latents=is_fp8)

@@ -3,7 +3,9 @@ twins, switches of its map, and captured steps against eager ones."""
 
 import dataclasses
 import warnings
+from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from equipoise_model.config import Fp8Config
 from equipoise_model.dispatch import ExpertParallel
 from equipoise_model.experts import PayloadError, StagedExperts, checksum
 from equipoise_model.fp8.graphs import DecodeGraphs, sizes
-from equipoise_model.fp8.transformer import Fp8Transformer
+from equipoise_model.fp8.rows import MicroBatch
+from equipoise_model.fp8.transformer import Fp8Transformer, _rows_of
 from equipoise_model.latent_cache import LatentCache
 from equipoise_model.placement import PlacementTables
 from equipoise_model.step import StepBatch
@@ -28,9 +31,9 @@ NUM_SLOTS, NUM_SPARE = 5, 2
 STEPS = (([], [5, 9, 2, 40, 7]), ([], [11, 3])), (([5, 9, 2, 40, 7], [8]), ([11, 3], [60]))
 
 
-def again(work):
+def again():
     """Replay a captured graph's memory accesses: the same work on the same tensors."""
-    return work
+    return lambda work: work
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +170,7 @@ def test_the_shared_expert_in_slots_changes_logits_by_no_more_than_rounding(path
     assert (sum(before), sum(after)) == (7 * 3, 2 * 3)
     # Tokens do not depend on the layout, nor on whether the step is captured.
     elsewhere, _ = served(loaded(routed, layout=ROUTED_SECOND), routed, first=ROUTED_SECOND)
-    graphs = DecodeGraphs(max_rows=8, capture=again)
+    graphs = DecodeGraphs(max_rows=8, new_capture=again)
     captured = served(loaded(routed, layout=ROUTED_FIRST, graphs=graphs), routed, **how)
     assert graphs._graphs
     assert captured[1] == loads
@@ -325,7 +328,7 @@ def test_captured_steps_are_the_eager_ones_across_a_switch(checkpoint, shares):
     decode = [(([5, 9], [n]), ([7], [n + 1]), ([1, 2, 3], [n + 2])) for n in range(4)]
     how = {"steps": decode, "switched": [[0, 1, 2, 3, 1]], "shares": shares}
     expected = served(loaded(checkpoint), checkpoint, **how)
-    graphs = DecodeGraphs(max_rows=4, capture=again)
+    graphs = DecodeGraphs(max_rows=4, new_capture=again)
     captured = served(loaded(checkpoint, graphs=graphs), checkpoint, **how)
     assert captured[1] == expected[1]
     for ours, theirs in zip(captured[0], expected[0], strict=True):
@@ -348,7 +351,7 @@ def test_captured_steps_in_two_micro_batches_are_the_eager_ones(checkpoint):
     decode = [(([5, 9], [n]), ([7], [n + 1]), ([1, 2, 3], [n + 2])) for n in range(4)]
     how = {"steps": [(), *STEPS, *decode], "switched": SECOND, "is_cut": True}
     expected = served(loaded(checkpoint), checkpoint, **how)
-    graphs = DecodeGraphs(max_rows=8, capture=again)
+    graphs = DecodeGraphs(max_rows=8, new_capture=again)
     captured = served(loaded(checkpoint, graphs=graphs), checkpoint, **how)
     assert captured[1] == expected[1]
     for ours, theirs in zip(captured[0], expected[0], strict=True):
@@ -357,8 +360,32 @@ def test_captured_steps_in_two_micro_batches_are_the_eager_ones(checkpoint):
     assert {len(rows) for rows, *_ in graphs._graphs} == {2}
 
 
+def test_graphs_of_a_new_exchange_are_not_captured_into_the_memory_of_those_before():
+    captured = []
+
+    def new_capture():
+        captured.append(0)
+
+        def capture(work):
+            captured[-1] += 1
+            return work
+
+        return capture
+
+    graphs, cache = DecodeGraphs(max_rows=2, new_capture=new_capture), cache_of()
+    experts = ExpertParallel.local(NARROW)
+    first, second = (SimpleNamespace(check=lambda: None) for _ in range(2))
+    for exchange, rows in ((first, STEPS[1]), (first, STEPS[1][:1]), (second, STEPS[1])):
+        step = replace(experts.begin_step(num_tokens=len(rows)), exchange=exchange)
+        here = MicroBatch(rows=_rows_of(batch(rows), cache), experts=step)
+        hidden = graphs.run(lambda parts, _: parts[0].rows.tokens_T.clone(), [here], cache, step)
+        assert hidden.tolist() == batch(rows).tokens_T.tolist()
+    # Torch would refuse, if anything still held a tensor of the first graphs.
+    assert captured == [2, 1]
+
+
 def test_steps_without_rows_or_with_too_many_are_not_captured(checkpoint):
-    graphs = DecodeGraphs(max_rows=2, capture=again)
+    graphs = DecodeGraphs(max_rows=2, new_capture=again)
     model = loaded(checkpoint, graphs=graphs)
     logits, _ = served(model, checkpoint, steps=[(), STEPS[0]])
     assert logits[0].shape == (0, 64)
@@ -394,7 +421,7 @@ def test_latents_in_fp8_change_logits_by_no_more_than_fp8_does(serve_wide):
 
 def test_captured_steps_on_latents_in_fp8_are_the_eager_ones(serve_wide):
     eager = serve_wide(cache_of_wide(fp8=True))
-    graphs = DecodeGraphs(max_rows=8, capture=again)
+    graphs = DecodeGraphs(max_rows=8, new_capture=again)
     captured = serve_wide(cache_of_wide(fp8=True), graphs=graphs)
     assert all(map(torch.equal, captured, eager))
     assert len(graphs._graphs) == 2
