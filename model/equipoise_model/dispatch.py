@@ -53,7 +53,8 @@ class ExpertParallel:
         self._traffic = traffic
         self._sums_on_nodes = sums_on_nodes
         self._is_two_hop = self._is_balanced = False
-        self._order = order
+        # Only in this order do exchanges never overlap each other.
+        self._order = order if exchange is None or exchange.overlaps else Order.DECODE
         self._pace_s_per_row = pace_s_per_row
         self._placement = placement
         self._ranks = ranks
@@ -101,7 +102,8 @@ class ExpertParallel:
         `exchange` sends rows between ranks of an FP8 model; it starts with that placement's
         generation. In the plain plane, a layer's experts take at least `pace_s_per_row` seconds for
         each assignment that this rank receives; the rank sleeps for the rest. The micro-batches of
-        a step take turns in an `order` that is the same on all ranks.
+        a step take turns in an `order` that is the same on all ranks, or as in decode if the
+        exchange keeps only one open.
 
         `nodes` are those of the ranks, one by default. With `sums_on_nodes`, outputs are summed on
         their nodes in steps of two hops.

@@ -1,12 +1,14 @@
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from equipoise_model.dispatch import ExpertParallel
+from equipoise_model.exchange import RowExchange
 from equipoise_model.experts import StagedExperts
-from equipoise_model.overlap import finish
+from equipoise_model.overlap import Order, finish
 from equipoise_model.placement import PlacementTables
 from equipoise_model.plain.experts import ExpertSlots
 from equipoise_model.plain.router import Routing
@@ -254,3 +256,18 @@ def test_experts_that_take_longer_than_their_pace_do_not_sleep(payloads, monkeyp
     ep = ExpertParallel.local(CONFIG, pace_s_per_row=1e-12)
     run(ep, layers, make_rows(10), make_routing(10))
     assert slept == [0.0] * NUM_LAYERS
+
+
+@pytest.mark.parametrize(("overlaps", "order"), [(True, Order.PREFILL), (False, Order.DECODE)])
+def test_micro_batches_never_have_two_exchanges_open_where_only_one_may_be(overlaps, order):
+    placement = PlacementTables.from_layout(
+        [list(range(NUM_EXPERTS))] * NUM_LAYERS, num_experts=NUM_EXPERTS, num_ranks=2
+    )
+    here = ExpertParallel(
+        placement,
+        ranks=RowExchange(group=object(), rank=0, count=2),
+        exchange=SimpleNamespace(overlaps=overlaps),
+        order=Order.PREFILL,
+    )
+    here.agree([[2, 2], [1, 2]])
+    assert here.begin_step(num_tokens=3).order is order

@@ -147,6 +147,11 @@ class SlotExchange:
         """Why a step with this exchange cannot be captured in a CUDA graph, or None."""
         return self._live.capture_obstacle
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether an exchange may begin while another is under way."""
+        return self._live.buffer.max_open > 1
+
     def switch(self, generation: int) -> None:
         """Announce another generation of the layout from the next step on."""
         self._live.buffer.switch(generation)
@@ -194,7 +199,7 @@ class SlotExchange:
             (part,) = parts
             summed_TD = yield from part
         else:
-            # The buffer keeps two exchanges apart. One may be open in another micro-batch.
+            # The buffer keeps at most two exchanges apart. One may be open in another micro-batch.
             summed_TD = torch.cat([finish(part) for part in parts])
             yield Stage.SENT
             yield Stage.COMPUTED

@@ -93,6 +93,12 @@ def test_deep_ep_gets_its_low_latency_calls(monkeypatch):
     summed = buffer.combine(here.rows, here.handle, weights_TK=weights)
     assert summed[:, 9].tolist() == [30, 77, 6]
     assert calls == [("group", (4, 128, 1, 3), True, 3), "received", "summed"]
+    # A second dispatch would clear the flags of the first one's rows, which may have arrived.
+    receive = buffer.begin_dispatch(x, slots, layout=buffer.low_latency_layout)
+    with pytest.raises(AssertionError, match="receive an earlier combine"):
+        buffer.low_latency_dispatch(x, slots)
+    here = receive()
+    buffer.combine(here.rows, here.handle)
     with pytest.raises(KernelInputError, match="low_latency_dispatch"):
         buffer.dispatch(x, slots)
 

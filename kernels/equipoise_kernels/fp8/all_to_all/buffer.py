@@ -31,8 +31,8 @@ from equipoise_kernels.fp8.all_to_all.order import Incoming, RowLayout
 from equipoise_kernels.fp8.all_to_all.payload import Rows
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
 
-# The number of exchanges that a buffer's memory keeps apart.
 MAX_OPEN = 2
+"""Most exchanges that may be under way in a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,9 @@ class Backend(Protocol):
     before it can send.
     """
 
+    max_open: int
+    """Exchanges that it keeps apart, up to MAX_OPEN."""
+
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
     ) -> Callable[[], ReceivedRows]:
@@ -126,7 +129,7 @@ class DispatchOutput:
 class EpBuffer:
     """One rank's end of the exchange; used from one thread and one stream.
 
-    At most two exchanges may be under way: from the begin of a dispatch until its combine is
+    At most `max_open` exchanges may be under way: from the begin of a dispatch until its combine is
     received, because peers read this rank's rows until then. Combines must follow the order of
     dispatches. After an error the buffer rejects every call.
     """
@@ -140,6 +143,11 @@ class EpBuffer:
         self._open: list[EpHandle] = []
         self._under_way = 0
         self._failed: AllToAllError | None = None
+
+    @property
+    def max_open(self) -> int:
+        """Exchanges that may be under way at once."""
+        return self._backend.max_open
 
     def switch(self, generation: int) -> None:
         """Announce another generation of the layout from the next dispatch on."""
@@ -192,7 +200,7 @@ class EpBuffer:
         require("slots_TK", slots_TK, torch.int64, shape=(num_tokens, shape.top_k))
         self._require_device(words_TW, slots_TK)
         self._require_sound()
-        assert self._under_way < MAX_OPEN, "receive an earlier combine first"
+        assert self._under_way < self.max_open, "receive an earlier combine first"
         self._under_way += 1
         receive = self._guarded(
             lambda: self._backend.begin_dispatch(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.fp8.all_to_all.buffer import ReceivedRows, SentRows
+from equipoise_kernels.fp8.all_to_all.buffer import MAX_OPEN, ReceivedRows, SentRows
 from equipoise_kernels.fp8.all_to_all.group import GroupCollectives
 from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout, weighted_sum
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
@@ -29,6 +29,8 @@ class CollectiveBackend:
     A dispatch begins with a wait for the headers, which say how many rows come. They must arrive
     within `timeout_s`, rows within the group's own timeout.
     """
+
+    max_open = MAX_OPEN
 
     def __init__(
         self, shape: EpShape, *, group: dist.ProcessGroup | None, timeout_s: float

@@ -3,7 +3,9 @@
 Translates to `deep_ep.Buffer`, whose pair of calls gave `EpBuffer`'s low-latency pair its names:
 one row per (token, slot), and the receiver of the sum applies weights. DeepEP sums and orders the
 rows of a slot in its own way, its flags carry no generation, and its waits have their own timeout:
-only the ranks' step header keeps generations together.
+only the ranks' step header keeps generations together. One exchange must end before the next
+begins: of its two buffers, a call that sends clears the flags of the other, although rows for it
+may have arrived and wait to be received.
 
 Calls match the signatures and assertions of DeepEP 2.1.0 (commit dd758ca), whose `Buffer` is the
 older of its two interfaces. It is compiled for the widths 2048, 2560, 3072, 4096, 5120, 6144, 7168
@@ -42,6 +44,8 @@ class DeepEpBackend:
     Raises:
         KernelInputError: DeepEP does not support the buffer's payload or size.
     """
+
+    max_open = 1
 
     def __init__(self, shape: EpShape, *, group: dist.ProcessGroup) -> None:
         _check(shape)

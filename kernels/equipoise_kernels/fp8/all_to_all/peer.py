@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise_kernels.fp8 import configurations
-from equipoise_kernels.fp8.all_to_all.buffer import ReceivedRows
+from equipoise_kernels.fp8.all_to_all.buffer import MAX_OPEN, ReceivedRows
 from equipoise_kernels.fp8.all_to_all.flags import NO_FAULT, raise_faults, sequence_of
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.peer_kernels import (
@@ -57,6 +57,8 @@ class _PeerState:
 
 class PeerBackend:
     """See `buffer.Backend`. All launches use one stream; waits are bounded by `timeout_s`."""
+
+    max_open = MAX_OPEN
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from equipoise_kernels.fp8.all_to_all.buffer import ReceivedRows, SentRows
+from equipoise_kernels.fp8.all_to_all.buffer import MAX_OPEN, ReceivedRows, SentRows
 from equipoise_kernels.fp8.all_to_all.group import GroupCollectives
 from equipoise_kernels.fp8.all_to_all.order import Incoming, Outgoing, RowLayout, weighted_sum
 from equipoise_kernels.fp8.all_to_all.shape import EpShape
@@ -69,6 +69,8 @@ class TwoHopBackend:
 
     A dispatch begins with a wait for headers, and a combine with one for outputs within the node.
     """
+
+    max_open = MAX_OPEN
 
     def __init__(
         self,
