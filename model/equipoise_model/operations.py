@@ -381,6 +381,7 @@ def _missing_kernels(device: torch.device) -> str | None:
     """
     try:
         if not selection.is_started():
+            use(device)  # Self-tests run on the device that is current.
             start_process()
     except KernelsUnavailableError as error:
         raise OperationsError(str(error)) from error

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from equipoise_kernels.fp8 import selection
+from equipoise_model import operations
 from equipoise_model.config import Fp8Config
 from equipoise_model.fp8.transformer import obstacle
 from equipoise_model.operations import Operations, OperationsError
 from tests.support.fp8_models import NARROW, WIDE
-from tests.support.kernel_backends import use_backends
+from tests.support.kernel_backends import use_backends, works
 
 CPU = torch.device("cpu")
 
@@ -78,6 +79,22 @@ def test_fp8_on_a_gpu_is_computed_in_fp8_or_not_at_all(wanted, monkeypatch):
     assert choose(wanted="bf16").fp8 is None
     use("reference")
     assert choose().fp8 == Fp8Config()
+
+
+def test_kernels_are_tested_on_the_device_that_will_run_them(monkeypatch):
+    stored = dataclasses.replace(NARROW, quantization_config=Fp8Config())
+    done = []
+
+    def start():
+        done.append("self-tests")
+        use_backends(monkeypatch, selection.resolve("auto", works))
+
+    monkeypatch.setattr(selection, "_process", selection._Process())
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(operations, "start_process", start)
+    third = torch.device("cuda", 2)
+    Operations.choose("fp8", config=stored, device=third, batch_invariant=False)
+    assert done == [third, "self-tests"]
 
 
 def test_ranks_agree_on_backends_or_report_why_not(monkeypatch):
