@@ -196,15 +196,17 @@ def test_deep_gemm_gets_pairs_of_codes_and_scales(monkeypatch, generator):
     class Library:
         @staticmethod
         def fp8_gemm_nt(a, b, d):
+            assert d.dtype is torch.bfloat16, "it computes no other on Hopper"
             d.copy_(torch.full_like(d, len(a) + len(b)))
 
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", Library)
     assert self_test.LIBRARIES["deep_gemm"]() is None
-    out = torch.zeros(3, 128)
-    libraries.gemm_deep_gemm(
-        spread_rows((3, 128), generator), spread_weight((128, 128), generator), out=out
-    )
-    assert (out == 4).all()
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.zeros(3, 128, dtype=dtype)
+        libraries.gemm_deep_gemm(
+            spread_rows((3, 128), generator), spread_weight((128, 128), generator), out=out
+        )
+        assert (out == 4).all()
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", object())
     assert "no fp8_gemm_nt" in self_test.LIBRARIES["deep_gemm"]()
     monkeypatch.setitem(__import__("sys").modules, "deep_gemm", None)

@@ -50,6 +50,9 @@ def gemm_scaled_mm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) ->
 
 
 def gemm_deep_gemm(a: QuantizedRows, weight: QuantizedWeight, *, out: Tensor) -> None:
-    """Multiply with DeepGEMM's dense kernel; float32 scales, as on Hopper."""
+    """Multiply with DeepGEMM's dense kernel; float32 scales, as on Hopper; computes bfloat16."""
     library = importlib.import_module("deep_gemm")
-    library.fp8_gemm_nt((a.codes, a.scales), (weight.codes, weight.scales), out)
+    result = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+    library.fp8_gemm_nt((a.codes, a.scales), (weight.codes, weight.scales), result)
+    if result is not out:
+        out.copy_(result)
