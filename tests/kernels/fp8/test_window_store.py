@@ -1,6 +1,7 @@
 """Ranks of different ages meet in torch's symmetric memory."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -86,3 +87,25 @@ def test_every_group_gets_a_name_and_a_store_of_its_own(tmp_path):
     finally:
         dist.destroy_process_group()
     assert torch.distributed.is_available()
+
+
+def test_a_rank_without_memory_for_its_window_leaves_out_no_collective(monkeypatch):
+    done = []
+
+    def no_memory(*_arguments):
+        done.append("allocate")
+        raise RuntimeError("out of memory")
+
+    @contextmanager
+    def agreed(_shape, *, group):
+        done.append(f"agree in {group}")
+        yield "name"
+
+    monkeypatch.setattr(window._SymmetricMemory, "empty_strided_p2p", no_memory)
+    monkeypatch.setattr(window, "rendezvous_group", agreed)
+    shape = EpShape(
+        rank=0, num_ranks=2, slots_per_rank=1, top_k=1, dim=128, max_tokens=1, payload=Payload.FP8
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        window.symmetric_window(shape, group="group", device=torch.device("cuda", 0))
+    assert done == ["agree in group", "allocate"]

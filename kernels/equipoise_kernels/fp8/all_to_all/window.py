@@ -130,8 +130,10 @@ def symmetric_window(
     num_bytes = WindowMap.of_shape(shape).num_bytes
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     with rendezvous_group(shape, group=group) as name:
+        # May fail on one rank alone, behind what all ranks do together: the others then wait for
+        # its key in the store, and not in a collective that the rank has left out.
+        local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         handle = _SymmetricMemory.rendezvous(local, name)
     local.zero_()
     # No rank may send before all flags are zero; the caller makes all ranks wait for that.
