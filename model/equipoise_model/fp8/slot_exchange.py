@@ -68,8 +68,7 @@ class ExchangedStep:
 class SlotExchange:
     """One rank's end, used from the engine's thread; all ranks call `open` together.
 
-    `max_captured_rows` is the largest step that all ranks can capture. `waited_s` is the total time
-    in exchanges; with a GPU, only the time that the host waited.
+    `max_captured_rows` is the largest step that all ranks can capture.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class SlotExchange:
         self._two_hop = two_hop
         self.max_captured_rows = max_captured_rows
         self._timeout_s = timeout_s
-        self.waited_s = 0.0
         self.switch(generation)
 
     @classmethod
@@ -146,6 +144,12 @@ class SlotExchange:
     def capture_obstacle(self) -> str | None:
         """Why a step with this exchange cannot be captured in a CUDA graph, or None."""
         return self._live.capture_obstacle
+
+    @property
+    def waited_s(self) -> float:
+        """Total seconds of waits for other ranks, as far as the backend knows."""
+        one_hop, two_hop = self._live.buffer, self._two_hop
+        return one_hop.waited_s + (0.0 if two_hop is None else two_hop.waited_s)
 
     @property
     def overlaps(self) -> bool:
@@ -254,7 +258,8 @@ class SlotExchange:
         Raises:
             ExchangeError: one of them failed.
         """
-        with self._reporting():
+        # A replayed exchange that misses a rank has waited in full: it counts polls, not time.
+        with self._reporting(timeout_s=0.0):
             self._live.buffer.check()
 
     def close(self) -> None:
@@ -267,8 +272,12 @@ class SlotExchange:
         return self._opened
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Raise the buffer's errors as `ExchangeError`, and add the time to `waited_s`."""
+    def _reporting(self, *, timeout_s: float | None = None) -> Iterator[None]:
+        """Raise the buffer's errors as `ExchangeError`: a timeout if that took `timeout_s`.
+
+        By default, that is what waits are bounded by.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         began = time.perf_counter()
         try:
             with named("exchange"):
@@ -276,11 +285,9 @@ class SlotExchange:
         except AllToAllError as error:
             late = isinstance(error, PeerMissingError)
             # A broken connection shows at once; only an exchange that waited in full timed out.
-            if late and time.perf_counter() - began >= self._timeout_s:
+            if late and time.perf_counter() - began >= timeout_s:
                 raise ExchangeError(f"an exchange of rows timed out: {error}") from error
             raise ExchangeError(f"an exchange of rows failed: {error}") from error
-        finally:
-            self.waited_s += time.perf_counter() - began
 
 
 def _aligned(rows: QuantizedRows) -> QuantizedRows:

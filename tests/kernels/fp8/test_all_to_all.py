@@ -1,6 +1,7 @@
 """The exchange by kernels between virtual ranks of one process, in Triton's interpreter."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +171,25 @@ def test_memory_of_an_exchange_is_not_reused_before_its_combine_is_received(inte
     second, third = receive_second(), receive_third()
     assert buffer.combine(second.rows, second.handle)[0, 0] == 14
     assert buffer.combine(third.rows, third.handle)[0, 0] == 18
+
+
+def test_only_other_ranks_are_waited_for_and_not_what_this_one_computes(interpreted, monkeypatch):
+    shape = replace(SHAPE, num_ranks=1)
+    (window,) = virtual_windows(shape, device="cpu")
+    now = 0.0
+
+    def pass_time(seconds):
+        nonlocal now
+        now += seconds
+        return now
+
+    monkeypatch.setattr(peer, "_settle", lambda _device: pass_time(5.0))
+    monkeypatch.setattr(peer, "time", SimpleNamespace(monotonic=lambda: pass_time(1.0)))
+    buffer = EpBuffer(shape, PeerBackend(shape, window, timeout_s=9.0), device="cpu")
+    came = buffer.dispatch(numbered(5, 1), torch.tensor([[0, 1]]))
+    assert buffer.waited_s == 1.0
+    buffer.combine(came.rows, came.handle)
+    assert buffer.waited_s == 2.0
 
 
 @pytest.mark.parametrize("layout", [RowLayout(is_fixed=True), RowLayout(rows_per_slot=5)])
@@ -438,3 +458,15 @@ def test_a_captured_step_of_many_exchanges_waits_long_for_a_lost_rank_only_once(
         with pytest.raises(PeerMissingError, match="rank 1 did not send"):
             backend.check()
     assert polls == 2 * [5, 1, 1, 1]
+    # The first look is no wait.
+    assert buffer.waited_s == pytest.approx(2 * 4e-6)
+    # A device that polls twice as fast must poll twice as often.
+    moments = iter([0.0, 0.01])
+    monkeypatch.setattr(peer, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(peer, "_is_capturing", lambda: False)
+    backend._polls_launch.fill_(7)
+    backend.measure_polls()
+    assert polls.pop() == 7
+    monkeypatch.setattr(peer, "_is_capturing", lambda: True)
+    buffer.dispatch(numbered(10, 3), torch.tensor(SLOTS[0]), layout=layout)
+    assert polls.pop() == 10

@@ -86,6 +86,10 @@ class Backend(Protocol):
     max_open: int
     """Exchanges that it keeps apart, up to MAX_OPEN."""
 
+    @property
+    def waited_s(self) -> float:
+        """Total seconds of waits for other ranks, not for what this one computes."""
+
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
     ) -> Callable[[], ReceivedRows]:
@@ -148,6 +152,11 @@ class EpBuffer:
     def max_open(self) -> int:
         """Exchanges that may be under way at once."""
         return self._backend.max_open
+
+    @property
+    def waited_s(self) -> float:
+        """Total seconds of waits for other ranks; those of replayed graphs count when checked."""
+        return self._backend.waited_s
 
     def switch(self, generation: int) -> None:
         """Announce another generation of the layout from the next dispatch on."""

@@ -38,6 +38,11 @@ class CollectiveBackend:
         self._shape = shape
         self._group = GroupCollectives(shape, group=group, timeout_s=timeout_s)
 
+    @property
+    def waited_s(self) -> float:
+        """See `buffer.Backend`."""
+        return self._group.waited_s
+
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
     ) -> Callable[[], ReceivedRows]:

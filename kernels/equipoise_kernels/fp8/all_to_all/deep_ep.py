@@ -46,6 +46,7 @@ class DeepEpBackend:
     """
 
     max_open = 1
+    waited_s = 0.0  # The device waits, and nothing says how long.
 
     def __init__(self, shape: EpShape, *, group: dist.ProcessGroup) -> None:
         _check(shape)

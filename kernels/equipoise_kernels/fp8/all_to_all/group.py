@@ -7,7 +7,8 @@ its group needs gloo ("cpu:gloo,cuda:nccl"). Exactly the needed rows follow in c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,8 @@ class GroupCollectives:
         self._group = group
         self._timeout_s = timeout_s
         self._sequence = 0
+        self.waited_s = 0.0
+        """Total seconds of waits for headers and rows."""
 
     def begin_headers(
         self, numbers_RH: Tensor, *, generation: Tensor, status: Tensor
@@ -56,7 +59,8 @@ class GroupCollectives:
         receive = self._exchange(torch.cat([flag.expand(len(numbers_RH), 1), numbers_RH], dim=1))
 
         def finish() -> Tensor:
-            headers = receive()
+            with self._waiting():
+                headers = receive()
             seen = [None if header is None else int(header[0]) for header in headers]
             raise_faults(seen, own=int(flag), timeout_s=self._timeout_s, what="rows")
             return torch.stack([header[1:] for header in headers if header is not None])
@@ -84,13 +88,22 @@ class GroupCollectives:
 
         def finish() -> Tensor:
             try:
-                work.wait()
+                with self._waiting():
+                    work.wait()
             except RuntimeError as error:
                 # The rows must outlive the work.
                 raise self._missing(words_NW, error) from error
             return received
 
         return finish
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited_s += time.monotonic() - began
 
     def _missing(self, words_NW: Tensor, error: RuntimeError) -> PeerMissingError:
         return PeerMissingError(

@@ -159,6 +159,8 @@ def _opened_peer(
     buffer = EpBuffer(shape, backend, device=device)
     _by_all(lambda: _try_out(buffer, shape, is_low_latency=False, device=device), group=group)
     backend.wait_at_most(timeout_s)
+    if device.type == "cuda":
+        backend.measure_polls()
     return buffer
 
 

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from equipoise_kernels.fp8 import configurations
 from equipoise_kernels.fp8.all_to_all.buffer import MAX_OPEN, ReceivedRows
-from equipoise_kernels.fp8.all_to_all.flags import NO_FAULT, raise_faults, sequence_of
+from equipoise_kernels.fp8.all_to_all.flags import (
+    NO_FAULT,
+    SEQUENCE_MASK,
+    raise_faults,
+    sequence_of,
+)
 from equipoise_kernels.fp8.all_to_all.order import RowLayout
 from equipoise_kernels.fp8.all_to_all.peer_kernels import (
     order_pairs_kernel,
@@ -37,8 +42,10 @@ from equipoise_kernels.fp8.all_to_all.window import PeerWindow, WindowMap
 from equipoise_kernels.fp8.jit import is_interpreting, next_power_of_two
 
 # Polling a flag takes a GPU about a microsecond, and the interpreter a hundred times that.
-_POLLS_PER_S = 1_000_000
+_POLLS_PER_S = 1_000_000.0
 _POLLS_PER_LAUNCH = 20_000
+# Of an exchange that no rank ever makes while others are measured.
+_FAR_AHEAD = 1 << 30
 _MOST_POLLS = 2**31 - 1
 _PAUSE_S = 0.0005
 # In the interpreter, polling takes the processor from the rank that is waited for.
@@ -74,18 +81,33 @@ class PeerBackend:
         self._config = config or ALL_TO_ALL.config(rows=shape.max_tokens)
         self._sequence = self._numbers(1, dtype=torch.int64).zero_()
         self._done_R = self._numbers(shape.num_ranks).zero_()
-        # Flags of faulty ranks in captured graphs, then this rank's flag, until `check` reads them.
-        self._faults = self._numbers(shape.num_ranks + 1, dtype=torch.int64).fill_(NO_FAULT)
+        self.waited_s = 0.0
+        # Of captured graphs, until `check` reads them: flags of faulty ranks, this rank's flag, and
+        # how often its waits have polled in vain.
+        self._faults = self._numbers(shape.num_ranks + 2, dtype=torch.int64)
+        self._forget_faults()
         # On the device, because a captured wait must know the outcome of those before it.
         self._polls_once = self._numbers(1).fill_(1)
         self._polls_launch = self._numbers(1).fill_(_POLLS_PER_LAUNCH)
         self._polls_captured = self._numbers(1)
+        self._polls_per_s = _POLLS_PER_S
         self.wait_at_most(timeout_s)
 
     def wait_at_most(self, timeout_s: float) -> None:
         """Bound the waits of all exchanges that begin from now on, and that are captured."""
         self._timeout_s = timeout_s
-        self._polls_captured.fill_(min(int(timeout_s * _POLLS_PER_S), _MOST_POLLS))
+        self._polls_captured.fill_(min(int(timeout_s * self._polls_per_s), _MOST_POLLS))
+
+    def measure_polls(self) -> None:
+        """Measure how fast the device polls: captured exchanges count their waits in polls."""
+        flag = (self._sequence + _FAR_AHEAD) & SEQUENCE_MASK
+        seen, nothing = self._seen(), self._table()
+        _settle(seen.device)
+        began = time.monotonic()
+        self._look(self._polls_launch, flag, nothing, nothing, seen, layout=None)
+        _settle(seen.device)
+        self._polls_per_s = _POLLS_PER_LAUNCH / (time.monotonic() - began)
+        self.wait_at_most(self._timeout_s)
 
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
@@ -150,10 +172,15 @@ class PeerBackend:
         Raises:
             AllToAllError: an exchange failed; the sums since then are invalid.
         """
-        *faults, own = self._faults.tolist()
+        *faults, own, num_polls = self._faults.tolist()
         seen = [own if flag == NO_FAULT else flag for flag in faults]
-        self._faults.fill_(NO_FAULT)
+        self._forget_faults()
+        self.waited_s += num_polls / self._polls_per_s
         raise_faults(seen, own=own, timeout_s=self._timeout_s, what="rows or outputs")
+
+    def _forget_faults(self) -> None:
+        self._faults.fill_(NO_FAULT)
+        self._faults[-1] = 0
 
     def _numbers(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """New integers, not initialised."""
@@ -207,53 +234,68 @@ class PeerBackend:
         Raises:
             AllToAllError: a flag is missing or reports a fault, unless the wait is captured.
         """
-        shape, where, is_captured = self._shape, self._map, _is_capturing()
-        seen = self._numbers(shape.num_ranks + 2, dtype=torch.int64)
-
-        def look(polls: Tensor) -> None:
-            wait_flags_kernel[(1,)](
-                self._window.addresses,
-                flag,
-                polls,
-                self._faults,
-                seen,
-                table_3RS,
-                rows_2S,
-                shape.rank,
-                int(is_captured),
-                1 if layout is None else layout.alignment,
-                0 if layout is None else layout.rows_per_slot or 0,
-                where.answer_flags if layout is None else where.flags,
-                where.counts,
-                NUM_RANKS=shape.num_ranks,
-                NUM_SLOTS=shape.slots_per_rank,
-                PADDED_RANKS=next_power_of_two(shape.num_ranks),
-                PADDED_SLOTS=next_power_of_two(shape.slots_per_rank),
-                IS_DISPATCH=layout is not None,
-                num_warps=1,
-            )
-
+        shape, seen = self._shape, self._seen()
         most = 0 if layout is None else layout.most_rows(shape)
         is_fixed = layout is None or layout.is_fixed or layout.rows_per_slot is not None
-        if is_captured:
+        if _is_capturing():
             assert is_fixed, "a captured exchange needs a layout that is fixed"
-            look(self._polls_captured)
+            self._look(self._polls_captured, flag, table_3RS, rows_2S, seen, layout=layout)
             return most
-        until = time.monotonic() + self._timeout_s
+        _settle(seen.device)
+        began = time.monotonic()
+        until = began + self._timeout_s
         polls, pause_s = self._polls_launch, _PAUSE_S
         if is_interpreting():
             polls, pause_s = self._polls_once, _INTERPRETER_PAUSE_S
         while True:
-            look(polls)
+            self._look(polls, flag, table_3RS, rows_2S, seen, layout=layout)
             *flags, own, num_rows = seen.tolist()
             # A flag of this exchange that is not fine will not become fine.
             is_late = any(sequence_of(one) != sequence_of(own) for one in flags)
             if not is_late or time.monotonic() >= until:
                 break
             time.sleep(pause_s)
+        self.waited_s += time.monotonic() - began
         what = "outputs" if layout is None else "rows"
         raise_faults(flags, own=own, timeout_s=self._timeout_s, what=what)
         return most if is_fixed else min(most, num_rows)
+
+    def _seen(self) -> Tensor:
+        return self._numbers(self._shape.num_ranks + 2, dtype=torch.int64)
+
+    def _look(
+        self,
+        polls: Tensor,
+        flag: Tensor,
+        table_3RS: Tensor,
+        rows_2S: Tensor,
+        seen: Tensor,
+        *,
+        layout: RowLayout | None,
+    ) -> None:
+        """Poll for the flags of all ranks, at most so many times."""
+        shape, where = self._shape, self._map
+        wait_flags_kernel[(1,)](
+            self._window.addresses,
+            flag,
+            polls,
+            self._faults,
+            seen,
+            table_3RS,
+            rows_2S,
+            shape.rank,
+            int(_is_capturing()),
+            1 if layout is None else layout.alignment,
+            0 if layout is None else layout.rows_per_slot or 0,
+            where.answer_flags if layout is None else where.flags,
+            where.counts,
+            NUM_RANKS=shape.num_ranks,
+            NUM_SLOTS=shape.slots_per_rank,
+            PADDED_RANKS=next_power_of_two(shape.num_ranks),
+            PADDED_SLOTS=next_power_of_two(shape.slots_per_rank),
+            IS_DISPATCH=layout is not None,
+            num_warps=1,
+        )
 
     def _receive(self, incoming_3RS: Tensor, flag: Tensor, *, num_rows: int) -> Tensor:
         shape = self._shape
@@ -298,6 +340,12 @@ class PeerBackend:
             enable_fp_fusion=False,  # it would change bits
         )
         return out_TD
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what this rank has launched: no wait for others, or a slow device would not show."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _is_capturing() -> bool:

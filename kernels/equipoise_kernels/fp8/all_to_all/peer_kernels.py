@@ -216,8 +216,8 @@ def wait_flags_kernel(
     rows to reserve; `rows` the rows of each slot, and where they end. Rows of a rank whose flag is
     not fine are left out.
 
-    A captured wait records faults, and polls once if there is one already: of a graph's many waits
-    only one is long, because a missing rank stays missing.
+    A captured wait records faults and how often it polled in vain, and polls once if there is a
+    fault already: of a graph's many waits only one is long, because a missing rank stays missing.
     """
     ranks = tl.arange(0, PADDED_RANKS)
     is_rank = ranks < NUM_RANKS
@@ -245,6 +245,7 @@ def wait_flags_kernel(
         tl.store(faults_ptr + ranks, seen, mask=is_fault)
         if tl.sum(is_fault.to(tl.int32), axis=0) > 0:
             tl.store(faults_ptr + NUM_RANKS, flag)
+        tl.store(faults_ptr + NUM_RANKS + 1, tl.load(faults_ptr + NUM_RANKS + 1) + polled - 1)
     if IS_DISPATCH:
         # Counts were written before the flags, which other lanes acquired.
         tl.debug_barrier()

@@ -90,6 +90,11 @@ class TwoHopBackend:
         # Ranks whose rows come by each relay of this node.
         self._origins = {relay: nodes.origins(relay) for relay in nodes.ranks(self._node)}
 
+    @property
+    def waited_s(self) -> float:
+        """See `buffer.Backend`."""
+        return self._group.waited_s
+
     def begin_dispatch(
         self, words_TW: Tensor, slots_TK: Tensor, *, layout: RowLayout, generation: Tensor
     ) -> Callable[[], ReceivedRows]:
