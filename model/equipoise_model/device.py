@@ -79,8 +79,10 @@ def use(device: torch.device) -> None:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[Arrive]:
+def beside(device: torch.device, *, overwrites: bool = True) -> Iterator[Arrive]:
     """Copy to a device on a separate stream, so that no step waits for the copies.
+
+    Copies wait for the steps so far, unless all of them are to new memory: `overwrites` is False.
 
     Call the yielded function after the block, on the thread that computes, before the first use of
     what was copied. On the CPU, copies are complete when they return.
@@ -97,8 +99,9 @@ def beside(device: torch.device) -> Iterator[Arrive]:
         for tensor in tensors:
             tensor.record_stream(computing)
 
-    # The last computation may still be reading what is overwritten.
-    stream.wait_stream(torch.cuda.current_stream(device))
+    if overwrites:
+        # The last computation may still be reading what is overwritten.
+        stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield arrive
         event.record(stream)

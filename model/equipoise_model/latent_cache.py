@@ -14,6 +14,7 @@ from torch import Tensor
 from equipoise_kernels.formats import CODE, GROUP
 from equipoise_kernels.fp8.attention.latents import Latents, PlainLatents, QuantizedLatents
 from equipoise_model.config import ModelConfig
+from equipoise_model.device import Arrive, beside, to_host
 
 BLOCK_TOKENS = 16
 """Positions per block by default. Requests share whole blocks."""
@@ -103,26 +104,28 @@ class LatentCache:
     def read_block(self, block: int) -> bytes:
         """Copy a block to the host: store by store, each layer's [block_tokens, width]."""
         parts = (store[:, block].contiguous().view(torch.uint8) for store in self._stores)
-        return b"".join(part.cpu().numpy().tobytes() for part in parts)
+        return to_host([part.flatten() for part in parts]).numpy().tobytes()
 
-    def unpack(self, data: bytes) -> list[Tensor]:
+    def unpack(self, data: bytes) -> "ArrivingBlock":
         """Copy what `read_block` of an equal cache returned to the device, for `write_block`.
 
-        Waits for the device, unlike `write_block`.
+        Waits for the copies, beside all steps; on any thread.
         """
         assert len(data) == self.block_bytes
         parts, source, start = [], bytearray(data), 0
-        for store in self._stores:
-            shape = (store.shape[0], *store.shape[2:])
-            size = self.block_tokens * store.shape[0] * store.shape[-1] * store.element_size()
-            part = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=start)
-            parts.append(part.view(store.dtype).view(shape).to(store.device))
-            start += size
-        return parts
+        with beside(self._stores[0].device, overwrites=False) as arrive:
+            for store in self._stores:
+                shape = (store.shape[0], *store.shape[2:])
+                size = self.block_tokens * store.shape[0] * store.shape[-1] * store.element_size()
+                part = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=start)
+                parts.append(part.view(store.dtype).view(shape).to(store.device))
+                start += size
+        return ArrivingBlock(parts=tuple(parts), arrive=arrive)
 
-    def write_block(self, block: int, parts: Sequence[Tensor]) -> None:
-        """Fill a block with what `unpack` returned."""
-        for store, part in zip(self._stores, parts, strict=True):
+    def write_block(self, block: int, data: "ArrivingBlock") -> None:
+        """Fill a block with what `unpack` returned, once."""
+        data.arrive(*data.parts)
+        for store, part in zip(self._stores, data.parts, strict=True):
             store[:, block] = part
 
     def latents(self, layer: int) -> Latents:
@@ -206,6 +209,16 @@ class LatentCache:
         size = blocks_for(length, block_tokens=self.block_tokens)
         padded = [[*table[:size], *[self.num_blocks] * (size - len(table))] for table in tables]
         return torch.tensor(padded, dtype=torch.int64, device=self._plain_latents.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArrivingBlock:
+    """A block from another cache, in memory of its own on the device."""
+
+    parts: tuple[Tensor, ...]
+    """Each store's part of it."""
+    arrive: Arrive
+    """Makes the computation wait for the copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

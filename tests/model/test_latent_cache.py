@@ -108,7 +108,7 @@ def test_a_place_outside_the_cache_is_a_programmers_fault(sequences, positions):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_block_is_on_the_device_before_it_is_written(fp8):
-    with pretended_device():
+    with pretended_device() as recorder:
         there, here = (
             LatentCache(
                 WIDE, num_blocks=3, max_len=32, dtype=torch.bfloat16, device=device, fp8=fp8
@@ -124,8 +124,15 @@ def test_a_block_is_on_the_device_before_it_is_written(fp8):
                 part.view(torch.uint8).copy_(bits.view(part.view(torch.uint8).shape))
         data = there.read_block(1)
         assert any(data)
-        parts = here.unpack(data)
-        assert {part.device for part in parts} == {CUDA}
-        here.write_block(2, parts)
+        arrived = here.unpack(data)
+        assert {part.device for part in arrived.parts} == {CUDA}
+        # It waited for no step, whose peers may be gone; only the next step waits for it.
+        assert recorder.log == [("stream 1", "reaches", "its event")]
+        here.write_block(2, arrived)
+        assert recorder.log[1:] == [("computing", "waits for", "stream 1")]
         assert here.read_block(2) == data
+        assert recorder.log[2:] == [
+            ("stream 2", "waits for", "computing"),
+            ("the host", "waits for", "stream 2"),
+        ]
         assert not any(here.read_block(0) + here.read_block(1))

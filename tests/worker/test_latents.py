@@ -61,7 +61,9 @@ async def test_a_second_request_with_the_prefix_fetches_only_what_is_not_here(ra
         await nothing_is_held(prefill, decode)
 
 
-async def test_steps_do_not_wait_while_a_block_is_copied_from_the_host(rank_of_one, monkeypatch):
+async def test_neither_steps_nor_calls_wait_while_a_block_is_copied_from_the_host(
+    rank_of_one, monkeypatch
+):
     async with two_pools(rank_of_one) as (prefill, decode):
         visits, unpacked = [], []
         visit, unpack = decode.engine.visit, decode.core.cache.unpack
@@ -74,13 +76,14 @@ async def test_steps_do_not_wait_while_a_block_is_copied_from_the_host(rank_of_o
                 visits.remove(act)
 
         def counted(data):
-            unpacked.append(len(visits))
+            is_called = threading.current_thread() is threading.main_thread()
+            unpacked.append((len(visits), is_called))
             return unpack(data)
 
         monkeypatch.setattr(decode.engine, "visit", noted)
         monkeypatch.setattr(decode.core.cache, "unpack", counted)
         await handed_over(prefill, decode, TOKENS[:40], 2)
-        assert unpacked == [0, 0]
+        assert unpacked == [(0, False)] * 2
 
 
 def flip(message):

@@ -8,13 +8,12 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 
 import grpc
-from torch import Tensor
 
 from equipoise.rank.waits import Waits
 from equipoise.telemetry.logs import is_worth_logging
@@ -30,6 +29,7 @@ from equipoise.worker.latents.store import LatentStore, Visit
 from equipoise.worker.scheduler import Scheduler
 from equipoise_api.v1 import worker_pb2 as pb
 from equipoise_api.v1 import worker_pb2_grpc as pb_grpc
+from equipoise_model.latent_cache import ArrivingBlock
 
 MAX_PULLS = 4
 """Prompts fetched at a time."""
@@ -177,12 +177,12 @@ class LatentPuller:
             form=self._store.form, boot_id=source.boot_id, hold=source.hold, keys=pull.missing
         )
 
-        def land(parts: Sequence[Tensor], scheduler: Scheduler) -> bool:
+        def land(arrived: ArrivingBlock, scheduler: Scheduler) -> bool:
             block = scheduler.pulls.next_block(key, pull)
             if block is None:
                 return False
             # Written under the lock, or a block that gave way might be another request's by now.
-            cache.write_block(block, parts)
+            cache.write_block(block, arrived)
             scheduler.pulls.publish(pull)
             return True
 
@@ -196,7 +196,8 @@ class LatentPuller:
                     if data is None:
                         continue
                     # Before the lock is taken: no step waits for copies from the host.
-                    if not visit(partial(land, cache.unpack(data))):
+                    arrived = await asyncio.to_thread(cache.unpack, data)
+                    if not visit(partial(land, arrived)):
                         return PullOutcome.GAVE_WAY
                     self.num_bytes += len(data)
                     await self._until_turn(len(data))
