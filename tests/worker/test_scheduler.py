@@ -247,6 +247,21 @@ def test_a_broken_steps_plan_is_planned_again():
     assert scheduler.num_active == 0
 
 
+def test_a_broken_steps_drafts_are_planned_again_although_more_requests_are_active():
+    """Their rows may have left NaN in the cache, which only rows at the same positions overwrite."""
+    scheduler = scheduler_of(max_requests=2, num_drafts=2, max_drafting=1, max_step_tokens=4)
+    model = Model(num_drafts=2)
+    scheduler.submit(Request(key=0, prompt=(1, 2), max_tokens=9))
+    commit(scheduler, scheduler.plan(), model.run(scheduler.plan()))
+    (broken,) = scheduler.plan().chunks
+    assert len(broken.drafts) == 2
+    scheduler.submit(Request(key=1, prompt=(3,), max_tokens=9))
+    plan = scheduler.plan()
+    assert (plan.chunks[0], plan.num_tokens) == (broken, 4)
+    commit(scheduler, plan, model.run(plan))
+    assert not any(chunk.drafts for chunk in scheduler.plan().chunks)
+
+
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_blocks_of_a_request_cancelled_in_a_step_are_free_after_it(is_committed):
     scheduler, model = scheduler_of(num_blocks=4, max_step_tokens=12), Model()

@@ -73,8 +73,8 @@ class SchedulerCounts:
 class Scheduler:
     """Requests of one worker, queued and active, across epochs.
 
-    If a group fails before a plan is committed, the same tokens are planned again: at the same
-    positions they overwrite whatever the broken step left in the cache.
+    If a group fails before a plan is committed, the same tokens are planned again, drafts included:
+    at the same positions they overwrite whatever the broken step left in the cache.
 
     At most `max_requests` are active and `max_queued` more wait. A step runs at most
     `max_step_tokens` tokens, which must cover the newest token and `num_drafts` drafts of every
@@ -110,8 +110,9 @@ class Scheduler:
         self._queue: deque[Sequence] = deque()
         # In the order of arrival: the last one is preempted first, and is requeued at the front.
         self._active: dict[int, Sequence] = {}
-        # Keys of the plan that may be running, and its requests that were cancelled since.
-        self._in_step: frozenset[int] = frozenset()
+        # Numbers of drafts in the plan that may be running, by request, and its requests that were
+        # cancelled since.
+        self._in_step: dict[int, int] = {}
         self._cancelled: dict[int, Sequence] = {}
 
     @property
@@ -210,17 +211,18 @@ class Scheduler:
 
         A plan that is not committed is planned again. Holds that are over at `now` end.
         """
+        broken = self._in_step
         self._end_step()
         self.holds.expire(now)
         self._admit()
-        wanted = self._wanted()
+        wanted = self._wanted(broken)
         self._provide(wanted)
         chunks = tuple(
             self._active[key].chunk(num_tokens=num_tokens, num_ahead=self._num_drafts)
             for key, num_tokens in wanted.items()
             if key in self._active
         )
-        self._in_step = frozenset(chunk.key for chunk in chunks)
+        self._in_step = {chunk.key: len(chunk.drafts) for chunk in chunks}
         return StepPlan(chunks=chunks, drafts=self.is_drafting)
 
     def commit(
@@ -268,7 +270,7 @@ class Scheduler:
 
     def _end_step(self) -> None:
         """Nothing writes to the cache any more until the next plan runs."""
-        self._in_step = frozenset()
+        self._in_step = {}
         while self._cancelled:
             self._cancelled.popitem()[1].preempt()
 
@@ -351,14 +353,18 @@ class Scheduler:
         """Blocks for a request's tokens, and one more for those that follow."""
         return self.blocks.blocks_for(len(sequence.tokens)) + 1
 
-    def _wanted(self) -> dict[int, int]:
-        """Tokens that each active request would run, including drafts, in order of arrival."""
+    def _wanted(self, broken: Mapping[int, int]) -> dict[int, int]:
+        """Tokens that each active request would run, including drafts, in order of arrival.
+
+        Those in a `broken` step have as many drafts as there: it may have left NaN in their place.
+        That may leave no budget for requests that resume.
+        """
         num_tokens = {}
         budget = self._max_step_tokens
-        most_drafts = self._num_drafts if self.is_drafting else 0
         for key, sequence in self._active.items():
-            if sequence.is_generating:
-                num_drafts = min(len(sequence.drafts), sequence.num_left - 1, most_drafts)
+            if sequence.is_generating and budget:
+                most = broken.get(key, self._num_drafts if self.is_drafting else 0)
+                num_drafts = min(len(sequence.drafts), sequence.num_left - 1, most)
                 num_tokens[key] = 1 + num_drafts
                 budget -= num_tokens[key]
         score_budget = MAX_SCORED_ROWS
