@@ -248,7 +248,7 @@ def test_a_broken_steps_plan_is_planned_again():
 
 
 def test_a_broken_steps_drafts_are_planned_again_although_more_requests_are_active():
-    """Their rows may have left NaN in the cache, which only rows at the same positions overwrite."""
+    """They may have left NaN in the cache, which only rows at the same positions overwrite."""
     scheduler = scheduler_of(max_requests=2, num_drafts=2, max_drafting=1, max_step_tokens=4)
     model = Model(num_drafts=2)
     scheduler.submit(Request(key=0, prompt=(1, 2), max_tokens=9))
