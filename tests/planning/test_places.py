@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -316,6 +317,28 @@ def test_pooled_layers_are_improved_within_a_move_budget():
     assert 0 < few.moves <= 6 < free.moves
     assert none.moves == 0
     assert none.balancedness < few.balancedness < free.balancedness
+
+
+def test_a_pooled_placement_that_fits_the_budget_is_found_behind_one_that_does_not():
+    """Placements are tried by the layers that they place again: not each moves more than before."""
+    rng = np.random.default_rng(101)
+    model = ModelShape(num_layers=3, num_experts=8, num_groups=1, expert_bytes=1)
+    topology = Topology(node_of_rank=("a",) * 4, slots_per_rank=4, places_of_rank=(8,) * 4)
+    first, then = (rng.dirichlet(np.full(8, 0.4), size=3) * 1e4 for _ in range(2))
+    wishes = Wishes(algorithm=Algorithm.INCREMENTAL, slots=POOLED)
+    made = plan_in_places(first, wishes, model=model, topology=topology, current=None)
+    current = laid_out(made, num_experts=8)
+
+    def planned(max_moves):
+        asked = replace(wishes, max_moves=max_moves)
+        return plan_in_places(then, asked, model=model, topology=topology, current=current)
+
+    curve = planned(None).curve
+    for (fewer, less), (more, most) in pairwise(curve):
+        assert fewer < more
+        assert less < most
+    moves, balancedness = curve[-1]
+    assert planned(moves).balancedness == pytest.approx(balancedness)
 
 
 def test_the_bound_of_a_pooled_plan_for_several_kinds_is_the_mean_of_theirs():

@@ -236,10 +236,10 @@ class _Pooling:
         for placed in ways:
             moves = count_moves(problem.held, placed.table)
             if wishes.max_moves is not None and moves > wishes.max_moves and not must.any():
-                break
+                continue  # A later one may need fewer.
             balance = _mean_balance(problem, placed)
             if not curve or balance > curve[-1][1]:
-                curve.append((moves, balance))
+                curve = [*(point for point in curve if point[0] < moves), (moves, balance)]
             worth_it = balance - wishes.least_gain_per_move * moves
             if must.any() or worth_it > net:
                 best, reached, net = placed, balance, worth_it
@@ -249,7 +249,7 @@ class _Pooling:
         return replace(made, returned_layers=int(returns.sum()), curve=tuple(curve))
 
     def _candidates(self, fresh: Placed, *, lose: Load, must: Bools) -> Iterator[Placed]:
-        """Yield placements that move more and more.
+        """Yield placements that mostly move more and more.
 
         `lose` is what layers lose by staying, `must` which cannot stay; [layers] both.
         """
