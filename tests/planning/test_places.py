@@ -240,6 +240,29 @@ def test_one_layout_serves_several_kinds_of_traffic():
     assert np.mean(reached(of_both)) > np.mean(reached(of_mean))
 
 
+def test_a_pooled_layout_serves_several_kinds_of_traffic_as_well_as_one_per_layer():
+    rng, num_ranks, num_layers = np.random.default_rng(5), 8, 6
+    model = ModelShape(num_layers=num_layers, num_experts=32, num_groups=1, expert_bytes=1)
+    topology = Topology(
+        node_of_rank=("node",) * num_ranks,
+        slots_per_rank=6,
+        places_of_rank=(5 * num_layers,) * num_ranks,
+    )
+    pool = {"model": model, "topology": topology}
+    kinds = np.exp(0.7 * rng.standard_normal((2, num_layers, 32)))
+    per_layer = Wishes(algorithm=Algorithm.INCREMENTAL)
+    of_mean = plan_in_places(kinds.mean(axis=0), per_layer, current=None, **pool)
+    pool["current"] = laid_out(of_mean, num_experts=32)
+    of_both = replace(per_layer, weights=np.array([0.5, 0.5]))
+    one, other = (
+        plan_in_places(kinds, replace(of_both, slots=slots), **pool)
+        for slots in (PER_LAYER, POOLED)
+    )
+    held = [balancedness(layout_loads(pool["current"], load)) for load in kinds]
+    assert one.balancedness > np.mean(held) + 0.05
+    assert other.balancedness >= one.balancedness - 0.003
+
+
 def test_a_lost_rank_s_experts_go_to_the_places_of_the_others():
     rng = np.random.default_rng(0)
     load = skewed(rng, num_layers=6, num_experts=32)
