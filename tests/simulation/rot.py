@@ -45,6 +45,7 @@ class BitRot:
     def __init__(self, world: Any) -> None:
         self._world = world
         self._open: list[_Rot] = []
+        self._is_looking = False
         self._all: set[bytes] = set()
         self._checksums: set[tuple[Process, int, int, str]] = set()
 
@@ -57,7 +58,8 @@ class BitRot:
         damaged = [(one.process, one.layer, one.slot) for one in self._open]
         if worker.core.checkpoint.damaged or (worker.process, layer, slot) in damaged:
             return False  # It is wrong already.
-        if not self._open:
+        if not self._is_looking:
+            self._is_looking = True
             world.loop.call_later(LOOK_S, self._look, context=outside())
         contents = worker.core.slots[layer].contents
         data = bytearray(contents[slot])
@@ -143,7 +145,8 @@ class BitRot:
                     f"slot {rot.slot} of layer {rot.layer}",
                 )
                 return
-        if self._open:
+        self._is_looking = bool(self._open)
+        if self._is_looking:
             self._world.loop.call_later(LOOK_S, self._look, context=outside())
 
     def _drop_closed(self) -> None:
