@@ -291,15 +291,18 @@ def test_too_few_places_are_an_error_that_says_how_many_are_needed():
         )
 
 
-def test_ranks_whose_slots_differ_are_rejected_if_pooled():
+def test_ranks_whose_slots_differ_use_equally_many_in_each_layer():
     model = ModelShape(num_layers=3, num_experts=8, num_groups=1, expert_bytes=1)
     topology = Topology(
         node_of_rank=("a",) * 3, slots_per_rank=5, slots_of_rank=(4, 3, 5), places_of_rank=(9, 9, 9)
     )
-    with pytest.raises(InvalidLayoutError, match=r"equally many slots .* not \(4, 3, 5\)"):
-        plan_in_places(
-            np.ones((3, 8)), Wishes(slots=POOLED), model=model, topology=topology, current=None
-        )
+    load = skewed(np.random.default_rng(0), num_layers=3, num_experts=8)
+    made, other = (
+        plan_in_places(load, Wishes(slots=slots), model=model, topology=topology, current=None)
+        for slots in (POOLED, PER_LAYER)
+    )
+    assert np.array_equal(made.expert_of_slot, other.expert_of_slot)
+    assert ((made.expert_of_slot >= 0).sum(axis=1) == 9).all()
 
 
 def test_a_bound_of_places_is_that_of_slots_where_layers_are_alike():

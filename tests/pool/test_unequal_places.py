@@ -7,7 +7,7 @@ import pytest
 
 from equipoise.balancer.service.status import pool_status
 from equipoise.planning.arrays import EMPTY
-from equipoise.planning.policy import SlotUse
+from equipoise.planning.policy import Algorithm, SlotUse
 from equipoise.pool.effects import WriteAudit
 from equipoise.pool.health import Health
 from equipoise.pool.requests import AdminRequest, Pin
@@ -50,7 +50,7 @@ def check_layouts(harness, places=tuple(PLACES_OF_RANK)):
 
 @pytest.mark.parametrize("slots", list(SlotUse))
 def test_each_rank_holds_at_most_its_own_places_through_all_waves(harness_of, skewed, slots):
-    harness = harness_of(slots=slots, cooldown_s=0.0)
+    harness = harness_of(slots=slots, algorithm=Algorithm.GLOBAL, cooldown_s=0.0)
     harness.serve()
     check_layouts(harness)
     assert harness.pool.roster.topology().places_of_rank == tuple(PLACES_OF_RANK)

@@ -146,10 +146,10 @@ class Policy:
     Only workers that support shares apply them, and layouts with shares cannot be exported to other
     engines."""
 
-    slots: Annotated[SlotUse, Key("planning.slots")] = SlotUse.PER_LAYER
-    """How to divide ranks' places over layers, for workers with `--places`: `perLayer` gives each
-    rank equally many slots in every layer; `pooled` gives layers and ranks as many as shorten the
-    step most, with the same memory. Useful with few redundant slots."""
+    slots: Annotated[SlotUse, Key("planning.slots")] = SlotUse.POOLED
+    """How to divide ranks' places over layers, for workers with `--places`: `pooled` gives layers
+    and ranks as many slots as shorten the step most; `perLayer` gives each rank equally many in
+    every layer, as all do whose ranks differ in slots."""
 
     risk_z: Annotated[float, Range(0, 10), Key("planning.riskZ", "standard deviations")] = 0.0
     """Standard deviations over windows to add to each expert's mean load when planning. 1 or 2

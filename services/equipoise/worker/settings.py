@@ -103,9 +103,9 @@ class WorkerSettings:
 
     places: Annotated[int, Range(0)] = 0
     """Experts that this worker has memory for, over all MoE layers, at most --slots-per-rank for
-    each. Layers share the places, so with planning.slots=pooled in the policy, layers that need
-    more replicas get them from layers that need fewer. 0 is one in each slot. Workers of a pool may
-    have different numbers, if all have some."""
+    each. Layers share the places: those that need more replicas get them from layers that need
+    fewer, unless planning.slots is perLayer in the policy. 0 is one in each slot. Workers of a pool
+    may have different numbers, if all have some."""
 
     shared_as_routed: bool = False
     """Place the shared expert of each layer in slots, as if it were one more routed expert: it is

@@ -103,7 +103,7 @@ class PoolSettings:
     """Experts that each rank has room for over all layers (workers' --places), or a list if ranks
     have unequal memory: 116x16,100x16 is 16 ranks with 116 and 16 with 100. Layers then share them:
     each gets as many slots as shorten the step most, on each rank at most --slots / --ranks.
-    `replay` does so under policies with slots=pooled."""
+    `replay` does so unless a policy has slots=perLayer."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -305,7 +305,7 @@ class ReplaySettings:
     policy: tuple[str, ...] = field(default=(), metadata={REPEATED: True})
     """Policy to compare, repeatable: NAME=interval=20,min_gain=0.05 (options of the balancer; the
     rest keep their defaults), a BalancePolicy .yaml, a .toml or .json file of options, or
-    `default`. Default: `default`, and with --places also pooled=slots=pooled."""
+    `default`. Default: `default`, and with --places also perLayer=slots=perLayer."""
 
     window_s: Annotated[float, Range(0.001, DAY_S)] = 10.0
     """Length of each window in seconds, which recordings do not contain."""
@@ -330,7 +330,9 @@ class ReplaySettings:
             object.__setattr__(self, "source", _source_of(UNITS[self.unit], self.source))
             object.__setattr__(self, "policy", self.policy or (_own_policy(self.unit),))
         if self.pool.places:
-            object.__setattr__(self, "policy", self.policy or ("default", "pooled=slots=pooled"))
+            object.__setattr__(
+                self, "policy", self.policy or ("default", "perLayer=slots=perLayer")
+            )
         if self.plot is not None and self.plot.suffix not in _IMAGES:
             raise InvalidSettingsError(f"--plot must end in .svg or .png, not {str(self.plot)!r}")
 
