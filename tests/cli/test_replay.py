@@ -157,12 +157,12 @@ def test_a_current_layout_is_where_a_replay_starts(tmp_path):
 def test_layers_that_share_places_are_replayed_per_layer_and_pooled():
     places = ["--places", "38", "--slots", "48"]
     both = replayed(*POOL, *places)
-    assert list(both) == ["never", "default", "pooled"]
-    assert both["pooled"]["policy"]["slots"] == "pooled"
-    for name in ("default", "pooled"):
+    assert list(both) == ["never", "default", "perLayer"]
+    assert both["perLayer"]["policy"]["slots"] == "perLayer"
+    for name in ("default", "perLayer"):
         assert both[name]["moves"]
         assert both[name]["balancedness_mean"] > both["never"]["balancedness_mean"] + 0.1
-    assert both["pooled"]["windows"] != both["default"]["windows"]
+    assert both["perLayer"]["windows"] != both["default"]["windows"]
     assert "38 places each, up to 12 slots in a layer" in equipoise(*POOL, *places)
     assert list(replayed(*POOL, *places, "--policy", "default")) == ["never", "default"]
 

@@ -174,12 +174,21 @@ async def test_a_grammar_that_takes_much_memory_for_good_is_rejected(compiler):
         await constraint_of(compiler, DEEP)
 
 
-async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler, started):
+async def test_a_request_that_is_cancelled_leaves_no_process_behind(compiler, started, monkeypatch):
+    start, has_started = compiler._start, asyncio.Event()
+
+    async def starting():
+        process = await start()
+        has_started.set()
+        return process
+
+    monkeypatch.setattr(compiler, "_start", starting)
     waiting = asyncio.create_task(constraint_of(compiler, ENDLESS))
-    await asyncio.sleep(0.5)
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    assert not compiler._idle
     async with asyncio.timeout(60):
+        await has_started.wait()
+        await asyncio.sleep(0.5)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not compiler._idle
         (process,) = started
         assert await process.wait() == -signal.SIGKILL

@@ -220,7 +220,7 @@ class _Pooling:
         fresh = self._placed_again(problem, free=np.ones_like(problem.is_busy))
         if problem.is_new:
             return self._made(fresh, before=None)
-        before, after = (1.0 / problem.balancedness_of_layer(*one) for one in (held, fresh))
+        before, after = _busiest(problem, held), _busiest(problem, fresh)
         returns = strays(problem, *held, locality=self.locality)
         must = ~problem.is_valid | returns
         worth, comparison = _worth_changing(problem, before - after, wishes.samples)
@@ -270,13 +270,15 @@ class _Pooling:
         near, gains = self.problem, lose > 0
         if not must.any():
             table = self._improved_in_place(near, self.wishes, lose=left)
-            near = replace(near, held=table)
+            before = _busiest(near, Placed(near.held, near.held_shares))
+            gain = before - _busiest(near, weigh(near, table, may_chain=False))
+            changes, _ = _worth_changing(near, gain, self.wishes.samples)
+            near = replace(near, held=np.where(changes[:, None], table, near.held))
             improved = weigh(self.problem, near.held, may_chain=False)
             yield improved
             # What these layers would still gain by other numbers of slots.
-            of_both = (self.problem.balancedness_of_layer(*one) for one in (improved, fresh))
-            before, after = (1.0 / balance for balance in of_both)
-            lose = np.where(gains, before - after, 0.0)
+            still = _busiest(self.problem, improved) - _busiest(self.problem, fresh)
+            lose = np.where(gains, still, 0.0)
             gains = lose > 0
         order = np.argsort(-lose, kind="stable")
         # With a budget, no layer is placed again beside those that must be.
@@ -418,6 +420,12 @@ def _worth_changing(problem: Problem, gain: Load, samples: float | None) -> tupl
     beyond, text = gains_beyond_chance(with_shares, gain, samples=samples)
     kept = int((changes & ~beyond).sum())
     return changes & beyond, f"; {kept} layers keep their placement: {text}" if kept else ""
+
+
+def _busiest(problem: Problem, placed: Placed) -> Load:
+    """The load of the busiest rank, in multiples of the mean rank load, [layers]."""
+    busiest: Load = 1.0 / problem.balancedness_of_layer(*placed)
+    return busiest
 
 
 def _mean_balance(problem: Problem, placed: Placed) -> float:
