@@ -42,8 +42,8 @@ PARTS = (0.125, 0.25, 0.5, 1.0)
 
 COST_OF_PLACING_AGAIN = 2.0
 """A layer that is placed again must gain this many times what its moves cost. It moves nearly all
-its experts, and later plans may do so again: counted once, EP144 makes up to twice the moves for at
-most 0.004 of balance, and EP32 earns 0.001 to 0.002 less."""
+its experts, and later plans may do so again: counted once, EP144 made up to twice the moves for at
+most 0.004 of balance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
