@@ -149,7 +149,7 @@ class Policy:
     slots: Annotated[SlotUse, Key("planning.slots")] = SlotUse.POOLED
     """How to divide ranks' places over layers, for workers with `--places`: `pooled` gives layers
     and ranks as many slots as shorten the step most; `perLayer` gives each rank equally many in
-    every layer, as all do whose ranks differ in slots."""
+    every layer, and is what pools use whose ranks have unequal slots."""
 
     risk_z: Annotated[float, Range(0, 10), Key("planning.riskZ", "standard deviations")] = 0.0
     """Standard deviations over windows to add to each expert's mean load when planning. 1 or 2
